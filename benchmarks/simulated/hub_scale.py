@@ -119,7 +119,7 @@ class Scene:
         """Begin the run, and let the nodes hold so many leases while everything waits that waits in a run."""
         await self.do(Order("publish"))
         taken = await self.do(Order("lease", count=samples))
-        assert self.hub.buffer.in_flight >= samples, self.hub.buffer.in_flight
+        assert self.hub.samples.in_flight >= samples, self.hub.samples.in_flight
         await self.do(Order("listen"))
         return taken
 

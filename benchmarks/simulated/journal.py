@@ -87,7 +87,7 @@ async def deliver(policy: str, size: Size, results: int, run_dir: Path) -> list[
         seconds = perf_counter() - begun
         longest_pass_s = max(loop.passes_s)
         tasks.cancel_scope.cancel()
-        generated = run.hub.buffer.ledger.generated_tokens
+        generated = run.hub.samples.ledger.generated_tokens
     case = f"journal: {policy}"
     rows = [
         Row(case, "trajectories_per_s", "1/s", results / taken.cpu_s, goal=RATE_GOAL),

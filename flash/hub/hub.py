@@ -99,6 +99,7 @@ class Hub:
             members_at_once=pieces.members,
             journal=records.journal,
         )
+        self.samples = self.buffer.samples
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
         self._evaluations = Evaluations(*of_run, problems.kind_of, lease_ids, inherited.evaluated)
         self._members = Members(config, origin)
@@ -114,7 +115,7 @@ class Hub:
             self.buffer,
             self._evaluations,
             records,
-            StepMetrics(self.buffer.ledger),
+            StepMetrics(self.samples.ledger),
             self._fleet,
         )
         self._nodes = Nodes(parts, self._members)
@@ -175,8 +176,8 @@ class Hub:
                     )
             tasks.cancel_scope.cancel()
         self._progress.end()
-        self.buffer.check()
-        totals = self.buffer.ledger.totals(self.buffer.in_flight)
+        self.samples.check()
+        totals = self.samples.totals()
         return RunEnd(self._progress.stopping or "finished", self._progress.version, totals, unfinished)
 
     async def expire_claims(self) -> None:
@@ -242,7 +243,7 @@ class Hub:
 
     def _waited_for(self, stage: Stage) -> str:
         """The same in words."""
-        groups = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch}"
+        groups = f"{self.samples.pool.ready_groups} of {self._contract.groups_per_batch}"
         step = self.incarnations.held if stage is Stage.AGAIN else self._progress.version
         words = waited_for(stage, step=step, groups=groups, behind=self._fleet.behind())
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
@@ -267,12 +268,12 @@ class Hub:
             return Beginning("first evaluation", answers)
         if self._steps.training:
             return Beginning("first step")
-        return Beginning("first batch", f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups")
+        return Beginning("first batch", f"{self.samples.pool.ready_groups} of {self._contract.groups_per_batch} groups")
 
     def overview(self) -> HubNow:
         """What the whole cluster does now, for people."""
         doing, progress = self._waited_for(self._stage()), self._progress
-        parts = (self._members, self._nodes, self._trainers, self.buffer, self._evaluations, progress)
+        parts = (self._members, self._nodes, self._trainers, self.samples, self._evaluations, progress)
         return overview(self._config, *parts, doing=doing, now=self._now())
 
     async def past(self, doing: str) -> None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flash.hub.protocol import EngineStatus
-from flash.samples.buffer import SampleBuffer
 from flash.samples.ledger import Ledger
+from flash.samples.state import Samples
 from flash.types import RETRIED, Outcome, Trajectory
 
 FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
@@ -75,7 +75,7 @@ class StepMetrics:
         version: int,
         env: Mapping[str, float],
         trainer: Mapping[str, float],
-        buffer: SampleBuffer,
+        samples: Samples,
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
@@ -83,7 +83,7 @@ class StepMetrics:
 
         Times in seconds, `now` in Unix seconds.
         """
-        ledger = buffer.ledger
+        ledger = samples.ledger
         ran = self._since is not None
         elapsed = max(trainer.get("trainer_step_s", 0.0), 0.0 if self._since is None else now - self._since, 1e-9)
         totals = ledger.totals(0)
@@ -111,13 +111,13 @@ class StepMetrics:
             "trainer_restarts": trainer_restarts,
             "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
             "canary_error": self._canary_error,
-            "queue_ready_groups": buffer.ready_groups,
-            "in_flight": buffer.in_flight,
+            "queue_ready_groups": samples.pool.ready_groups,
+            "in_flight": samples.in_flight,
             "stale_tokens": ledger.discarded_tokens.get(Outcome.STALE, 0),
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
             "given_up": sum(ledger.given_up.values()),
-            **buffer.shares,
+            **samples.domains.row(samples.quarantined),
             **env,
         }
 

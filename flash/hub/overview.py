@@ -13,8 +13,8 @@ from flash.hub.nodes.nodes import Nodes
 from flash.hub.progress import RunProgress
 from flash.hub.ranks.trainers import Trainers
 from flash.observe.cluster import MOST_LEASES, Flow, HubNow, LeaseNow, NodeNow, NodeState, RankNow
-from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
+from flash.samples.state import Samples
 
 
 def overview(
@@ -22,7 +22,7 @@ def overview(
     members: Members,
     nodes: Nodes,
     trainers: Trainers,
-    buffer: SampleBuffer,
+    samples: Samples,
     evaluations: Evaluations,
     progress: RunProgress,
     *,
@@ -49,7 +49,7 @@ def overview(
             for rank in range(config.trainer_world_size)
         ],
         trainer_restarts=trainers.incarnations.followed,
-        flow=_flow(config, buffer, evaluations),
+        flow=_flow(config, samples, evaluations),
         leases=[
             LeaseNow(
                 node,
@@ -89,15 +89,15 @@ def _node(node: int, config: Config, nodes: Nodes, trainers: Trainers) -> NodeNo
     )
 
 
-def _flow(config: Config, buffer: SampleBuffer, evaluations: Evaluations) -> Flow:
+def _flow(config: Config, samples: Samples, evaluations: Evaluations) -> Flow:
     rollout, train = config.rollout, config.train
     groups = (1 + train.async_ratio) * (train.batch_size // rollout.group_size) + rollout.extra_groups
     return Flow(
-        in_flight=buffer.in_flight,
+        in_flight=samples.in_flight,
         most=math.ceil(groups * (rollout.group_size + rollout.extra_per_group) - SLACK),
-        queued=len(buffer.leases.queue),
-        leased=buffer.leases.out,
+        queued=len(samples.leases.queue),
+        leased=len(samples.leases.out),
         evaluating=evaluations.open,
-        ready_groups=buffer.ready_groups,
+        ready_groups=samples.pool.ready_groups,
         groups_per_batch=train.batch_size // rollout.group_size,
     )

@@ -79,5 +79,6 @@ class HubPart:
     def __init__(self, parts: Parts) -> None:
         self._config, self._observer, self._now = parts.config, parts.observer, parts.now
         self._progress, self._fleet, self._metrics = parts.progress, parts.fleet, parts.metrics
-        self._contract, self._buffer, self._evaluations = parts.contract, parts.buffer, parts.evaluations
+        self._contract, self._buffer, self._samples = parts.contract, parts.buffer, parts.buffer.samples
+        self._evaluations = parts.evaluations
         self._keep_state, self._journal, self._past = parts.records

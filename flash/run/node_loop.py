@@ -140,7 +140,7 @@ async def _first_node(restarts: int, config: Config, token: str | None, now: Cal
                 end = await _run_hub(hub, config, env, address, now, recorder.note)
                 recorder.cluster(hub.overview())
             # Anew: what an interrupt has cut short may have ended while the engines did.
-            ledger = hub.buffer.ledger.totals(hub.buffer.in_flight)
+            ledger = hub.samples.totals()
             finish = partial(recorder.finish, ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
             signals.cancel_scope.cancel()

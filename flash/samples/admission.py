@@ -44,7 +44,7 @@ class Admission:
         self._contract = contract
         self._rules = rules
         self._source = source
-        self._places = places
+        self.places = places
         self._leases = leases
         self._wave_left = 0
         """Groups that may still be issued in this wave."""
@@ -68,7 +68,7 @@ class Admission:
             return 0
         if not self.room_for_group(newest):
             return len(queue)
-        slot = self._places.of(self._source.cursor.next_group)
+        slot = self.places.of(self._source.cursor.next_group)
         slots = min(self._contract.slots_admitted(newest, self._first_counted), self._contract.last_slot)
         groups = min(slots - slot, self._wave_left) if self._rules.waves else slots - slot
         return len(queue) + max(1, groups) * self._largest
@@ -84,7 +84,7 @@ class Admission:
 
     def room_for_group(self, newest: int) -> bool:
         """Whether another group may be issued for a node whose newest engine runs this version."""
-        slot = self._places.of(self._source.cursor.next_group)
+        slot = self.places.of(self._source.cursor.next_group)
         if slot >= self._contract.last_slot or self._version(slot, 0) > newest:
             return False
         if not self._rules.waves:
@@ -100,7 +100,7 @@ class Admission:
 
     def give_back(self, group_id: int) -> None:
         """A group leaves that reached no batch: those issued after it move up, and the last place is free again."""
-        self._places.give_back(group_id)
+        self.places.give_back(group_id)
         self.openings += 1
 
     def _needed(self, member: Member) -> int:
@@ -108,7 +108,7 @@ class Admission:
         size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
         # A group of another size counts as one of the run's: its members begin in the same stretch of samples.
         index = task.sample_index * nominal // size
-        return self._version(self._places.of(task.group_id), index)
+        return self._version(self.places.of(task.group_id), index)
 
     def _version(self, slot: int, index: int) -> int:
         """The version that a member of a group at this place needs; its first token has to be of use, too."""

@@ -19,7 +19,7 @@ the owner calls for the rest. After each slice the state is sound, and no batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from flash.ages import SLACK
 from flash.errors import ContractError
@@ -51,7 +51,7 @@ MEMBERS_AT_ONCE = 512
 
 
 class SampleBuffer:
-    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
+    """See the module's docstring.
 
     Args:
         contract: the run's age contract.
@@ -79,23 +79,18 @@ class SampleBuffer:
         made = Made(contract, rules, max(1, members_at_once // contract.group_size))
         self.journal = journal
         journal.record(Began(step, made))
-        self._samples = samples = Samples(made, source, step=step, state=state, lease_ids=lease_ids)
-        self.leases, self.ledger, self.notes = samples.leases, samples.ledger, samples.notes
+        self.samples = Samples(made, source, step=step, state=state, lease_ids=lease_ids)
+        """What there is."""
 
     def _do(self, event: Event) -> None:
         self.journal.record(event)
-        self._samples.apply(event)
+        self.samples.apply(event)
 
     def tidy(self) -> bool:
         """Do a slice of what was put off; tells whether more is left. Raises BreakerError."""
-        if self._samples.backlog:
+        if self.samples.backlog:
             self._do(Tidied())
-        return bool(self._samples.backlog)
-
-    @property
-    def openings(self) -> int:
-        """Grows when a lease may have become possible that was not."""
-        return self._samples.admission.openings
+        return bool(self.samples.backlog)
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +98,7 @@ class SampleBuffer:
         """Tasks that `lease` could hand out to nodes whose newest engine runs this version.
 
         0 only if there is none for any node; of the last group some members too many may be counted."""
-        return self._samples.admission.at_hand(newest)
+        return self.samples.admission.at_hand(newest)
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
         """Hand out the next task that a node may run, or None.
@@ -116,28 +111,28 @@ class SampleBuffer:
         Raises:
             BreakerError: every kind of environment is quarantined.
         """
-        newest, admission = max(versions, default=-1), self._samples.admission
-        if (member := self.leases.queue.first_for(node, nodes)) is not None:
+        newest, admission = max(versions, default=-1), self.samples.admission
+        if (member := self.samples.leases.queue.first_for(node, nodes)) is not None:
             return self._hand_out([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
-        domain = self._samples.domains.next(self._samples.quarantined)
-        issued = Issued(self._samples.source.next_problem(domain))
+        domain = self.samples.domains.next(self.samples.quarantined)
+        issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
-        return self._hand_out(self._samples.issue(issued).members[:1], versions, node)[0]
+        return self._hand_out(self.samples.issue(issued).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
         """The queued members of the same group, which go to the same node."""
-        queued = [member for member in self._samples.pool[lease.task.group_id].members if member.state == "queued"]
+        queued = [member for member in self.samples.pool[lease.task.group_id].members if member.state == "queued"]
         return self._hand_out(queued, versions, node) if queued else []
 
     def _hand_out(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
         """The leases on queued tasks of a group. No token is older than the slowest engine that admission allows."""
-        floor, number = self._samples.admission.floor, self.leases.number
-        numbered = [(number(), member.task.sample_index, floor(member, versions)) for member in members]
+        floor, ids = self.samples.admission.floor, self.samples.leases.ids
+        numbered = [(next(ids), member.task.sample_index, floor(member, versions)) for member in members]
         lent = Lent(members[0].task.group_id, node, numbered)
         self.journal.record(lent)
-        return self._samples.lend(lent)
+        return self.samples.lend(lent)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +142,7 @@ class SampleBuffer:
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
-        if self.leases.is_out(lease_id):
+        if lease_id in self.samples.leases.out:
             self._do(Ended(lease_id, node, result))
         else:
             self._do(Wasted(lease_id, result.sampled))
@@ -160,33 +155,36 @@ class SampleBuffer:
 
     def can_take(self, version: int) -> bool:
         """Whether `take` would get anywhere."""
-        if self._samples.backlog:
+        samples = self.samples
+        if samples.backlog:
             return False
-        return self._samples.taken == version or version in self._samples.formed or self._choose(version) is not None
+        return samples.batches.taken == version or self._choose(version) is not None
 
     def take(self, version: int) -> list[Group] | None:
         """The groups of the step that trains version `version`.
 
         None while there are too few, or while what was chosen is still being gathered: `tidy`, and ask again.
         """
-        if not self._samples.backlog and self._samples.taken != version:
-            chosen = [] if version in self._samples.formed else self._choose(version)
-            if chosen is not None:
-                self._do(Taken(version, chosen))
-        if self._samples.backlog or self._samples.taken != version:
+        samples = self.samples
+        if not samples.backlog and samples.batches.taken != version and (chosen := self._choose(version)) is not None:
+            self._do(Taken(version, chosen))
+        if samples.backlog or samples.batches.taken != version:
             return None
-        return list(self._samples.pool.training.values())
+        return list(samples.batches.training.values())
 
     def _choose(self, version: int) -> list[int] | None:
-        window = self._samples.rules.fifo_window
-        end = None
+        """The groups of a step; none where it was formed before."""
+        samples, window = self.samples, self.samples.rules.fifo_window
+        if version in samples.batches.formed:
+            return []
+        before = None
         if window is not None:
-            end = math.floor((version + window) * self._samples.contract.groups_per_batch + SLACK)
-        before = None if end is None else self._samples.places.first_at(end)
-        groups = (self._samples.contract, version, self._samples.pool.eligible, self._samples.pool.census.begun)
-        most = self._samples.domains.most(self._samples.quarantined)
-        chosen = choose(*groups, before=before, wait=self._samples.rules.on_expire == "wait", most=most)
-        if chosen is None and not self.leases.out and not self.at_hand(version):
+            end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
+            before = samples.admission.places.first_at(end)
+        groups = (samples.contract, version, samples.pool.eligible, samples.pool.census.begun)
+        most = samples.domains.most(samples.quarantined)
+        chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", most=most)
+        if chosen is None and not samples.leases.out and not self.at_hand(version):
             # All places are taken, as by what a former incarnation has begun under other options: no use to wait.
             return choose(*groups, before=before, wait=False)
         return chosen
@@ -197,52 +195,10 @@ class SampleBuffer:
         Raises:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
         """
-        if not self._samples.pool.training or self._samples.taken != version:
+        if not self.samples.batches.training or self.samples.batches.taken != version:
             raise ContractError(f"step {version} was committed, but no batch was handed out for it")
-        self._do(Committed(version, self._samples.books))
+        self._do(Committed(version, self.samples.books))
 
     def close(self) -> None:
         """The last step is committed: what redundancy left over is withdrawn and booked."""
         self._do(Closed())
-
-    # -- what there is -----------------------------------------------------------------------------------------------
-
-    def copy_ahead(self) -> Generator[None]:
-        """Copy in slices what a snapshot keeps of the groups: it has to copy only those that change meanwhile."""
-        return self._samples.pool.copy_ahead()
-
-    def snapshot(self) -> BufferState:
-        """The state between two steps, as it is now, whatever comes after.
-
-        Call it while no batch is in training, and nothing is left to `tidy`.
-        """
-        return self._samples.snapshot()
-
-    def check(self) -> None:
-        """Compare the ledger with what is here. Raises ContractError."""
-        self._samples.check()
-
-    @property
-    def untidy(self) -> bool:
-        """Whether something was put off."""
-        return bool(self._samples.backlog)
-
-    @property
-    def in_flight(self) -> int:
-        """Tasks issued and neither trained, filtered nor given up."""
-        return self._samples.in_flight
-
-    @property
-    def buffered_tokens(self) -> int:
-        """Action tokens of trajectories that wait for a step or are in one."""
-        return self._samples.buffered_tokens
-
-    @property
-    def ready_groups(self) -> int:
-        """Complete groups that wait for a step."""
-        return self._samples.pool.ready_groups
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """What domains have had of the trained groups, for the metrics."""
-        return self._samples.domains.row(self._samples.quarantined)

@@ -16,79 +16,54 @@ from flash.samples.leases import LeaseTable, failed_last
 from flash.samples.measures import means, measured
 from flash.samples.slices import at_once
 from flash.samples.tasks import held_out_tasks
-from flash.types import Failure, Lease, Task, Trajectory
+from flash.types import Failure, Lease, Trajectory
 
 
 class EvalRound:
-    """One evaluation of one version; `samples` per problem. Its tasks wait and are worked on in `leases`."""
+    """What came of one evaluation of one version; `samples` per problem."""
 
-    def __init__(self, version: int, tasks: Sequence[Task], samples: int, leases: LeaseTable) -> None:
+    def __init__(self, version: int, samples: int) -> None:
         self.version = version
         self._samples = samples
-        self._leases = leases
-        for task in tasks:
-            leases.put(Member(task))
-        self.rewards: dict[int, list[float]] = {}
-        """Rewards per problem."""
+        self._rewards: dict[int, list[float]] = {}
+        """Per problem."""
+        self._versions: set[int] = set()
+        """Those that sampled at least one token."""
+        self._measured: list[dict[str, float]] = []
         self.missing = 0
         """Samples that failed for good."""
-        self.versions: set[int] = set()
-        """Versions that sampled at least one token."""
-        self._measured: list[dict[str, float]] = []
 
-    def lease(self, versions: Sequence[int], node: int, nodes: Collection[int]) -> Lease | None:
-        """The next task for a node whose engines run these versions: one must run at least the round's.
-
-        A task goes to another node than those it failed on, as long as there is one among `nodes`.
-        """
-        if max(versions, default=-1) < self.version:
-            return None
-        member = self._leases.queue.first_for(node, nodes)
-        return None if member is None else self._leases.grant(member, self.version)
-
-    def at_hand(self, newest: int) -> int:
-        """Tasks that wait for a node whose newest engine runs this version."""
-        return len(self._leases.queue) if newest >= self.version else 0
-
-    def finish(self, member: Member, result: Trajectory | Failure, node: int) -> None:
-        """Book what a task brought home from a node, or that it is to be tried again."""
-        if isinstance(result, Trajectory):
-            self.rewards.setdefault(member.task.group_id, []).append(result.reward)
-            self.versions.update(run.version for run in result.versions)
-            self._measured.append(measured(result))
-        elif not self._leases.again(member, result.outcome, node):
-            self.missing += 1
+    def add(self, result: Trajectory) -> None:
+        """A sample is home."""
+        self._rewards.setdefault(result.task.group_id, []).append(result.reward)
+        self._versions.update(run.version for run in result.versions)
+        self._measured.append(measured(result))
 
     @property
     def home(self) -> int:
         """Answers that have come, or never will."""
-        return sum(map(len, self.rewards.values())) + self.missing
-
-    @property
-    def done(self) -> bool:
-        """No task is queued or leased."""
-        return not self._leases.queue and not self._leases.out
+        return len(self._measured) + self.missing
 
     def row(self) -> dict[str, float]:
         """Mean reward with its 95 % confidence interval, best of k = samples per problem, the environment's own.
 
         Where every reward is 0 or 1 these are an accuracy and pass@k.
         """
-        groups = self.rewards.values()
+        groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
-        interval = mean_interval(flat, [problem for problem, answers in self.rewards.items() for _ in answers])
+        interval = mean_interval(flat, [problem for problem, answers in self._rewards.items() for _ in answers])
         whole = [answers for answers in groups if len(answers) == self._samples]
         return {
             "step": self.version,
-            "version_min": min(self.versions, default=self.version),
-            "version_max": max(self.versions, default=self.version),
+            "version_min": min(self._versions, default=self.version),
+            "version_max": max(self._versions, default=self.version),
             "mean_reward": interval.mean,
             "low": interval.low,
             "high": interval.high,
             "k": self._samples,
             "best_of_k": math.fsum(map(max, whole)) / len(whole) if whole else math.nan,
             "binary": float(all(reward in (0, 1) for reward in flat)),
-            "problems": len(self.rewards),
+            "problems": len(self._rewards),
             "samples": len(flat),
             "missing": self.missing,
             **at_once(means(self._measured)),
@@ -145,9 +120,9 @@ class Evaluations:
 
     def _begin(self) -> None:
         if self._round is None and self._due:
-            problems, samples = self._config.problems, self._config.samples
-            tasks = held_out_tasks(problems, samples, self._kind_of)
-            self._round = EvalRound(self._due.pop(0), tasks, samples, self._leases)
+            self._round = EvalRound(self._due.pop(0), self._config.samples)
+            for task in held_out_tasks(self._config.problems, self._config.samples, self._kind_of):
+                self._leases.put(Member(task))
 
     @property
     def measuring_start(self) -> bool:
@@ -164,7 +139,7 @@ class Evaluations:
     @property
     def open(self) -> int:
         """Answers of the running round that are still to come."""
-        return len(self._leases.queue) + self._leases.out
+        return len(self._leases.queue) + len(self._leases.out)
 
     @property
     def done(self) -> bool:
@@ -172,23 +147,33 @@ class Evaluations:
         return self._round is None and not self._due
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """A task of the running round that a node may run, or None; `nodes` are all that could take it."""
-        return self._round.lease(versions, node, nodes) if self._round is not None else None
+        """The next task of the running round for a node whose engines run these versions, or None.
+
+        One must run at least the round's. A task goes to another node than those it failed on, as long as there is one
+        among `nodes`.
+        """
+        if self._round is None or max(versions, default=-1) < self._round.version:
+            return None
+        member = self._leases.queue.first_for(node, nodes)
+        return None if member is None else self._leases.grant(member, self._round.version, next(self._leases.ids))
 
     def at_hand(self, newest: int) -> int:
         """Tasks of the running round that wait for a node whose newest engine runs this version."""
-        return self._round.at_hand(newest) if self._round is not None else 0
+        return len(self._leases.queue) if self._round is not None and newest >= self._round.version else 0
 
     def finish(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
         """Take what a lease brought home from a node; the row of the round, when it was its last one.
 
         An unknown lease, of a node that was lost or of a former incarnation, is of no use: its task went out again.
         """
-        running, member = self._round, self._leases.ended(lease_id)
+        running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:
             return None
-        running.finish(member, result, node)
-        if not running.done:
+        if isinstance(result, Trajectory):
+            running.add(result)
+        elif not self._leases.again(member, result.outcome, node):
+            running.missing += 1
+        if self.open:
             return None
         self._round = None
         self._begin()

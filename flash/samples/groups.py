@@ -1,5 +1,5 @@
-"""Groups: the members of one prompt, from issue to the last one home, which groups are worth training, and batches of
-them that were formed. Pure state.
+"""Groups: the members of one prompt, from issue to the last one home, which groups are worth training, and what steps
+have of them. Pure state.
 
 A member is queued, leased, done, lost (given up for a failure), beaten (a redundant one that came too late) or trained.
 A group is complete when enough members are done, or when none is on its way. Group identity stays explicit: lost
@@ -143,48 +143,56 @@ class Formed(msgspec.Struct, gc=False):
     group: Group
 
 
-class FormedBatches:
-    """See the module's docstring."""
+class Batches:
+    """What steps have of groups: of the running step in training, of steps that were formed before to be trained again.
 
-    def __init__(self, formed: Iterable[Formed]) -> None:
-        self._steps: dict[int, dict[int, Group]] = {}
+    All members of these are home.
+    """
+
+    def __init__(self, formed: Iterable[Formed] = ()) -> None:
+        self.taken: int | None = None
+        """The step of which a batch was chosen."""
+        self.training: dict[int, Group] = {}
+        """What the running step trains, whole groups and parts."""
+        self.formed: dict[int, dict[int, Group]] = {}
+        """By step, in order: what nobody has taken yet."""
         self.in_flight = 0
         self.tokens = 0
-        """Action tokens of all that is left."""
+        """Action tokens of all of them."""
         for each in formed:
-            self._steps.setdefault(each.step, {})[each.group.group_id] = each.group
+            self.formed.setdefault(each.step, {})[each.group.group_id] = each.group
             self._count(each.group, 1)
-
-    def __contains__(self, step: int) -> bool:
-        return step in self._steps
 
     @property
     def following(self) -> int:
-        """The first step after all of these; 0 if there are none."""
-        return max(self._steps, default=-1) + 1
+        """The first step after all that were formed; 0 if there are none."""
+        return max(self.formed, default=-1) + 1
 
-    @property
-    def steps(self) -> list[int]:
-        """Those whose batches nobody has taken yet."""
-        return list(self._steps)
+    def train(self, group: Group) -> None:
+        """A group, or a part of one, goes into training."""
+        self.training[group.group_id] = group
+        self._count(group, 1)
 
-    def groups(self, step: int) -> list[int]:
-        """What a step trains, in order."""
-        return list(self._steps[step])
+    def trained(self, group_id: int) -> Group:
+        """The step of it is done."""
+        group = self.training.pop(group_id)
+        self._count(group, -1)
+        return group
 
     def take(self, step: int, group_id: int) -> Group:
-        """What a step has of a group goes into training."""
-        group = self._steps[step].pop(group_id)
-        if not self._steps[step]:
-            del self._steps[step]
+        """What a step was formed of leaves it."""
+        group = self.formed[step].pop(group_id)
+        if not self.formed[step]:
+            del self.formed[step]
         self._count(group, -1)
         return group
 
     def left(self) -> list[Formed]:
-        """All that no step has taken yet."""
-        return [Formed(step, group) for step, groups in self._steps.items() for group in groups.values()]
+        """All that is not trained yet: of the running step first."""
+        steps = [(self.taken or 0, self.training), *self.formed.items()]
+        return [Formed(step, group) for step, groups in steps for group in groups.values()]
 
-    def _count(self, group: Group, change: int) -> None:
+    def _count(self, group: Group, times: int) -> None:
         for trajectory in group.trajectories():
-            self.in_flight += change
-            self.tokens += change * trajectory.action_count
+            self.in_flight += times
+            self.tokens += times * trajectory.action_count

@@ -10,8 +10,8 @@ looks at the heads of the lines, of which there are few, and not at the tasks, o
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import islice, takewhile
 
 import msgspec
@@ -31,7 +31,7 @@ def failed_last(task: Task) -> QueuePlace:
 
 
 class LeaseTable:
-    """See the module's docstring. `withdrawn` fills up for the owner, who empties it.
+    """See the module's docstring.
 
     Args:
         ids: numbers for the leases, which no other table gives.
@@ -40,58 +40,28 @@ class LeaseTable:
     """
 
     def __init__(self, ids: Iterator[int], retries: int, place: Callable[[Task], QueuePlace]) -> None:
-        self._ids = ids
+        self.ids = ids
         self._retries = retries
         self.queue = TaskQueue(place)
         """Tasks that wait."""
-        self._out: dict[int, Member] = {}
+        self.out: dict[int, Member] = {}
+        """Tasks that nodes are working on, by their leases."""
         self.reasons: dict[int, Outcome] = {}
         """Why leases were withdrawn whose nodes have not reported yet."""
         self.withdrawn: list[int] = []
-        """Leases that have become pointless: to be cancelled on their nodes."""
-
-    @property
-    def out(self) -> int:
-        """Tasks that nodes are working on."""
-        return len(self._out)
+        """Leases that have become pointless, to be cancelled on their nodes: the owner empties it."""
 
     def put(self, member: Member) -> None:
         """A task waits, at its place."""
         member.state = "queued"
         self.queue.put(member)
 
-    def number(self) -> int:
-        """A number for a lease that is about to be granted."""
-        return next(self._ids)
-
-    def grant(self, member: Member, floor: int, number: int | None = None) -> Lease:
-        """A waiting task goes out, on a lease of this number, or of the next one."""
+    def grant(self, member: Member, floor: int, number: int) -> Lease:
+        """A waiting task goes out, on a lease of this number."""
         self.queue.take(member)
-        lease = Lease(self.number() if number is None else number, member.task, floor)
-        self._out[lease.lease_id] = member
-        member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
-        return lease
-
-    def take_up(self, member: Member) -> None:
-        """A task is out already."""
-        self._out[member.lease_id] = member
-
-    def is_out(self, lease_id: int) -> bool:
-        """Whether a task is out on this lease."""
-        return lease_id in self._out
-
-    def members_out(self) -> Collection[Member]:
-        """The tasks that are out."""
-        return self._out.values()
-
-    def stands(self, lease: Lease) -> bool:
-        """Whether this lease is out, as it was granted."""
-        member = self._out.get(lease.lease_id)
-        return member is not None and (member.task, member.floor) == (lease.task, lease.min_version)
-
-    def ended(self, lease_id: int) -> Member | None:
-        """A lease has ended. None: it was withdrawn, or is known to nobody."""
-        return self._out.pop(lease_id, None)
+        self.out[number] = member
+        member.state, member.lease_id, member.floor = "leased", number, floor
+        return Lease(number, member.task, floor)
 
     def again(self, member: Member, outcome: Outcome, node: int) -> bool:
         """A task that came home failed on a node: queue it again, or tell that it is to be given up.
@@ -108,8 +78,7 @@ class LeaseTable:
 
     def revoke(self, lease_id: int) -> Member | None:
         """A lease's node is gone: its task, which is returned, queues again. None: the lease was withdrawn."""
-        member = self.ended(lease_id)
-        if member is None:
+        if (member := self.out.pop(lease_id, None)) is None:
             self.reason(lease_id)
             return None
         self.put(member)
@@ -119,7 +88,7 @@ class LeaseTable:
         """A task neither waits any more nor is out; a lease that still is will be withdrawn."""
         if member.state == "queued":
             self.queue.take(member)
-        elif member.state == "leased" and self._out.pop(member.lease_id, None) is not None:
+        elif member.state == "leased" and self.out.pop(member.lease_id, None) is not None:
             self.reasons[member.lease_id] = reason
             self.withdrawn.append(member.lease_id)
 
@@ -196,98 +165,58 @@ class Holders:
 QueuePlace = tuple[int, ...]
 """Where a task stands in the queue: lower places go out first."""
 
-RUN = 1024
-"""Tasks of a run at most: moving so many takes less than finding the place."""
-
 
 class TaskQueue:
     """See the module's docstring. What a task avoids does not change while it waits.
 
     Args:
         place: the place of a task, that of no other one.
-        run: tasks of a run before it is cut in two.
     """
 
-    def __init__(self, place: Callable[[Task], QueuePlace], run: int = RUN) -> None:
-        self._place_of = place
-        self._longest = run
+    def __init__(self, place: Callable[[Task], QueuePlace]) -> None:
+        self._place = place
         self._lines: dict[frozenset[int], _Line] = {}
         """None of them is empty."""
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(len(line.waiting) for line in self._lines.values())
 
     @property
     def first(self) -> Member:
         """The task that goes out next; there has to be one."""
-        return min((line.first for line in self._lines.values()), key=self._place)
+        return min(line.first for line in self._lines.values())[1]
 
     def first_for(self, node: int, nodes: Collection[int]) -> Member | None:
         """The task that goes out next to a node: none that has failed there, unless it has failed on all `nodes`."""
         lines = (line for failed, line in self._lines.items() if node not in failed or failed.issuperset(nodes))
-        return min((line.first for line in lines), key=self._place, default=None)
+        return min((line.first for line in lines), default=(None, None))[1]
 
     def put(self, member: Member) -> None:
         """A task waits, at its place."""
-        failed = frozenset(member.avoid)
-        if (line := self._lines.get(failed)) is None:
-            line = self._lines[failed] = _Line(self._place, self._longest)
-        line.put(member)
-        self._size += 1
+        line, place = self._lines.setdefault(frozenset(member.avoid), _Line()), self._place(member.task)
+        line.waiting[place] = member
+        heappush(line.places, place)
 
     def take(self, member: Member) -> None:
         """A task that waits does so no more."""
         failed = frozenset(member.avoid)
         line = self._lines[failed]
-        line.take(member)
-        if not line:
+        taken = line.waiting.pop(self._place(member.task), None)
+        assert taken is member, "a queued member is in the queue"
+        if not line.waiting:
             del self._lines[failed]
-        self._size -= 1
-
-    def _place(self, member: Member) -> QueuePlace:
-        return self._place_of(member.task)
 
 
 class _Line:
-    """Tasks in order, in short runs: what comes or goes moves a run and not the whole line."""
+    """Tasks that have failed on the same nodes."""
 
-    def __init__(self, place: Callable[[Member], QueuePlace], longest: int) -> None:
-        self._place = place
-        self._longest = longest
-        self._runs: list[list[Member]] = []
-        """None of them is empty."""
-
-    def __bool__(self) -> bool:
-        return bool(self._runs)
+    def __init__(self) -> None:
+        self.waiting: dict[QueuePlace, Member] = {}
+        self.places: list[QueuePlace] = []
+        """A heap; of tasks that wait no more as well, until they would be next."""
 
     @property
-    def first(self) -> Member:
-        return self._runs[0][0]
-
-    def put(self, member: Member) -> None:
-        if not self._runs:
-            self._runs.append([member])
-            return
-        at = min(self._run_of(member), len(self._runs) - 1)
-        run = self._runs[at]
-        insort(run, member, key=self._place)
-        if len(run) > self._longest:
-            middle = len(run) // 2
-            self._runs[at : at + 1] = [run[:middle], run[middle:]]
-
-    def take(self, member: Member) -> None:
-        at = index = 0
-        # Most go out from the front.
-        if member is not self.first:
-            at = self._run_of(member)
-            index = bisect_left(self._runs[at], self._place(member), key=self._place)
-        run = self._runs[at]
-        assert run[index] is member, "a queued member is in the queue"
-        del run[index]
-        if not run:
-            del self._runs[at]
-
-    def _run_of(self, member: Member) -> int:
-        """The first run that ends at this task or behind it."""
-        return bisect_left(self._runs, self._place(member), key=lambda run: self._place(run[-1]))
+    def first(self) -> tuple[QueuePlace, Member]:
+        while self.places[0] not in self.waiting:
+            heappop(self.places)
+        return self.places[0], self.waiting[self.places[0]]

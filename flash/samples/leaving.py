@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flash.samples.admission import Admission, Places
+from flash.samples.admission import Admission
 from flash.samples.domains import DomainShares
 from flash.samples.groups import Group, Member
 from flash.samples.leases import LeaseTable
@@ -26,13 +26,26 @@ class Departures:
     """See the module's docstring. All of these are the buffer's, too."""
 
     def __init__(
-        self, pool: GroupPool, leases: LeaseTable, ledger: Ledger, admission: Admission, domains: DomainShares
+        self,
+        contract: AgeContract,
+        rules: BufferRules,
+        pool: GroupPool,
+        leases: LeaseTable,
+        ledger: Ledger,
+        admission: Admission,
+        domains: DomainShares,
+        backlog: Backlog,
     ) -> None:
+        self._contract = contract
+        self._rules = rules
         self._pool = pool
         self._leases = leases
         self._ledger = ledger
         self._admission = admission
         self._domains = domains
+        self._backlog = backlog
+        self._losers = 0
+        """Groups that may still be withdrawn for having missed their window."""
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -51,7 +64,12 @@ class Departures:
             if member.state in ("queued", "leased"):
                 self.drop(member, state, outcome)
 
-    def start_again(self, group: Group, oldest: int) -> None:
+    def _drop_done(self, group: Group, state: Gone, outcome: Outcome) -> None:
+        for member in group.members:
+            if member.state == "done":
+                self.drop(member, state, outcome)
+
+    def _start_again(self, group: Group, oldest: int) -> None:
         """Members with a token older than this version lose all of theirs and queue again, in their place."""
         old = [member for member in group.members if member.state in ("leased", "done") and member.floor < oldest]
         for member in old:
@@ -96,39 +114,7 @@ class Departures:
         else:
             self._pool.changed(group)
 
-    def trained(self, group_id: int, min_version: int) -> None:
-        """A group, or a part of it, was trained on its tokens of this version or newer."""
-        for trajectory in self._pool.trained(group_id).trajectories():
-            self._ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
-
-    def _drop_done(self, group: Group, state: Gone, outcome: Outcome) -> None:
-        for member in group.members:
-            if member.state == "done":
-                self.drop(member, state, outcome)
-
-
-class Expiry:
-    """See the module's docstring. All of these are the buffer's, too."""
-
-    def __init__(
-        self,
-        contract: AgeContract,
-        rules: BufferRules,
-        pool: GroupPool,
-        departures: Departures,
-        admission: Admission,
-        places: Places,
-        backlog: Backlog,
-    ) -> None:
-        self._contract = contract
-        self._rules = rules
-        self._pool = pool
-        self._departures = departures
-        self._admission = admission
-        self._places = places
-        self._backlog = backlog
-        self._losers = 0
-        """Groups that may still be withdrawn for having missed their window."""
+    # -- age ---------------------------------------------------------------------------------------------------------
 
     def watch(self, group: Group) -> None:
         """Members that no later step could train need not wait for the others of their group."""
@@ -148,16 +134,15 @@ class Expiry:
 
     def next_is(self, step: int) -> None:
         """From now on `step` is the next one: deal with what no step can train any more as it is."""
-        if step <= self._admission.next_step:
-            return
-        self._admission.next_step = step
-        self._losers = self._contract.extra_groups
-        self.begins()
+        if step > self._admission.next_step:
+            self._admission.next_step = step
+            self._losers = self._contract.extra_groups
+            self.begins()
 
     def begins(self) -> None:
         """Deal with what is too old for the step that is the next one."""
         if (oldest := next(iter(self._pool), None)) is not None:
-            self._places.forget(oldest)
+            self._admission.places.forget(oldest)
         self._backlog.add(self._grow_old, self._pool)
 
     def _grow_old(self, group_id: int) -> None:
@@ -172,15 +157,15 @@ class Expiry:
         if self._losers and self._outgrown(group, oldest):
             # Redundant groups make up for those that missed their window.
             self._losers -= 1
-            self._departures.withdraw(group)
+            self.withdraw(group)
             return
         if self._rules.on_expire == "requeue":
             if group.closed and begun < oldest:
-                self._departures.expire(group)
+                self.expire(group)
                 return
-            self._departures.start_again(group, oldest)
+            self._start_again(group, oldest)
         if self.useless(group):
-            self._departures.expire(group)
+            self.expire(group)
         elif not self._pool.is_ready(group_id):
             self.watch(group)
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import NamedTuple
 
 from flash.samples.choice import Eligible
-from flash.samples.groups import Group, Member
+from flash.samples.groups import Group
 
 
 class GroupPool:
@@ -28,15 +28,11 @@ class GroupPool:
         self._expiring: set[int] = set()
         self._in_parts: set[int] = set()
         """Those of which a part was trained."""
-        self._in_training = Census()
         self._copies: dict[int, Group] = {}
         """Made ahead of a snapshot, of groups that have not changed since."""
         self.census = Census()
-        """Counts those that are not in training."""
         self.eligible = Eligible()
         """Those that are ready or expiring."""
-        self.training: dict[int, Group] = {}
-        """What the running step trains, whole groups and parts."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._groups)
@@ -48,10 +44,6 @@ class GroupPool:
         """A group, or None: it was trained, or has left."""
         return self._groups.get(group_id)
 
-    def of(self, member: Member) -> Group:
-        """The group of a member."""
-        return self._groups[member.task.group_id]
-
     def late(self) -> list[int]:
         """Groups of which a part was trained, and others have come home since."""
         return [group_id for group_id in sorted(self._in_parts) if self._groups[group_id].count("done")]
@@ -60,12 +52,12 @@ class GroupPool:
         """Whether a group is complete, or chosen to be trained as it is."""
         return group_id in self._ready
 
-    # -- changes -----------------------------------------------------------------------------------------------------
+    @property
+    def ready_groups(self) -> int:
+        """Complete groups that wait for a step."""
+        return len(self._ready)
 
-    def add(self, group: Group) -> None:
-        """A group is new."""
-        self._groups[group.group_id] = group
-        self.changed(group)
+    # -- changes -----------------------------------------------------------------------------------------------------
 
     def changed(self, group: Group) -> None:
         """A member has: count the group again."""
@@ -80,7 +72,8 @@ class GroupPool:
             self._in_parts.add(group_id)
 
     def waits(self, group: Group, *, expiring: bool = False) -> None:
-        """A group is not complete, or not any more."""
+        """A group is new, or not complete, or not any more."""
+        self._groups[group.group_id] = group
         self._ready.discard(group.group_id)
         self._expiring.discard(group.group_id)
         if expiring:
@@ -97,35 +90,22 @@ class GroupPool:
         """These will be trained as they are: who comes home meanwhile is trained with the others of its group."""
         self._ready.update(group_ids)
 
-    def train(self, group_id: int) -> None:
-        """Put into training what of a group can be trained now: all of it, or the members that are done."""
+    def take(self, group_id: int) -> Group:
+        """What of a group can be trained now goes: all of it, or the members that are done."""
         group = self._groups[group_id]
-        self._ready.discard(group_id)
-        self._expiring.discard(group_id)
         whole = group.complete and not group.earlier
         part = group if whole else group.split()
         if whole or group.pending == 0:
             self.remove(group_id)
         else:
-            self.changed(group)
-        self.train_part(part)
-
-    def train_part(self, part: Group) -> None:
-        """Put a group, or a part of one, into training as it is."""
-        self.training[part.group_id] = part
-        self._in_training.count(part)
-
-    def trained(self, group_id: int) -> Group:
-        """The step of a group, or of a part of it, is done: it leaves."""
-        self._in_training.forget(group_id)
-        return self.training.pop(group_id)
+            self.waits(group)
+        return part
 
     def remove(self, group_id: int) -> None:
         """A group leaves."""
         del self._groups[group_id]
-        self._ready.discard(group_id)
-        self._expiring.discard(group_id)
-        self._in_parts.discard(group_id)
+        for some in (self._ready, self._expiring, self._in_parts):
+            some.discard(group_id)
         self.eligible.remove(group_id)
         self.census.forget(group_id)
 
@@ -144,23 +124,6 @@ class GroupPool:
         copies, self._copies = self._copies, {}
         return [copies.get(group_id) or group.copy() for group_id, group in self._groups.items()]
 
-    # -- counts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def in_flight(self) -> int:
-        """Members that may still be trained, or are in training."""
-        return self.census.in_flight + self._in_training.in_flight
-
-    @property
-    def tokens(self) -> int:
-        """Action tokens of finished members."""
-        return self.census.tokens + self._in_training.tokens
-
-    @property
-    def ready_groups(self) -> int:
-        """Complete groups that wait for a step."""
-        return len(self._ready)
-
 
 class Counted(NamedTuple):
     """One group."""
@@ -172,30 +135,30 @@ class Counted(NamedTuple):
     """No token of it, sampled or being sampled, is older than this version. None: nothing was begun."""
     complete: bool
 
-
-def counted(group: Group) -> Counted:
-    """Look at every member of a group, once."""
-    alive = tokens = done = pending = 0
-    oldest: int | None = None
-    for member in group.members:
-        if member.state == "queued":
-            pending += 1
-            continue
-        if member.state == "leased":
-            pending += 1
-        elif member.trajectory is not None:
-            done += 1
-            tokens += member.trajectory.action_count
-        else:
-            continue
-        if oldest is None or member.floor < oldest:
-            oldest = member.floor
-    alive = done + pending
-    return Counted(alive, tokens, oldest, done + len(group.earlier) >= group.wanted or (done > 0 and pending == 0))
+    @classmethod
+    def of(cls, group: Group) -> Counted:
+        """Look at every member of a group, once."""
+        tokens = done = pending = 0
+        oldest: int | None = None
+        for member in group.members:
+            if member.state == "queued":
+                pending += 1
+                continue
+            if member.state == "leased":
+                pending += 1
+            elif member.trajectory is not None:
+                done += 1
+                tokens += member.trajectory.action_count
+            else:
+                continue
+            if oldest is None or member.floor < oldest:
+                oldest = member.floor
+        complete = done + len(group.earlier) >= group.wanted or (done > 0 and pending == 0)
+        return cls(done + pending, tokens, oldest, complete)
 
 
 class Census:
-    """See the module's docstring."""
+    """What all groups have together."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -209,29 +172,26 @@ class Census:
     def count(self, group: Group) -> Counted:
         """A group is new, or has changed."""
         self.forget(group.group_id)
-        new = self._groups[group.group_id] = counted(group)
-        self.in_flight += new.alive
-        self.tokens += new.tokens
-        self._begin(new, 1)
+        new = self._groups[group.group_id] = Counted.of(group)
+        self._add(new, 1)
         return new
 
     def forget(self, group_id: int) -> None:
         """A group is here no more."""
-        if (old := self._groups.pop(group_id, None)) is None:
-            return
-        self.in_flight -= old.alive
-        self.tokens -= old.tokens
-        self._begin(old, -1)
+        if (old := self._groups.pop(group_id, None)) is not None:
+            self._add(old, -1)
 
     def oldest(self, group_id: int) -> int | None:
         """See `Counted`."""
         return self._groups[group_id].oldest
 
-    def _begin(self, group: Counted, change: int) -> None:
+    def _add(self, group: Counted, times: int) -> None:
+        self.in_flight += times * group.alive
+        self.tokens += times * group.tokens
         if group.oldest is None:
             return
         numbers = self.begun.setdefault(group.oldest, [0, 0])
-        numbers[0] += change
-        numbers[1] += change * (not group.complete)
+        numbers[0] += times
+        numbers[1] += times * (not group.complete)
         if not numbers[0]:
             del self.begun[group.oldest]

@@ -19,10 +19,10 @@ from flash.errors import ContractError
 from flash.samples.admission import Admission, Places
 from flash.samples.breaker import Breaker, Streaks
 from flash.samples.domains import DomainShares, Shared
-from flash.samples.groups import Formed, FormedBatches, Group, Member
+from flash.samples.groups import Batches, Formed, Group, Member
 from flash.samples.journal import Closed, Committed, Ended, Event, Issued, Lent, Made, Revoked, Taken, Tidied, Wasted
 from flash.samples.leases import LeaseTable, as_issued
-from flash.samples.leaving import Departures, Expiry
+from flash.samples.leaving import Departures
 from flash.samples.ledger import Ledger
 from flash.samples.pool import GroupPool
 from flash.samples.slices import Backlog
@@ -66,7 +66,7 @@ class BufferState(msgspec.Struct):
 
 
 class Samples:
-    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
+    """See the module's docstring.
 
     Args:
         made: what decides.
@@ -96,18 +96,16 @@ class Samples:
         self.rules = rules
         self.source = source
         self.pool = GroupPool(made.at_once)
-        self.formed = FormedBatches(state.formed if state is not None else ())
+        self.batches = Batches(state.formed if state is not None else ())
         self.backlog = Backlog(made.at_once)
-        self.taken: int | None = None
-        """The step of which a batch was chosen."""
+        """What was put off."""
         streaks = state.streaks if state is not None and goes_on else None
         # A new incarnation tries all kinds again: whoever resumes a run may have mended what failed.
         tried_again = [] if goes_on else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
-        self.places = Places() if state is None else state.places
-        next_step = max(step, self.formed.following)
-        self.admission = Admission(contract, rules, source, self.places, self.leases, next_step)
+        places, next_step = Places() if state is None else state.places, max(step, self.batches.following)
+        self.admission = Admission(contract, rules, source, places, self.leases, next_step)
         self.ledger = Ledger() if state is None else state.ledger
         self.domains = DomainShares(
             rules.domains,
@@ -116,11 +114,10 @@ class Samples:
             None if state is None or tried_again else state.shared,
             () if state is None else (group.kind for group in state.groups if not group.earlier),
         )
-        self._departures = Departures(self.pool, self.leases, self.ledger, self.admission, self.domains)
-        parts = (self.pool, self._departures, self.admission, self.places, self.backlog)
-        self._expiry = Expiry(contract, rules, *parts)
+        parts = (self.pool, self.leases, self.ledger, self.admission, self.domains, self.backlog)
+        self._departures = Departures(contract, rules, *parts)
         self.notes: list[str] = []
-        """What people should know."""
+        """What people should know: the owner empties it."""
         if tried_again:
             kinds = ", ".join(map(repr, tried_again))
             self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
@@ -140,22 +137,22 @@ class Samples:
         for group in state.groups:
             for member in group.members:
                 if member.state == "leased":
-                    self.leases.take_up(member)
+                    self.leases.out[member.lease_id] = member
                 elif member.state == "queued":
                     self.leases.put(member)
-            self.pool.add(group)
+            self.pool.waits(group)
             if group.group_id in ahead:
                 self._departures.withdraw(group)
             elif others and not (group.complete and not group.earlier):
                 self._end_as_it_is(group)
             elif not group.complete or group.earlier:
-                self._expiry.watch(group)
+                self._departures.watch(group)
             elif goes_on or rules.filter_of(group.kind).keeps(group):
                 self.pool.ready(group)
             else:
                 self._departures.filtered(group)
         if not goes_on:  # under another contract more of it may be too old
-            self._expiry.begins()
+            self._departures.begins()
         if others:
             self.notes.append(
                 f"the problems are others than before: in the {len(state.groups)} groups of the old ones nothing more "
@@ -168,7 +165,7 @@ class Samples:
         if group.alive == 0:
             self._departures.leave(group)
         elif group.earlier:
-            self._expiry.watch(group)
+            self._departures.watch(group)
         elif self.rules.filter_of(group.kind).keeps(group):
             self.pool.ready(group)
         else:
@@ -179,15 +176,15 @@ class Samples:
 
         Call it while no batch is in training, and nothing is left to `tidy`.
         """
-        assert not self.pool.training, "a batch in training belongs to no consistent state"
+        assert not self.batches.training, "a batch in training belongs to no consistent state"
         assert not self.backlog, "what was put off would be forgotten"
         return BufferState(
             self._made,
             self.source.cursor.copy(),
-            self.places.copy(),
+            self.admission.places.copy(),
             self.pool.copies(),
             self.ledger.copy(),
-            self.formed.left(),
+            self.batches.left(),
             dict(self.leases.reasons),
             self._breaker.streaks.copy(),
             self.domains.state(),
@@ -231,7 +228,7 @@ class Samples:
         group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
         for member in group.members:
             self.leases.put(member)
-        self.pool.add(group)
+        self.pool.waits(group)
         self.domains.issued(group.kind)
         self.ledger.issued += len(tasks)
         return group
@@ -245,10 +242,10 @@ class Samples:
         return leases
 
     def _end(self, event: Ended) -> None:
-        member, result = self.leases.ended(event.lease_id), event.result
+        member, result = self.leases.out.pop(event.lease_id, None), event.result
         if member is None:
             raise ContractError(f"lease {event.lease_id} is not out")
-        group, given_up = self.pool.of(member), False
+        group, given_up = self.pool[member.task.group_id], False
         self.ledger.generated_tokens += result.sampled
         if isinstance(result, Failure):
             self.ledger.discard(result.outcome, result.tokens)
@@ -279,7 +276,7 @@ class Samples:
     def _revoke(self, lease_id: int) -> None:
         if (member := self.leases.revoke(lease_id)) is not None:
             self.ledger.retry(Outcome.CANCELLED)
-            self.pool.changed(self.pool.of(member))
+            self.pool.changed(self.pool[member.task.group_id])
             self.admission.openings += 1
 
     def _quarantine(self, kind: str, failure: Failure) -> None:
@@ -309,12 +306,12 @@ class Samples:
             self.pool.changed(group)
         elif group.alive == 0:
             self._departures.leave(group)
-        elif self._expiry.useless(group):
+        elif self._departures.useless(group):
             self._departures.expire(group)
         elif group.complete and not group.earlier:
             self._admit_or_filter(group)
         else:
-            self._expiry.watch(group)
+            self._departures.watch(group)
 
     def _admit_or_filter(self, group: Group) -> None:
         if self.rules.filter_of(group.kind).keeps(group):
@@ -332,38 +329,41 @@ class Samples:
 
     def _gather(self, event: Taken) -> None:
         """Put a batch into training."""
-        step = self.taken = event.step
-        if step in self.formed:
-            self.backlog.add(partial(self._train_again, step), self.formed.groups(step))
+        step = self.batches.taken = event.step
+        if step in self.batches.formed:
+            formed = self.batches.formed[step]
+            self.backlog.add(lambda group_id: self.batches.train(self.batches.take(step, group_id)), formed)
             return
         groups = (*event.groups, *self.pool.late())
         self.pool.chosen(groups)
         for group_id in event.groups:
             self.domains.trains(self.pool[group_id].kind)
-        self.backlog.add(self.pool.train, groups)
-        self._expiry.next_is(step + 1)
-
-    def _train_again(self, step: int, group_id: int) -> None:
-        self.pool.train_part(self.formed.take(step, group_id))
+        self.backlog.add(lambda group_id: self.batches.train(self.pool.take(group_id)), groups)
+        self._departures.next_is(step + 1)
 
     def _commit(self, event: Committed) -> None:
-        self.taken = None
+        self.batches.taken = None
         min_version = self.contract.min_token_version(event.step)
-        self.backlog.add(partial(self._departures.trained, min_version=min_version), self.pool.training)
+        self.backlog.add(partial(self._book, min_version), self.batches.training)
         self.check()
+
+    def _book(self, min_version: int, group_id: int) -> None:
+        """A group, or a part of it, was trained on its tokens of this version or newer."""
+        for trajectory in self.batches.trained(group_id).trajectories():
+            self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
 
     def _close(self) -> None:
         """What is left over is withdrawn: by redundancy, or since the run was told to end before it trains it again."""
-        for step in self.formed.steps:
-            self.backlog.add(partial(self._withdraw_again, step), self.formed.groups(step))
+        for step, groups in list(self.batches.formed.items()):
+            self.backlog.add(partial(self._withdraw_formed, step), groups)
         self.backlog.add(self._withdraw, self.pool)
 
     def _withdraw(self, group_id: int) -> None:
         if (group := self.pool.get(group_id)) is not None:
             self._departures.withdraw(group)
 
-    def _withdraw_again(self, step: int, group_id: int) -> None:
-        group = self.formed.take(step, group_id)
+    def _withdraw_formed(self, step: int, group_id: int) -> None:
+        group = self.batches.take(step, group_id)
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
             self.ledger.give_up(Outcome.CANCELLED)
@@ -380,17 +380,21 @@ class Samples:
     @property
     def in_flight(self) -> int:
         """Tasks issued and neither trained, filtered nor given up."""
-        return self.pool.in_flight + self.formed.in_flight
+        return self.pool.census.in_flight + self.batches.in_flight
 
     @property
     def buffered_tokens(self) -> int:
         """Action tokens of trajectories that wait for a step or are in one."""
-        return self.pool.tokens + self.formed.tokens
+        return self.pool.census.tokens + self.batches.tokens
 
     @property
     def books(self) -> tuple[int, int, int]:
         """What two states have in common that the same events have led to."""
         return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
+
+    def totals(self) -> dict[str, int]:
+        """The ledger as flat numbers, for summaries."""
+        return self.ledger.totals(self.in_flight)
 
     def check(self) -> None:
         """Compare the ledger with what is here. Raises ContractError."""

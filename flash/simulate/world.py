@@ -241,7 +241,7 @@ class World:
 
     def _all_issued(self) -> bool:
         """Whether the run's last samples are on their way, redundant ones not counted."""
-        ledger, rollout = self.hub.buffer.ledger, self.config.rollout
+        ledger, rollout = self.hub.samples.ledger, self.config.rollout
         redundant = ledger.issued * rollout.extra_per_group / (rollout.group_size + rollout.extra_per_group)
         needed = self.config.run.steps * self.config.train.batch_size + rollout.extra_groups * rollout.group_size
         return ledger.issued - redundant - ledger.filtered >= needed

@@ -116,7 +116,7 @@ class Target:
         await self._trainer.call(p.Commit(self.steps, {"loss": 0.0}), PATIENCE_S)
         self.steps += 1
         await self._publish(self.steps)
-        self.hub.buffer.check()
+        self.hub.samples.check()
         assert self.hub.version == self.steps == len(self._observer.steps)
 
 
@@ -324,7 +324,7 @@ async def insider(messages_sent: int, seed: int) -> dict[str, int]:
                 except Exception as error:
                     raise AssertionError(f"insider: seed {seed}, round {round_ - 1}: {request}") from error
             counts["waiting"] += scope.cancelled_caught
-        hub.buffer.check()
+        hub.samples.check()
         counts["ended"] += 1
     return counts
 

@@ -377,7 +377,7 @@ class Schedule:
         self.expiry.cancel()
         await self.settle()
         self.finished = False  # what the ranks were told meanwhile counts no more
-        ledger, reached = self.hub.buffer.ledger, self.hub.version
+        ledger, reached = self.hub.samples.ledger, self.hub.version
         stored = self.kept.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
         held, number = (kept.version, kept.journal) if kept is not None else (0, 0)
@@ -388,7 +388,10 @@ class Schedule:
         self.version = reached if self.dice.random() < 0.7 else self.dice.randint(held, reached)
         buffer = replay.state(until=self.version)
         assert buffer is not None
-        assert (buffer.ledger.issued, buffer.ledger.generated_tokens) == (ledger.issued, ledger.generated_tokens)
+        assert (buffer.ledger.issued, buffer.ledger.generated_tokens) == (
+            ledger.issued,
+            ledger.generated_tokens,
+        )
         if self.version == reached:
             assert buffer.ledger.trained == ledger.trained, "what was trained is taken back"
         else:
@@ -583,9 +586,9 @@ class Schedule:
                 self.commit_now.set()
                 await self.settle()
         assert self.finished, f"the run stalls at step {self.version} of {self.config.run.steps}"
-        assert self.hub.buffer.in_flight == 0
+        assert self.hub.samples.in_flight == 0
         assert [row["step"] for row in self.observer.steps] == list(range(self.config.run.steps)), "booked once each"
-        stale = self.hub.buffer.ledger.totals(0).get("discarded_tokens_stale", 0)
+        stale = self.hub.samples.ledger.totals(0).get("discarded_tokens_stale", 0)
         assert not (self.calm and stale), "a token is stale because of admission"
         waits = self.config.rollout.on_expire == "wait" and not self.resumed
         assert not (waits and stale), "a token is stale though steps wait for it"
@@ -593,7 +596,7 @@ class Schedule:
     # -- the laws ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.hub.buffer.check()
+        self.hub.samples.check()
         self.no_node_waits_for_what_it_could_run()
 
     def law_3_ages(self, shards: Sequence[Shard]) -> None:

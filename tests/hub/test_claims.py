@@ -79,12 +79,12 @@ async def test_a_lease_is_claimed_once_and_what_came_home_or_was_never_lent_is_n
     changed = msgspec.structs.replace(second, task=msgspec.structs.replace(second.task, attempt=1))
     assert await hubs.claim(first, delivered, strange, changed, *hubs.lost) == [first.lease_id]
     assert await hubs.claim(first) == [], "two nodes have the same lease"
-    done = hubs.hub.buffer.ledger.generated_tokens
+    done = hubs.hub.samples.ledger.generated_tokens
     await hubs.bring(first)
-    assert hubs.hub.buffer.ledger.generated_tokens == done + 3
+    assert hubs.hub.samples.ledger.generated_tokens == done + 3
     with pytest.raises(ProtocolError, match=f"does not hold lease {second.lease_id}"):
         await hubs.bring(second)
-    hubs.hub.buffer.check()
+    hubs.hub.samples.check()
 
 
 async def test_a_lease_can_be_claimed_from_the_hub_after_the_next() -> None:
@@ -98,11 +98,11 @@ async def test_a_lease_can_be_claimed_from_the_hub_after_the_next() -> None:
 async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_hubs_own_node_at_once() -> None:
     hubs = Next()
     await hubs.begin()
-    out = hubs.hub.buffer.leases
+    out = hubs.hub.samples.leases.out
     while hubs.hub.buffer.tidy():
         pass
-    assert not out.is_out(hubs.lost[0].lease_id)
-    assert [out.is_out(lease.lease_id) for lease in hubs.held] == [True, True, False]
+    assert hubs.lost[0].lease_id not in out
+    assert [lease.lease_id in out for lease in hubs.held] == [True, True, False]
     await hubs.join()
     assert await hubs.claim(hubs.held[0]) == [hubs.held[0].lease_id]
     begun = anyio.current_time()
@@ -110,15 +110,15 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
     assert anyio.current_time() - begun == waits.claim_s(hubs.config)
     while hubs.hub.buffer.tidy():
         pass
-    assert [out.is_out(lease.lease_id) for lease in hubs.held] == [True, False, False]
+    assert [lease.lease_id in out for lease in hubs.held] == [True, False, False]
     assert await hubs.claim(hubs.held[1]) == []
     assert hubs.observer.notes[-1] == "samples given out again, as no node has come that has them in hand: 1"
     # What was claimed goes back with the node, as any other lease.
     hubs.gate.left(hubs.peer)
     while hubs.hub.buffer.tidy():
         pass
-    assert not out.is_out(hubs.held[0].lease_id)
-    hubs.hub.buffer.check()
+    assert hubs.held[0].lease_id not in out
+    hubs.hub.samples.check()
 
 
 async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim() -> None:

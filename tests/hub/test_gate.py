@@ -60,12 +60,12 @@ class Port(Driver):
         await self.gate.handle(self.nodes[node], p.DeliverRequest(node, ended, 0))
 
     async def refuse(self, who: Peer, request: Any, why: str) -> None:
-        before = self.hub.buffer.ledger.totals(self.hub.buffer.in_flight)
+        before = self.hub.samples.totals()
         name = "node-1" if who.name == "guest-77" else who.name
         with pytest.raises(ProtocolError, match=f"{name} sent a {type(request).__name__}: .*{why}"):
             await self.gate.handle(who, request)
-        assert self.hub.buffer.ledger.totals(self.hub.buffer.in_flight) == before
-        self.hub.buffer.check()
+        assert self.hub.samples.totals() == before
+        self.hub.samples.check()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
     port.gate.left(twin)
     ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
     await port.gate.handle(port.nodes[0], p.DeliverRequest(0, ended, 0))
-    assert port.hub.buffer.ledger.generated_tokens == 3
+    assert port.hub.samples.ledger.generated_tokens == 3
 
 
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
@@ -174,7 +174,7 @@ async def test_a_node_hands_over_only_leases_that_it_holds_and_each_once() -> No
     await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [own], 0))
     await port.refuse(port.nodes[0], p.DeliverRequest(0, [own], 0), "it does not hold lease")
     await port.gate.handle(port.nodes[1], p.DeliverRequest(1, [theirs], 0))
-    assert port.hub.buffer.ledger.generated_tokens == 6
+    assert port.hub.samples.ledger.generated_tokens == 6
 
 
 async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
@@ -186,7 +186,7 @@ async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
     (cancelled,) = await port.cancels(0)
     assert cancelled == leases[2].lease_id
     await port.bring(0, leases[2])
-    port.hub.buffer.check()
+    port.hub.samples.check()
 
 
 BRANCHED: dict[str, Any] = {
@@ -245,7 +245,7 @@ async def test_a_trajectory_with_branches_is_taken_and_its_row_tells_of_them() -
     await port.gate.handle(port.trainer, p.Commit(0, {}))
     (row,) = port.observer.steps
     assert row["samples"] == 4, "an episode counts once"
-    assert port.hub.buffer.ledger.trained_tokens == 12
+    assert port.hub.samples.ledger.trained_tokens == 12
     assert (row["branches"], row["branch_token_share"]) == (5 / 4, 2 / 12)
     assert unlisted(row) == []
 

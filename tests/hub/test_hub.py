@@ -136,9 +136,9 @@ async def test_a_loser_that_came_home_first_is_booked_as_waste_and_nothing_else(
     await driver.begin(0)
     leases = await driver.lease(0, 3)
     await driver.bring(0, *leases)
-    assert driver.hub.buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
-    assert driver.hub.buffer.ready_groups == 1
-    driver.hub.buffer.check()
+    assert driver.hub.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
+    assert driver.hub.samples.pool.ready_groups == 1
+    driver.hub.samples.check()
 
 
 async def test_the_leases_of_a_lost_node_go_to_another_and_its_cancels_are_forgotten() -> None:
@@ -147,7 +147,7 @@ async def test_the_leases_of_a_lost_node_go_to_another_and_its_cancels_are_forgo
     first, second, third = await driver.lease(0, 3)
     await driver.bring(0, first, second)
     driver.hub.peer_lost("node-0")
-    driver.hub.buffer.check()
+    driver.hub.samples.check()
     assert third.task.task_id not in [lease.task.task_id for lease in await driver.lease(1, 8)]
     assert (await driver.cancels(0)) == []
 
@@ -392,7 +392,7 @@ async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it
     assert {sample.trajectory.task.task_id for sample in whole.shard.samples} == {one.task.task_id for one in leases}
     assert whole.shard.batch == first.shard.batch
     await driver.hub.handle(p.Commit(0, {}))
-    driver.hub.buffer.check()
+    driver.hub.samples.check()
 
 
 async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_encoded() -> None:
@@ -418,9 +418,9 @@ async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_en
             await anyio.lowlevel.checkpoint()
     inherited = Inheritance(HubState.restore(driver.kept.by_version[0], config))
     again = Hub(config, MemoryObserver(), now=anyio.current_time, inherited=inherited)
-    again.buffer.check()
-    driver.hub.buffer.check()
-    assert again.buffer.ready_groups < driver.hub.buffer.ready_groups == samples
+    again.samples.check()
+    driver.hub.samples.check()
+    assert again.samples.pool.ready_groups < driver.hub.samples.pool.ready_groups == samples
 
 
 async def test_a_node_that_is_lost_is_told_with_what_is_left() -> None:
@@ -539,11 +539,11 @@ async def test_what_a_large_node_held_goes_to_another_while_others_are_served() 
         group.start_soon(driver.hub.run)
         await anyio.lowlevel.checkpoint()
         driver.hub.peer_lost("node-0")
-        while driver.hub.buffer.untidy:
+        while driver.hub.samples.backlog:
             turns += 1
             await anyio.lowlevel.checkpoint()
         again += [lease for _ in range(4) for lease in await driver.lease(1, 1024)]
         group.cancel_scope.cancel()
     assert turns > 1
     assert [lease.task for lease in again] == [lease.task for lease in lost]
-    driver.hub.buffer.check()
+    driver.hub.samples.check()

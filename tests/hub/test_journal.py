@@ -44,7 +44,7 @@ class Watching(MemoryJournal):
     def record(self, event: Event) -> None:
         if self.buffer is not None:
             with suppress(AssertionError):
-                self.moments[len(self.events)] = msgspec.msgpack.encode(self.buffer.snapshot())
+                self.moments[len(self.events)] = msgspec.msgpack.encode(self.buffer.samples.snapshot())
         super().record(event)
 
 
@@ -82,7 +82,9 @@ class Incarnation:
         self._buffer.finish(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
 
     def cancel(self) -> None:
-        if self._buffer.leases.withdrawn and (lease := self._held.pop(self._buffer.leases.withdrawn.pop(), None)):
+        if self._buffer.samples.leases.withdrawn and (
+            lease := self._held.pop(self._buffer.samples.leases.withdrawn.pop(), None)
+        ):
             self._buffer.finish(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
 
     def lose(self) -> None:
@@ -169,8 +171,8 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
         if reached not in batches and reached in trained:  # chosen, and not gathered yet
             batches[reached] = trained[reached]
         assert trained == {step: groups for step, groups in batches.items() if step >= version}
-        if version == reached and not buffer.untidy:
-            assert found.ledger.trained == buffer.ledger.trained
+        if version == reached and not buffer.samples.backlog:
+            assert found.ledger.trained == buffer.samples.ledger.trained
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=BufferState)
 
 
@@ -192,9 +194,9 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
             buffer.commit(step)
     state = replayed(None, 0, journal.events).state(until=0)
     again = make(state=state)
-    again.check()
-    assert (again.ledger.issued, again.ledger.trained) == (buffer.ledger.issued, 0)
-    assert again.ledger.generated_tokens == buffer.ledger.generated_tokens
+    again.samples.check()
+    assert (again.samples.ledger.issued, again.samples.ledger.trained) == (buffer.samples.ledger.issued, 0)
+    assert again.samples.ledger.generated_tokens == buffer.samples.ledger.generated_tokens
     for step, expected in enumerate(batches):
         assert again.can_take(step)
         groups = again.take(step)
@@ -202,8 +204,8 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
         assert [group.group_id for group in groups] == expected
         assert again.lease([step]) is None, "what was generated is generated again"
         again.commit(step)
-        again.check()
-    assert (again.ledger.trained, again.in_flight) == (12, buffer.in_flight - 4)
+        again.samples.check()
+    assert (again.samples.ledger.trained, again.samples.in_flight) == (12, buffer.samples.in_flight - 4)
 
 
 @pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
@@ -226,7 +228,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
         again.commit(step)
         while again.tidy():
             pass
-        again.check()
+        again.samples.check()
     # Under the same ratio they are the same batches.
     state = replayed(None, 0, journal.events).state(until=1)
     same = void(make(alpha=2, state=state, step=1, incarnation=1, **options))
@@ -246,7 +248,7 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
     state = replayed(None, 0, [*journal.events, *other.events]).state(until=1)
     again = void(make(alpha=0, state=state, step=1, incarnation=2, problems="new", **options))
     assert min(lease.task.group_id for lease in lease_all(again, 1)) == 4
-    again.check()
+    again.samples.check()
 
 
 def trained(buffer: SampleBuffer, step: int) -> None:
@@ -273,7 +275,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
         again.commit(step)
         while again.tidy():
             pass
-        again.check()
+        again.samples.check()
 
 
 def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
@@ -313,9 +315,9 @@ def test_a_run_that_is_told_to_end_before_it_has_trained_all_of_it_again_books_t
     one_step(again, 0)
     again.commit(0)
     again.close()
-    assert again.in_flight == 0
-    again.check()
-    more = make(state=again.snapshot(), step=1, incarnation=1)
+    assert again.samples.in_flight == 0
+    again.samples.check()
+    more = make(state=again.samples.snapshot(), step=1, incarnation=1)
     assert more.lease([1]) is not None, "what was withdrawn leaves its places to a run that is told to go on"
 
 
@@ -330,12 +332,12 @@ def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -
         buffer.finish(leases[2].lease_id, failures[2])
     state = replayed(None, 0, journal.events).state(until=0)
     again = void(make(retries=0, breaker=3, state=state, incarnation=1))
-    assert again.ledger.given_up == {Outcome.ENV_ERROR: 3}
+    assert again.samples.ledger.given_up == {Outcome.ENV_ERROR: 3}
     leases = lease_all(again, 0)
     again.finish(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))
     finish_all(again, leases[1:], 0)
     assert again.take(0) is not None
-    again.check()
+    again.samples.check()
 
 
 def test_a_journal_that_does_not_belong_to_the_state_is_noticed() -> None:
@@ -410,7 +412,7 @@ async def test_a_hub_that_starts_again_gives_the_trainers_their_batches_and_the_
     await driver.bring(0, *leases)
     first = await driver.hub.handle(p.BatchRequest(0, 0, []))
     await driver.hub.handle(p.Commit(0, {}))
-    generated = driver.hub.buffer.ledger.generated_tokens
+    generated = driver.hub.samples.ledger.generated_tokens
 
     state = replayed(None, 0, journal.events).state(until=0)
     assert state is not None

@@ -139,14 +139,14 @@ def test_a_quarantine_gives_up_a_slice_of_groups_at_a_time_and_all_in_the_end() 
     )
     leases = lease_all(buffer, 0)
     failed = next(lease for lease in leases if lease.task.kind == "b")
-    left = buffer.in_flight
+    left = buffer.samples.in_flight
     buffer.finish(failed.lease_id, Failure(failed.task, Outcome.ENV_ERROR, "boom", 0))
-    assert buffer.in_flight == left - 2
+    assert buffer.samples.in_flight == left - 2
     while buffer.tidy():
         left -= 2
-        assert buffer.in_flight == left - 2
-        buffer.check()
-    assert buffer.in_flight == 8
+        assert buffer.samples.in_flight == left - 2
+        buffer.samples.check()
+    assert buffer.samples.in_flight == 8
 
 
 @pytest.mark.parametrize("at_once", [1, 3, None])
@@ -156,18 +156,18 @@ def test_a_batch_is_the_same_however_it_is_gathered(at_once: int | None) -> None
     finish_all(buffer, leases[2:], 0)
     slices = 0
     while (groups := buffer.take(0)) is None:
-        assert buffer.untidy
+        assert buffer.samples.backlog
         buffer.tidy()
         slices += 1
         # Nobody else is given the same batch meanwhile, and results go on coming in.
         if slices == 2:
             finish_all(buffer, leases[:2], 0)
-        buffer.check()
+        buffer.samples.check()
     assert [group.group_id for group in groups] == [1, 2, 3, 4]
     buffer.commit(0)
     while buffer.tidy():
-        buffer.check()
-    assert buffer.ledger.trained == 8
+        buffer.samples.check()
+    assert buffer.samples.ledger.trained == 8
 
 
 def test_a_window_in_order_of_issue_follows_the_places_of_returned_groups() -> None:
@@ -187,16 +187,16 @@ def test_a_snapshot_made_ahead_is_that_of_the_moment_in_which_it_is_taken() -> N
     ahead, plain = (make_buffer(alpha=2, batch=8, group=2, at_once=2) for _ in range(2))
     leases = [(buffer, lease_all(buffer, 0)) for buffer in (ahead, plain)]
     steps = 0
-    for _ in ahead.copy_ahead():
+    for _ in ahead.samples.pool.copy_ahead():
         for buffer, held in leases:
             finish_all(buffer, held[steps * 3 : steps * 3 + 3], 0)
             buffer.revoke([held[20 - steps].lease_id])
         steps += 1
     assert steps > 3
-    assert msgspec.msgpack.encode(ahead.snapshot()) == msgspec.msgpack.encode(plain.snapshot())
+    assert msgspec.msgpack.encode(ahead.samples.snapshot()) == msgspec.msgpack.encode(plain.samples.snapshot())
     for buffer, held in leases:
         finish_all(buffer, held[12:16], 0)
-    assert msgspec.msgpack.encode(ahead.snapshot()) == msgspec.msgpack.encode(plain.snapshot())
+    assert msgspec.msgpack.encode(ahead.samples.snapshot()) == msgspec.msgpack.encode(plain.samples.snapshot())
 
 
 def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_formed_meanwhile() -> None:
@@ -205,9 +205,9 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
     finish_all(buffer, leases[:8], 0)
     buffer.revoke([lease.lease_id for lease in leases[8:]])
     slices = 0
-    while buffer.untidy:
+    while buffer.samples.backlog:
         assert not buffer.can_take(0)
-        buffer.check()
+        buffer.samples.check()
         buffer.tidy()
         slices += 1
     assert slices == 8
@@ -221,10 +221,10 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
     st.dictionaries(st.integers(0, 63), st.lists(st.integers(0, 2), max_size=3)),
     st.sets(st.integers(0, 2)),
 )
-def test_a_queue_in_lines_and_runs_is_a_sorted_list(
+def test_a_queue_in_lines_is_a_sorted_list(
     put: list[int], taken: list[int], failed: dict[int, list[int]], nodes: set[int]
 ) -> None:
-    queue = TaskQueue(as_issued, run=4)
+    queue = TaskQueue(as_issued)
     tasks = {
         number: Member(Task(number, number // 4, number % 4, number), avoid=tuple(failed.get(number, ())))
         for number in put

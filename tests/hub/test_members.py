@@ -126,13 +126,13 @@ async def test_a_node_joins_works_dies_and_another_comes_in_its_place() -> None:
     await driver.serve(1)
     leases = await driver.lease(1, 2)
     driver.hub.peer_lost("node-1")
-    driver.hub.buffer.check()
+    driver.hub.samples.check()
     assert await driver.join() == 1
     await driver.serve(1)
     again = await driver.lease(1, 2)
     assert [lease.task for lease in again] == [lease.task for lease in leases]
     await driver.bring(1, *again)
-    driver.hub.buffer.check()
+    driver.hub.samples.check()
     first, lost, second = driver.observer.notes
     assert first == second == "node 1 joins with 1 engine"
     assert lost.startswith(
@@ -163,7 +163,7 @@ async def test_a_node_that_is_drained_gets_no_more_work_and_goes_without_alarm()
     (again,) = await driver.lease(0, 8)
     assert again.task == second.task, "it was no failure"
     driver.hub.peer_lost("node-1")
-    driver.hub.buffer.check()
+    driver.hub.samples.check()
     assert driver.observer.notes[1:] == [
         "node 1 leaves: it takes no more work, and ends what it has or hands it back",
         "node 1 has left, and 1 of 2 engines with it: the other 1 do its work",

@@ -18,12 +18,12 @@ from tests.samples.cases import lease_all, make_buffer, trajectory
 def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:
     assert buffer.take(version) is not None
     buffer.commit(version)
-    return metrics.row(version + 1, {}, {}, buffer, [], now=float(version))
+    return metrics.row(version + 1, {}, {}, buffer.samples, [], now=float(version))
 
 
 def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_share() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.ledger)
+    metrics = StepMetrics(buffer.samples.ledger)
     leases = lease_all(buffer, 0)
     for lease in leases[:2]:
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
@@ -43,11 +43,11 @@ def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_sha
 
 def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> None:
     buffer = make_buffer(alpha=0, batch=2, group=2, retries=1)
-    metrics = StepMetrics(buffer.ledger)
+    metrics = StepMetrics(buffer.samples.ledger)
     one, two = lease_all(buffer, 0)
     buffer.finish(one.lease_id, Failure(one.task, Outcome.ENV_TIMEOUT, "reset took longer than 60 s", 0))
     buffer.finish(two.lease_id, Failure(two.task, Outcome.ENV_TIMEOUT, "step took longer than 60 s", 0))
-    assert buffer.notes == ["the first sample that failed (env_timeout): reset took longer than 60 s"]
+    assert buffer.samples.notes == ["the first sample that failed (env_timeout): reset took longer than 60 s"]
     one, two = lease_all(buffer, 0)
     buffer.finish(one.lease_id, Failure(one.task, Outcome.REWARD_ERROR, "it raised", 0))
     buffer.finish(two.lease_id, trajectory(two.task, 0))
@@ -74,7 +74,7 @@ def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
 
 def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interval_and_no_rate() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.ledger)
+    metrics = StepMetrics(buffer.samples.ledger)
     for lease in lease_all(buffer, 0):
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
@@ -82,7 +82,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     def step(version: int, now: float) -> tuple[float, float, float]:
         assert buffer.take(version) is not None
         buffer.commit(version)
-        row = metrics.row(version + 1, {}, times, buffer, [], now=now)
+        row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
         return row["interval_s"], row["trainer_wait_share"], row["tokens_per_second"]
 
     interval, waited, rate = step(0, 1000.0)
@@ -94,7 +94,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.ledger)
+    metrics = StepMetrics(buffer.samples.ledger)
     metrics.began(49.0)
-    row = metrics.row(1, {}, {"trainer_step_s": 8.0, "trainer_wait_s": 40.0}, buffer, [], now=50.0)
+    row = metrics.row(1, {}, {"trainer_step_s": 8.0, "trainer_wait_s": 40.0}, buffer.samples, [], now=50.0)
     assert (row["interval_s"], row["trainer_wait_share"]) == (8, 0)

@@ -227,7 +227,7 @@ async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> Non
         assert {lease.task.task_id for lease in again} == {lease.task.task_id for lease in leases}
         await run.bring(1, *leases)  # it has come to itself: what it brings is not counted twice
         await run.bring(0, *again)
-        run.hub.buffer.check()
+        run.hub.samples.check()
         run.ended["all"] = anyio.current_time()
 
     await run.watched(scenario, lambda: run.talk(0))

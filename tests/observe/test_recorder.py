@@ -86,8 +86,8 @@ def test_rows_are_of_the_samples_that_the_ledger_books_as_trained(tmp_path: Path
             samples += sum(len(group.trajectories()) for group in groups)
             recorder.batch(gather(groups, step, step - 1))
             buffer.commit(step)
-    assert buffer.ledger.given_up == {Outcome.STALE: 1}
-    assert buffer.ledger.trained == samples - 1 == len(recorder.directory.read_samples())
+    assert buffer.samples.ledger.given_up == {Outcome.STALE: 1}
+    assert buffer.samples.ledger.trained == samples - 1 == len(recorder.directory.read_samples())
 
 
 def test_samples_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:

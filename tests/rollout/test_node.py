@@ -534,7 +534,7 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
                 serving.cancel_scope.cancel()
             gone.append(anyio.current_time())
             hub.peer_lost("node-1")
-            hub.buffer.check()
+            hub.samples.check()
 
         async def leave() -> None:
             run = await hub.handle(p.RunRequest(p.dialect()))

@@ -80,7 +80,7 @@ class Incarnation:
                     await self.step()
                     if self.version % EVERY == 0:
                         await self.checkpoint()
-                self.recorder.ledger(self.buffer.ledger.totals(self.buffer.in_flight))
+                self.recorder.ledger(self.buffer.samples.totals())
             tasks.cancel_scope.cancel()
 
     async def step(self) -> None:
@@ -98,8 +98,8 @@ class Incarnation:
     async def checkpoint(self) -> None:
         folder = step_folder(self.run_dir, self.version)
         aside = aside_of(folder)
-        self.recorder.ledger(self.buffer.ledger.totals(self.buffer.in_flight))
-        state = HubState.of(self.version, self.buffer.snapshot(), self.config, self.journal.begin(self.version))
+        self.recorder.ledger(self.buffer.samples.totals())
+        state = HubState.of(self.version, self.buffer.samples.snapshot(), self.config, self.journal.begin(self.version))
         try:
             prepare(aside)
             kept = await keep_hub_state(
@@ -158,4 +158,4 @@ def all_is_there(incarnation: Incarnation) -> None:
     assert [row["step"] for row in directory.read_metrics()] == list(range(STEPS))
     assert [sample.step for sample in directory.read_samples()] == [step for step in range(STEPS) for _ in range(4)]
     assert incarnation.notes == []
-    incarnation.buffer.check()
+    incarnation.buffer.samples.check()

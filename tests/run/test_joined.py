@@ -129,8 +129,8 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
                 await serves(one, hub)
                 await said(capfd, f"1 engine, and {len(out)} of the {len(out)} samples that it had in hand")
                 await all_home(hub, out)
-                assert hub.buffer.ledger.retried == {}, "something was given out again"
-                hub.buffer.check()
+                assert hub.samples.ledger.retried == {}, "something was given out again"
+                hub.samples.check()
             os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
 
 
@@ -138,15 +138,15 @@ async def lent(hub: RealHub) -> list[int]:
     """The leases that a node has after a while."""
     while True:
         await anyio.sleep(0.5)
-        if hub.buffer.leases.out:
-            return [member.lease_id for member in hub.buffer.leases.members_out()]
+        if hub.samples.leases.out:
+            return [member.lease_id for member in hub.samples.leases.out.values()]
 
 
 async def all_home(hub: RealHub, leases: list[int]) -> None:
     """Wait until all of these have brought something home."""
     while True:
         await anyio.sleep(0.01)
-        if not any(map(hub.buffer.leases.is_out, leases)):
+        if not any(map(hub.samples.leases.out.__contains__, leases)):
             return
 
 

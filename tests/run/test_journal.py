@@ -68,7 +68,7 @@ class Incarnation:
         folder = step_folder(self.run_dir, version)
         folder.mkdir(parents=True)
         config = config_of(self.run_dir)
-        state = HubState.of(version, self.buffer.snapshot(), config, self.journal.begin(version))
+        state = HubState.of(version, self.buffer.samples.snapshot(), config, self.journal.begin(version))
         (folder / HUB_STATE).write_bytes(msgspec.msgpack.encode(state))
         entry = FileEntry(HUB_STATE, (folder / HUB_STATE).stat().st_size, crc32_of(folder / HUB_STATE))
         (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [entry])))
@@ -105,7 +105,7 @@ async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(ru
     assert kept.state is not None
     assert kept.state.version == 0
     assert kept.notes == ["the journal brings back 3 samples that were delivered after version 0"]
-    assert kept.state.buffer.ledger == incarnation.buffer.ledger
+    assert kept.state.buffer.ledger == incarnation.buffer.samples.ledger
     # Its next incarnation is read after this one, and so on.
     async with written(Incarnation(run_dir, kept)) as second:
         second.deliver(2)
@@ -113,8 +113,8 @@ async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(ru
     again = restored(None, config_of(run_dir))
     assert again.state is not None
     assert again.place.number == 2
-    assert again.state.buffer.ledger == second.buffer.ledger
-    second.buffer.check()
+    assert again.state.buffer.ledger == second.buffer.samples.ledger
+    second.buffer.samples.check()
 
 
 async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint_go(run_dir: Path) -> None:
@@ -132,7 +132,7 @@ async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint
         assert kept.state is not None
         assert {formed.step for formed in kept.state.buffer.formed} == set(range(version, 3))
         assert kept.state.buffer.ledger.trained == 4 * version
-        assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.ledger.generated_tokens
+        assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
         assert kept.place.number == 3
 
 
@@ -167,7 +167,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     assert (kept.state.version, kept.start) == (4, Start(1, str(checkpoint)))
     assert kept.state.buffer.formed == []
     assert kept.state.buffer.ledger.trained == 4 * 4
-    assert kept.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
+    assert kept.state.buffer.ledger.generated_tokens == second.buffer.samples.ledger.generated_tokens
     assert files(run_dir)[-1] == "000002-step-000003.log"
     # A batch that is damaged meanwhile is formed again from the journal, though two incarnations have passed.
     (directory.batches / "step-000001.bin").write_bytes(b"")
@@ -221,7 +221,7 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
         second.step(1)
     again = restored(checkpoint, config_of(run_dir))
     assert again.state is not None
-    assert again.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
+    assert again.state.buffer.ledger.generated_tokens == second.buffer.samples.ledger.generated_tokens
 
 
 async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_set_aside(run_dir: Path) -> None:
@@ -271,7 +271,7 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
     async with written(incarnation):
         incarnation.deliver(1)
         await incarnation.journal.written()
-        known = incarnation.buffer.ledger.copy()
+        known = incarnation.buffer.samples.ledger.copy()
         file = journal_folder(run_dir) / "000000-step-000000.log"
         size = file.stat().st_size
         # A file may not grow beyond this: writes fail in the middle, as on a full disk.
@@ -293,7 +293,7 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
         assert incarnation.notes[1:] == ["the journal is written again, since the checkpoint of version 0"]
     kept = restored(checkpoint, config_of(run_dir))
     assert kept.state is not None
-    assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.ledger.generated_tokens
+    assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
     # Without the newest checkpoint what lies behind the gap is of no use.
     state = restored(None, config_of(run_dir))
     assert state.state is not None
@@ -326,7 +326,7 @@ async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(ru
         incarnation.deliver(2)
     kept = restored(None, config_of(run_dir, "off"))
     assert kept.state is not None
-    assert kept.state.buffer.ledger == incarnation.buffer.ledger
+    assert kept.state.buffer.ledger == incarnation.buffer.samples.ledger
     assert not journal_folder(run_dir).exists()
     assert restored(None, config_of(run_dir)) == NOTHING
 

@@ -86,7 +86,7 @@ def make_buffer(
 
 def void(buffer: SampleBuffer) -> SampleBuffer:
     """Its nodes have ended with the hub before it."""
-    buffer.revoke([member.lease_id for member in buffer.leases.members_out()])
+    buffer.revoke([member.lease_id for member in buffer.samples.leases.out.values()])
     while buffer.tidy():
         pass
     return buffer

@@ -191,18 +191,18 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
     shard = at_once(deal(gather(chosen, 1, 1), shards=1))[0]
     assert shard.total_tokens == 6
     buffer.commit(1)
-    assert buffer.ledger.trained_tokens == 6
-    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
+    assert buffer.samples.ledger.trained_tokens == 6
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 4}
 
 
 def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
     buffer = make_buffer(alpha=0, batch=2, steps=2, extra_groups=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
     assert buffer.take(0) is not None
-    assert buffer.ledger.given_up == {Outcome.STALE: 2}
+    assert buffer.samples.ledger.given_up == {Outcome.STALE: 2}
     buffer.commit(0)
     assert len(lease_all(buffer, 1)) == 4
-    buffer.check()
+    buffer.samples.check()
 
 
 def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_place() -> None:
@@ -215,11 +215,11 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
     chosen = buffer.take(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
     assert chosen is not None
     assert [group.group_id for group in chosen] == [4, 5]
-    assert buffer.leases.withdrawn == [lease.lease_id for lease in old[5:]]
-    assert buffer.ledger.retried == {Outcome.STALE: 4}
-    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 3}
+    assert buffer.samples.leases.withdrawn == [lease.lease_id for lease in old[5:]]
+    assert buffer.samples.ledger.retried == {Outcome.STALE: 4}
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 3}
     buffer.finish(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
-    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 10}
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 10}
     again = lease_all(buffer, 1)
     assert [lease.task.task_id for lease in again[:4]] == [4, 5, 6, 7]
     assert {lease.min_version for lease in again} == {1}
@@ -233,7 +233,7 @@ def test_mask_lets_the_same_samples_go_on() -> None:
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     assert buffer.take(1) is not None
-    assert buffer.leases.withdrawn == []
+    assert buffer.samples.leases.withdrawn == []
 
 
 def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() -> None:
@@ -243,7 +243,7 @@ def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() ->
     assert buffer.take(0) is not None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    assert buffer.ready_groups == 2
+    assert buffer.samples.pool.ready_groups == 2
     assert buffer.take(1) is None
     finish_all(buffer, old[2:], 0)
     chosen = buffer.take(1)
@@ -282,8 +282,8 @@ def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_u
     assert again is not None
     assert (again.task.task_id, again.task.attempt) == (first.task.task_id, 1)
     buffer.finish(again.lease_id, fail(again, tokens=2))
-    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
-    assert buffer.ledger.retried == {Outcome.ENV_ERROR: 1}
+    assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 1}
+    assert buffer.samples.ledger.retried == {Outcome.ENV_ERROR: 1}
     finish_all(buffer, lease_all(buffer, 0), 0)
     chosen = buffer.take(0)
     assert chosen is not None
@@ -305,11 +305,11 @@ def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
     assert lease is not None
     buffer.revoke([lease.lease_id])
     buffer.finish(lease.lease_id, trajectory(lease.task, 0))
-    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
     again = buffer.lease([0])
     assert again is not None
     assert again.task.task_id == lease.task.task_id
-    buffer.check()
+    buffer.samples.check()
 
 
 def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_others_go_on() -> None:
@@ -320,7 +320,7 @@ def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_o
             buffer.finish(lease.lease_id, fail(lease))
         else:
             buffer.finish(lease.lease_id, trajectory(lease.task, 0))
-    first, second = buffer.notes
+    first, second = buffer.samples.notes
     assert first == "the first sample that failed (env_error): boom"
     assert "'bad' are in quarantine: 2 of their samples" in second
     fresh = lease_all(buffer, 0)
@@ -328,7 +328,7 @@ def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_o
     finish_all(buffer, fresh, 0)
     assert buffer.take(0) is not None
     buffer.commit(0)
-    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 4}
+    assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 4}
 
 
 def test_when_every_kind_is_in_quarantine_the_run_stops_and_names_them() -> None:
@@ -358,7 +358,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
     while buffer.tidy():
         pass
     again = resumed(buffer, 0, **options)
-    assert "in quarantine are tried again: 'a', 'b'" in again.notes[0]
+    assert "in quarantine are tried again: 'a', 'b'" in again.samples.notes[0]
     finish_all(again, lease_all(again, 0), 0)
     assert again.take(0) is not None
     again.commit(0)
@@ -373,11 +373,11 @@ def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
     same = resumed(buffer, 0, **options, problems="old")
     assert {lease.task.group_id for lease in lease_all(same, 0)} == {1, 2, 3}
     again = resumed(buffer, 0, **options, problems="new")
-    assert "in the 4 groups of the old ones nothing more begins" in again.notes[-1]
+    assert "in the 4 groups of the old ones nothing more begins" in again.samples.notes[-1]
     assert {lease.task.group_id for lease in lease_all(again, 0)} == {4, 5}
     sizes = [len(group.trajectories()) for step in range(2) for group in gathered(again, step)]
     assert sizes == [4, 3]
-    again.check()
+    again.samples.check()
 
 
 def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
@@ -395,8 +395,8 @@ def test_whole_answers_of_a_former_set_of_problems_leave_when_they_are_too_old()
     again = resumed(again, 0, **options | {"alpha": 0}, problems="new")
     gathered(again, 0)
     assert {lease.task.group_id for lease in lease_all(again, 1)} == {2}
-    assert again.ledger.given_up == {Outcome.STALE: 4}
-    again.check()
+    assert again.samples.ledger.given_up == {Outcome.STALE: 4}
+    again.samples.check()
 
 
 # -- redundancy and filtering ----------------------------------------------------------------------------------------
@@ -407,14 +407,14 @@ def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once
     leases = lease_all(buffer, 0)
     assert len(leases) == 4
     finish_all(buffer, [leases[3], leases[1]], 0)
-    assert buffer.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
+    assert buffer.samples.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
     chosen = buffer.take(0)
     assert chosen is not None
     assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
     buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
     buffer.commit(0)
-    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
-    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 5}
+    assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 5}
 
 
 def test_a_redundant_member_that_was_not_started_yet_never_is() -> None:
@@ -424,7 +424,7 @@ def test_a_redundant_member_that_was_not_started_yet_never_is() -> None:
     assert second is not None
     finish_all(buffer, [first, second], 0)
     assert buffer.lease([0]) is None
-    assert buffer.ledger.given_up == {Outcome.CANCELLED: 1}
+    assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 1}
 
 
 def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_when_its_step_is_taken() -> None:
@@ -433,11 +433,11 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     assert len(leases) == 6
     finish_all(buffer, leases[1:], 0)
     assert buffer.take(0) is not None
-    assert buffer.leases.withdrawn == [leases[0].lease_id]
+    assert buffer.samples.leases.withdrawn == [leases[0].lease_id]
     buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
     buffer.commit(0)
-    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
-    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 12}
+    assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 12}
     assert len(lease_all(buffer, 1)) == 6
 
 
@@ -450,7 +450,7 @@ def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     buffer.take(1)  # three samples of version 0 still run, and step 2 trains none of it
-    assert buffer.leases.withdrawn == [old[2].lease_id]
+    assert buffer.samples.leases.withdrawn == [old[2].lease_id]
 
 
 def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
@@ -460,9 +460,9 @@ def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
     buffer.take(0)
     buffer.commit(0)
     buffer.close()
-    assert buffer.in_flight == 0
-    assert buffer.ledger.issued == buffer.ledger.trained + sum(buffer.ledger.given_up.values())
-    buffer.check()
+    assert buffer.samples.in_flight == 0
+    assert buffer.samples.ledger.issued == buffer.samples.ledger.trained + sum(buffer.samples.ledger.given_up.values())
+    buffer.samples.check()
 
 
 def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
@@ -470,11 +470,11 @@ def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
     leases = lease_all(buffer, 0)
     for i, lease in enumerate(leases):
         buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(i % 2 and lease.task.group_id == 0)))
-    assert buffer.ready_groups == 1
-    assert buffer.ledger.filtered == 2
-    assert buffer.ledger.discarded_tokens == {Outcome.FILTERED: 6}
+    assert buffer.samples.pool.ready_groups == 1
+    assert buffer.samples.ledger.filtered == 2
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.FILTERED: 6}
     assert [lease.task.group_id for lease in lease_all(buffer, 0)] == [2, 2]
-    buffer.check()
+    buffer.samples.check()
 
 
 @pytest.mark.parametrize(("bounds", "kept"), [((0.0, 1.0), 1), ((0.5, 0.5), 1), ((0.6, 1.0), 0), ((0.0, 0.4), 0)])
@@ -482,7 +482,7 @@ def test_accuracy_bounds_keep_groups_whose_mean_reward_lies_within(bounds: tuple
     buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(accuracy_bounds=bounds))
     for reward, lease in enumerate(lease_all(buffer, 0)):
         buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(reward)))
-    assert buffer.ready_groups == kept
+    assert buffer.samples.pool.ready_groups == kept
 
 
 def test_a_run_whose_groups_are_all_filtered_out_is_stopped() -> None:
@@ -505,18 +505,18 @@ def test_a_restart_keeps_finished_work_and_queues_the_rest_in_order() -> None:
     buffer = make_buffer(alpha=1, extra_per_group=1)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[4:6], 0)
-    stored = msgspec.msgpack.encode(buffer.snapshot())
+    stored = msgspec.msgpack.encode(buffer.samples.snapshot())
     again = make_buffer(alpha=1, extra_per_group=1, state=msgspec.msgpack.decode(stored, type=BufferState))
-    assert again.ready_groups == buffer.ready_groups
-    assert again.in_flight == buffer.in_flight
+    assert again.samples.pool.ready_groups == buffer.samples.pool.ready_groups
+    assert again.samples.in_flight == buffer.samples.in_flight
     order = [lease.task.task_id for lease in lease_all(again, 0)]
     assert order == sorted(order)
-    again.check()
+    again.samples.check()
 
 
 def resumed(buffer: SampleBuffer, step: int, **options: Any) -> SampleBuffer:
     """The same run with other options; whatever was out goes back."""
-    stored = msgspec.msgpack.encode(buffer.snapshot())
+    stored = msgspec.msgpack.encode(buffer.samples.snapshot())
     return void(make_buffer(**options, step=step, state=msgspec.msgpack.decode(stored, type=BufferState)))
 
 
@@ -525,7 +525,7 @@ def test_under_a_lower_ratio_a_step_waits_for_no_sample_that_may_only_go_out_aft
     buffer = make_buffer(alpha=2, **options)
     finish_all(buffer, lease_all(buffer, 0)[:5], 0)
     again = resumed(buffer, 0, alpha=1, **options)
-    assert (again.ready_groups, again.leases.out, lease_all(again, 0)) == (2, 0, [])
+    assert (again.samples.pool.ready_groups, again.samples.leases.out, lease_all(again, 0)) == (2, {}, [])
     for step in range(2):
         finish_all(again, lease_all(again, step), step)
         assert again.take(step) is not None
@@ -542,12 +542,12 @@ def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_w
     buffer.commit(0)
     again = resumed(buffer, 1, alpha=0, **options)
     assert again.take(1) is None
-    assert again.ledger.discarded_tokens == {Outcome.STALE: 12}
+    assert again.samples.ledger.discarded_tokens == {Outcome.STALE: 12}
     finish_all(again, lease_all(again, 1), 1)
     chosen = again.take(1)
     assert chosen is not None
     assert [group.trained_tokens(1) for group in chosen] == [6]
-    again.check()
+    again.samples.check()
 
 
 def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
@@ -575,13 +575,13 @@ def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -
         buffer.commit(step)
     late = [lease for lease in old if lease.task.group_id > 1]
     finish_all(buffer, late, 0)
-    assert buffer.ready_groups == 0
+    assert buffer.samples.pool.ready_groups == 0
     assert buffer.take(2) is None
     finish_all(buffer, lease_all(buffer, 2), 2)
     groups = buffer.take(2)
     assert groups is not None
     assert all(group.trained_tokens(1) for group in groups)
-    buffer.check()
+    buffer.samples.check()
 
 
 def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
@@ -593,8 +593,8 @@ def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
     groups = buffer.take(2)
     assert groups is not None
     assert [group.group_id for group in groups] == [4, 5]
-    assert buffer.ledger.given_up == {Outcome.STALE: 1}
-    buffer.check()
+    assert buffer.samples.ledger.given_up == {Outcome.STALE: 1}
+    buffer.samples.check()
 
 
 @given(
@@ -637,7 +637,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     assert chosen is not None
     assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
     buffer.commit(1)
-    assert buffer.ledger.trained == 8 + 7
+    assert buffer.samples.ledger.trained == 8 + 7
     finish_all(buffer, lease_all(buffer, 2), 2)
     mixed = [VersionRun(0, 4), VersionRun(2, 2)]
     buffer.finish(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
@@ -649,8 +649,8 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
     buffer.commit(2)
-    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
-    assert buffer.ledger.trained == 15 + 9
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 4}
+    assert buffer.samples.ledger.trained == 15 + 9
 
 
 @pytest.mark.parametrize("home", [1, 2])
@@ -678,7 +678,7 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
     buffer.commit(1)
     while buffer.tidy():
         pass
-    buffer.check()
+    buffer.samples.check()
 
 
 def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:
@@ -689,7 +689,7 @@ def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_
     buffer.finish(late.lease_id, fail(late))
     assert buffer.lease([2]) is None
     assert before == 16
-    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
+    assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 1}
 
 
 def test_synchronous_training_never_splits_a_group() -> None:
@@ -716,6 +716,6 @@ def test_law_2_tokens_that_a_sample_lost_on_its_way_are_booked_as_generated_and_
         buffer.finish(lease.lease_id, msgspec.structs.replace(trajectory(lease.task, 0, tokens=3), lost_tokens=4))
     late = trajectory(leases[0].task, 0, tokens=2)
     buffer.finish(99, msgspec.structs.replace(late, lost_tokens=1))
-    buffer.check()
-    assert buffer.ledger.generated_tokens == 2 * (3 + 4) + 3
-    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 2 * 4 + 3}
+    buffer.samples.check()
+    assert buffer.samples.ledger.generated_tokens == 2 * (3 + 4) + 3
+    assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 2 * 4 + 3}

@@ -164,7 +164,7 @@ def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
     assert len({lease.task.task_id for lease in leases}) == 6
     for lease in leases:
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
-    assert buffer.ledger.filtered == 4, "all rewards of b were equal"
+    assert buffer.samples.ledger.filtered == 4, "all rewards of b were equal"
     again = lease_all(buffer, 0)
     assert {lease.task.kind for lease in again} == {"b"}
 
@@ -230,7 +230,7 @@ class Timed:
         self.check()
 
     def end(self, lease: Lease, began: int) -> None:
-        if lease.lease_id in self.buffer.leases.withdrawn:
+        if lease.lease_id in self.buffer.samples.leases.withdrawn:
             return
         versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
         reward = float(self.dice.random() < 0.5)
@@ -240,7 +240,7 @@ class Timed:
     def step(self) -> bool:
         if not self.buffer.can_take(self.version):
             return False
-        if not self.drift and not self.buffer.leases.out and not self.buffer.at_hand(self.version):
+        if not self.drift and not self.buffer.samples.leases.out and not self.buffer.at_hand(self.version):
             self.crowded = True
         groups = self.buffer.take(self.version)
         self.tidy()
@@ -264,9 +264,9 @@ class Timed:
             pass
 
     def check(self) -> None:
-        self.buffer.check()
+        self.buffer.samples.check()
         if self.drawn[3].get("on_expire") == "wait":
-            assert not self.drift or Outcome.STALE not in self.buffer.ledger.discarded_tokens
+            assert not self.drift or Outcome.STALE not in self.buffer.samples.ledger.discarded_tokens
         if self.crowded:
             return
         total, weights = sum(self.trained.values()), sum(domain.weight for domain in self.domains.values())
@@ -318,8 +318,8 @@ def test_a_replayed_journal_comes_to_the_same_shares() -> None:
         replay.apply(event)
     state = replay.state(until=6)
     assert state is not None
-    assert state.shared == timed.buffer.snapshot().shared
-    assert state.cursor == timed.buffer.snapshot().cursor
+    assert state.shared == timed.buffer.samples.snapshot().shared
+    assert state.cursor == timed.buffer.samples.snapshot().cursor
 
 
 def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_it_is_of() -> None:
@@ -329,9 +329,9 @@ def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_i
     for number, lease in enumerate(leases[::2]):
         buffer.finish(lease.lease_id, trajectory(lease.task, version=number // 2))
     for _ in range(2):  # each once more
-        for lease in [each for each in [*leases, *lease_all(buffer, 1)] if buffer.leases.is_out(each.lease_id)]:
+        for lease in [each for each in [*leases, *lease_all(buffer, 1)] if each.lease_id in buffer.samples.leases.out]:
             buffer.finish(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
-    assert "in quarantine" in buffer.notes[-1]
+    assert "in quarantine" in buffer.samples.notes[-1]
     groups = buffer.take(1)
     assert groups is not None
     assert [group.group_id for group in groups] == [0, 1, 2]
@@ -341,7 +341,7 @@ def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_n
     before = buffer_of(rules(a=1), groups=3, alpha=0, drift=0)
     for lease in lease_all(before, 0):
         before.finish(lease.lease_id, trajectory(lease.task, 0))
-    buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.snapshot())
+    buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.samples.snapshot())
     assert lease_all(buffer, 0) == []
     assert buffer.take(0) is not None
     buffer.commit(0)
@@ -374,8 +374,8 @@ def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_i
         assert {group.kind for group in groups} == {"o"}
         buffer.commit(step)
     assert issued["s"] <= issued["o"] + 2 * 2 * 16
-    assert [note for note in buffer.notes if "of the domain 's' 16 groups in a row were filtered out" in note]
-    buffer.check()
+    assert [note for note in buffer.samples.notes if "of the domain 's' 16 groups in a row were filtered out" in note]
+    buffer.samples.check()
 
 
 def test_a_run_of_which_every_domain_is_filtered_out_ends_and_names_them() -> None:
@@ -404,12 +404,12 @@ def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
                 bad = Failure(lease.task, Outcome.ENV_ERROR, "boom", 1)
                 buffer.finish(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))
         buffer.commit(step)
-    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.snapshot()), type=BufferState)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.samples.snapshot()), type=BufferState)
     replay = Replay(None, 0)
     for event in journal.events:
         replay.apply(event)
     assert replay.state(until=3) == stored
     again = void(buffer_of(domains, groups=2, alpha=0, state=stored, step=3))
-    assert again.notes[0] == "kinds of environments that were in quarantine are tried again: 'a'"
+    assert again.samples.notes[0] == "kinds of environments that were in quarantine are tried again: 'a'"
     assert Counter(lease.task.kind for lease in lease_all(again, 3)) == {"a": 2, "b": 2}
-    assert again.shares == {}
+    assert again.samples.domains.row([]) == {}

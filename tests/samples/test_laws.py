@@ -115,7 +115,7 @@ class Incarnation(RuleBasedStateMachine):
         """A straggler stays behind: its group may be trained in parts."""
         left = sorted(self.leases)[late % len(self.leases)]
         for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
-            if lease_id in self.buffer.leases.withdrawn:
+            if lease_id in self.buffer.samples.leases.withdrawn:
                 continue
             lease, start = self.leases.pop(lease_id)
             self.buffer.finish(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
@@ -163,21 +163,21 @@ class Incarnation(RuleBasedStateMachine):
         lease, _ = self.pop(pick)
         self.buffer.revoke([lease.lease_id])
 
-    @precondition(lambda self: self.buffer.leases.withdrawn)
+    @precondition(lambda self: self.buffer.samples.leases.withdrawn)
     @rule(tokens=st.integers(0, 5))
     def cancel(self, tokens: int) -> None:
-        for lease_id in self.buffer.leases.withdrawn:
+        for lease_id in self.buffer.samples.leases.withdrawn:
             if lease_id in self.leases:
                 lease, _ = self.leases.pop(lease_id)
                 self.buffer.finish(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
-        self.buffer.leases.withdrawn.clear()
+        self.buffer.samples.leases.withdrawn.clear()
 
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
     def take(self) -> None:
         groups = self.buffer.take(self.version)
         # What was chosen may still be gathered: other things happen meanwhile.
-        self.taking = groups is None and self.buffer.untidy
+        self.taking = groups is None and bool(self.buffer.samples.backlog)
         if groups is None:
             return
         self.training = True
@@ -199,13 +199,13 @@ class Incarnation(RuleBasedStateMachine):
         if self.version == STEPS:
             self.buffer.close()
             self.tidy_up()
-            assert self.buffer.in_flight == 0
+            assert self.buffer.samples.in_flight == 0
 
     @precondition(lambda self: self.settled)
     @rule()
     def checkpoint(self) -> None:
-        self.stored = msgspec.msgpack.encode(self.buffer.snapshot())
-        self.stored_version, self.stored_trained = self.version, self.buffer.ledger.trained
+        self.stored = msgspec.msgpack.encode(self.buffer.samples.snapshot())
+        self.stored_version, self.stored_trained = self.version, self.buffer.samples.ledger.trained
         self.journal.begin(self.version)
 
     def replay(self) -> Replay:
@@ -219,7 +219,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: self.settled)
     @rule()
     def law_the_journal_leads_to_the_same_state(self) -> None:
-        assert self.replay().state(until=self.version) == self.buffer.snapshot()
+        assert self.replay().state(until=self.version) == self.buffer.samples.snapshot()
 
     @rule(
         unwritten=st.integers(0, 3),
@@ -232,7 +232,7 @@ class Incarnation(RuleBasedStateMachine):
     def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int, str] | None) -> None:
         """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
         lost, no step is booked twice, and of the leases each is claimed by a node that lives, or goes back."""
-        issued, generated = self.buffer.ledger.issued, self.buffer.ledger.generated_tokens
+        issued, generated = self.buffer.samples.ledger.issued, self.buffer.samples.ledger.generated_tokens
         if unwritten:
             del self.journal.events[-unwritten:]
         replay = self.replay()
@@ -249,11 +249,14 @@ class Incarnation(RuleBasedStateMachine):
         self.buffer = self.make(state, self.version)
         self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()
         if back:
-            assert self.buffer.ledger.trained == self.stored_trained
+            assert self.buffer.samples.ledger.trained == self.stored_trained
         if not unwritten:
-            assert (self.buffer.ledger.issued, self.buffer.ledger.generated_tokens) == (issued, generated)
-        out = {member.lease_id for member in self.buffer.leases.members_out()}
-        claims = Claims(self.buffer.leases, lambda node: True)
+            assert (self.buffer.samples.ledger.issued, self.buffer.samples.ledger.generated_tokens) == (
+                issued,
+                generated,
+            )
+        out = {member.lease_id for member in self.buffer.samples.leases.out.values()}
+        claims = Claims(self.buffer.samples.leases, lambda node: True)
         living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
         kept = [lease.lease_id for lease in claims.take([*living, *living])]
         unclaimed = claims.expire()
@@ -266,17 +269,17 @@ class Incarnation(RuleBasedStateMachine):
     @property
     def settled(self) -> bool:
         """Whether a checkpoint may be made."""
-        return not (self.training or self.taking or self.buffer.untidy)
+        return not (self.training or self.taking or self.buffer.samples.backlog)
 
     def twin(self) -> SampleBuffer:
         """A buffer that continues from this one's state."""
-        stored = msgspec.msgpack.encode(self.buffer.snapshot())
+        stored = msgspec.msgpack.encode(self.buffer.samples.snapshot())
         state = msgspec.msgpack.decode(stored, type=BufferState)
         return make_buffer(**self.settings, kind_of=kind_of, state=state, step=self.version)
 
     @invariant()
     def law_2_conservation(self) -> None:
-        self.buffer.check()
+        self.buffer.samples.check()
 
     @invariant()
     def law_3_admission(self) -> None:
@@ -284,10 +287,10 @@ class Incarnation(RuleBasedStateMachine):
         alpha, extra_groups = self.begun
         places = (1 + alpha) * self.batch + self.group * (1 + extra_groups)
         if self.settled:
-            state = self.buffer.snapshot()
+            state = self.buffer.samples.snapshot()
             late = sum(group.alive for group in state.groups if group.earlier)
             late += self.put_back + sum(len(formed.group.trajectories()) for formed in state.formed)
-            assert self.buffer.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
+            assert self.buffer.samples.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
 
     @invariant()
     def something_can_always_happen(self) -> None:
@@ -299,7 +302,7 @@ class Incarnation(RuleBasedStateMachine):
 
     def can_take(self) -> bool:
         twin = self.twin()
-        while (groups := twin.take(self.version)) is None and twin.untidy:
+        while (groups := twin.take(self.version)) is None and twin.samples.backlog:
             twin.tidy()
         return groups is not None
 

@@ -33,11 +33,11 @@ def test_a_task_that_failed_waits_at_its_place_in_training_and_last_in_evaluatio
 ) -> None:
     first, *_ = tasks = members(3)
     table = table_of(tasks, evaluation=evaluation)
-    lease = table.grant(first, 0)
-    assert table.ended(lease.lease_id) is first
+    lease = table.grant(first, 0, number=3)
+    assert table.out.pop(lease.lease_id) is first
     assert table.again(first, Outcome.ENV_ERROR, node=5)
     assert (waiting(table), first.task.attempt, first.avoid) == (order, 1, (5,))
-    table.grant(first, 0)
+    table.grant(first, 0, number=4)
     assert not table.again(first, Outcome.ENV_ERROR, node=5)
 
 
@@ -45,7 +45,8 @@ def test_a_task_that_failed_waits_at_its_place_in_training_and_last_in_evaluatio
 def test_only_what_the_infrastructure_failed_is_tried_again(outcome: Outcome) -> None:
     (first,) = tasks = members(1)
     table = table_of(tasks)
-    table.ended(table.grant(first, 0).lease_id)
+    table.grant(first, 0, number=3)
+    del table.out[3]
     assert not table.again(first, outcome, node=0)
     assert waiting(table) == []
 
@@ -53,14 +54,13 @@ def test_only_what_the_infrastructure_failed_is_tried_again(outcome: Outcome) ->
 def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
     first, second = tasks = members(2)
     table = table_of(tasks)
-    withdrawn, other = table.grant(first, 0), table.grant(second, 0)
+    withdrawn, other = table.grant(first, 0, number=3), table.grant(second, 0, number=4)
     table.remove(first, Outcome.STALE)
     assert table.withdrawn == [withdrawn.lease_id]
-    assert table.ended(withdrawn.lease_id) is None
     assert [table.reason(withdrawn.lease_id) for _ in range(2)] == [Outcome.STALE, Outcome.CANCELLED]
     assert not table.revoke(withdrawn.lease_id)
     assert table.revoke(other.lease_id)
-    assert (waiting(table), table.out) == ([1], 0)
+    assert (waiting(table), table.out) == ([1], {})
 
 
 def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:

@@ -220,7 +220,7 @@ class Watched(World):
                 continue
             self.looks += 1
             # Not what numbers the leases, which cannot be copied from Python 3.14 on.
-            numbers = self.hub.buffer.leases._ids
+            numbers = self.hub.samples.leases.ids
             tried = copy.deepcopy(self.hub.buffer, {id(numbers): itertools.count()})
             lease = tried.lease([engine.version for engine in free], node.number)
             assert lease is None, f"node {node.number} has a free place at {self._now()}, and {lease} is admissible"

@@ -30,7 +30,7 @@ class Claims:
         """Those that nobody has claimed yet."""
         self.void: list[int] = []
         """Those whose nodes have ended with the hub."""
-        for member in leases.members_out():
+        for member in leases.out.values():
             if survives(member.node):
                 self._open.add(member.lease_id)
             else:
@@ -44,13 +44,14 @@ class Claims:
         """A node presents leases; those that it may keep. All others are of no use to anybody."""
         kept: list[Lease] = []
         for lease in presented:
-            if lease.lease_id in self._open and self._leases.stands(lease):
+            member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
+            if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
                 self._open.discard(lease.lease_id)
                 kept.append(lease)
         return kept
 
     def expire(self) -> list[int]:
         """It is too late to claim anything; what nobody has claimed."""
-        left = [lease_id for lease_id in sorted(self._open) if self._leases.is_out(lease_id)]
+        left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
         self._open.clear()
         return left

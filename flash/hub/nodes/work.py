@@ -41,7 +41,7 @@ class Work(HubPart):
         together = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._dealer = Dealer(self._tasks_at_hand, self._next_leases, together)
         self.holders, self.shares = self._dealer.holders, self._dealer.shares
-        self.claims = Claims(self._buffer.leases, survives)
+        self.claims = Claims(self._samples.leases, survives)
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)
@@ -142,10 +142,12 @@ class Work(HubPart):
                 await checkpoint()
         self.shares.tells(request.node, request.capacity)
         self.spread_word()
-        if self._buffer.openings != self._openings or any(ended.result.task.split == "eval" for ended in request.ended):
-            self._openings = self._buffer.openings
+        if self._samples.admission.openings != self._openings or any(
+            ended.result.task.split == "eval" for ended in request.ended
+        ):
+            self._openings = self._samples.admission.openings
             self.offer()
-        if self._buffer.untidy:
+        if self._samples.backlog:
             await self.tidy()
         elif self.batch_at_hand():
             self._progress.send("batches")
@@ -171,7 +173,7 @@ class Work(HubPart):
 
     async def tidy(self) -> None:
         """Do what the buffer has put off; others are served after each slice. When it returns, nothing is left."""
-        while self._buffer.untidy:
+        while self._samples.backlog:
             try:
                 self._buffer.tidy()
             except FlashError as error:
@@ -179,7 +181,7 @@ class Work(HubPart):
             self.spread_word()
             await checkpoint()
         self.spread_word()
-        self._openings = self._buffer.openings
+        self._openings = self._samples.admission.openings
         self.offer()
         self._progress.send("batches")
 
@@ -189,7 +191,7 @@ class Work(HubPart):
         Consumes what was put off. Waits for more of it. Produces leases; others are served after each slice.
         """
         while self._progress.error is None:
-            if self._buffer.untidy:
+            if self._samples.backlog:
                 await self.tidy()
             elif self._dealer.unfinished:
                 await checkpoint()
@@ -199,12 +201,12 @@ class Work(HubPart):
 
     def spread_word(self) -> None:
         """Keep what the buffer has withdrawn for the nodes' cancel requests, and pass its notes on."""
-        for node in self.holders.withdraw(self._buffer.leases.withdrawn):
+        for node in self.holders.withdraw(self._samples.leases.withdrawn):
             self._progress.send(("cancels", node))
-        self._buffer.leases.withdrawn.clear()
-        for note in self._buffer.notes:
+        self._samples.leases.withdrawn.clear()
+        for note in self._samples.notes:
             self._observer.note(note)
-        self._buffer.notes.clear()
+        self._samples.notes.clear()
 
     def batch_at_hand(self) -> bool:
         """Whether a rank that waits for its shard can do something about it."""

@@ -143,7 +143,7 @@ class Steps(HubPart):
                 await self._work.tidy()
                 return
             groups = self._buffer.take(self._progress.version)
-            while groups is None and self._buffer.untidy:
+            while groups is None and self._samples.backlog:
                 await self._work.tidy()
                 groups = self._buffer.take(self._progress.version)
             if groups is None:
@@ -193,7 +193,7 @@ class Steps(HubPart):
         engines, seen = list(self._fleet.engines()), branches.metrics() | samples
         self._observer.trained(request.step, request.seen)
         wish = self._observer.step(
-            self._metrics.row(self._progress.version, seen, request.metrics, self._buffer, engines, self._now())
+            self._metrics.row(self._progress.version, seen, request.metrics, self._samples, engines, self._now())
         )
         if wish == "stop":
             self._progress.interrupt()
@@ -240,12 +240,12 @@ class Steps(HubPart):
     async def snapshot(self) -> p.SnapshotReply:
         """Have the state of this moment written; results come in and leases go out meanwhile."""
         await self._work.tidy()
-        await in_slices(self._buffer.copy_ahead())
+        await in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
         if self._progress.batch != "none" or self._incarnations.behind(self._progress.version):
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
-        self._observer.ledger(self._buffer.ledger.totals(self._buffer.in_flight))
-        version, kept = self._progress.version, self._buffer.snapshot()
+        self._observer.ledger(self._samples.totals())
+        version, kept = self._progress.version, self._samples.snapshot()
         state = HubState.of(version, kept, self._config, self._journal.begin(version))
         return await self._keep_state(version, encoded_pieces(state))
 

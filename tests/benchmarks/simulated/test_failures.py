@@ -105,8 +105,7 @@ def test_a_step_in_which_a_trainer_dies_is_trained_from_its_beginning() -> None:
 
 def test_a_node_that_dies_gives_its_leases_back_and_comes_again() -> None:
     world = failing(small(async_ratio=1), (3.5, 1, "node"))
-    ledger = world.hub.buffer.ledger
-    totals = ledger.totals(world.hub.buffer.in_flight)
+    totals = world.hub.samples.totals()
     assert totals["retried_cancelled"] > 0
     assert totals["issued"] == totals["trained"] == 6 * 16
     assert len(world.trainer.commits) == 6
@@ -121,7 +120,7 @@ def test_a_preempted_node_is_away_for_longer_than_one_that_starts_again() -> Non
 
 def test_an_engine_that_dies_is_started_again_and_no_sample_is_lost() -> None:
     world = failing(small(), (3.5, 0, "engine"))
-    totals = world.hub.buffer.ledger.totals(0)
+    totals = world.hub.samples.ledger.totals(0)
     assert totals["trained"] == totals["issued"] == 6 * 16
     assert totals.get("retried_cancelled", 0) == 0
     assert world.trainer.commits[-1] > failing(small()).trainer.commits[-1]
