@@ -212,7 +212,7 @@ class RestartedWorld(World):
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
         """One that saves."""
-        version = self.hub.version
+        version = self.hub.progress.version
         self.saving = SavingTrainer(self.config, self.settings, hub, self._now, self._costs, version=version)
         return self.saving
 

@@ -223,12 +223,12 @@ class Gate:
             task = given.get(ended.lease_id)
             if task is None or ended.lease_id in seen:
                 yield f"it does not hold lease {ended.lease_id}"
-            elif (fault := _result_fault(task, ended.result, self._hub.known_version)) is not None:
+            elif (fault := _result_fault(task, ended.result, self._hub.progress.newest)) is not None:
                 yield f"lease {ended.lease_id}: {fault}"
             seen.add(ended.lease_id)
 
     def _report_fault(self, request: p.EngineReport) -> str | None:
-        newest = self._hub.known_version
+        newest = self._hub.progress.newest
         for engine in request.engines:
             if not -1 <= engine.version <= newest:
                 return f"engine {engine.index} at version {engine.version}, and the newest is {newest}"

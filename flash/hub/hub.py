@@ -14,9 +14,8 @@ from itertools import count
 import anyio
 import msgspec
 
-from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import ContractError, DeadlineError, FlashError
+from flash.errors import ContractError, DeadlineError
 from flash.hub import protocol as p
 from flash.hub.metrics import StepMetrics
 from flash.hub.nodes.fleet import Fleet
@@ -29,7 +28,7 @@ from flash.hub.progress import RunEnd, RunProgress
 from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.steps import Steps
 from flash.hub.ranks.trainers import Trainers
-from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
+from flash.hub.stages import Stage, Stages
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
 from flash.samples.buffer import SampleBuffer
@@ -81,16 +80,13 @@ class Hub:
     ) -> None:
         self._config = config
         self._observer = observer
-        self._now = now
         state, incarnation = inherited.state, inherited.incarnation
-        self._first_version = version = state.version if state is not None else 0
-        self._progress = RunProgress(version)
-        self._contract = age_contract(config)
+        version = state.version if state is not None else 0
+        contract, rules = age_contract(config), buffer_rules(config, problems.domains)
         lease_ids = count(incarnation << LEASES)
-        rules = buffer_rules(config, problems.domains)
         cursor = state.buffer.cursor if state is not None else None
         self.buffer = SampleBuffer(
-            self._contract,
+            contract,
             TaskSource(config.run.seed, rules.sizes(config.rollout.group_size), problems.kind_of, cursor),
             rules,
             step=version,
@@ -102,105 +98,61 @@ class Hub:
         self.samples = self.buffer.samples
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
         self._evaluations = Evaluations(*of_run, problems.kind_of, lease_ids, inherited.evaluated)
-        self._members = Members(config, origin)
-        self._known = version if state is not None else -1
-        """The newest version that engines may have of a former hub."""
-        self._fleet = Fleet(self._known)
-        parts = Parts(
-            config,
-            observer,
-            now,
-            self._progress,
-            self._contract,
-            self.buffer,
-            self._evaluations,
-            records,
-            StepMetrics(self.samples.ledger),
-            self._fleet,
-        )
-        self._nodes = Nodes(parts, self._members)
-        self._work = self._nodes.work
-        self._versions = Versions(parts, self._work)
-        self._trainers = Trainers(
-            parts, inherited.start or Start(version, ""), (incarnation << INCARNATIONS) + 1, pieces.part_bytes
-        )
+        self.progress = RunProgress(version, newest=version if state is not None else -1)
+        of_all = (self.progress, contract, self.buffer, self._evaluations, records, StepMetrics(self.samples.ledger))
+        self._parts = parts = Parts(config, observer, now, *of_all, Fleet(self.progress))
+        self.members = Members(config, origin)
+        self._nodes = Nodes(parts, self.members)
+        self.work = self._nodes.work
+        self._versions = Versions(parts, self.work)
+        start, number = inherited.start or Start(version, ""), (incarnation << INCARNATIONS) + 1
+        self._trainers = Trainers(parts, start, number, pieces.part_bytes)
         self.incarnations = self._trainers.incarnations
-        self._steps = Steps(parts, self._work, self._versions, self._trainers, pieces.part_bytes)
-
-    @property
-    def version(self) -> int:
-        """The version that the run has reached."""
-        return self._progress.version
-
-    @property
-    def published_version(self) -> int:
-        """The newest version that engines may have; -1 before the first."""
-        return self._progress.published.version if self._progress.published is not None else -1
-
-    @property
-    def known_version(self) -> int:
-        """The newest version that engines may have, of this hub or of one before it; -1: there is none."""
-        return max(self.published_version, self._known)
-
-    def fail(self, error: FlashError) -> None:
-        """End the run with this error; the first one wins."""
-        self._progress.fail(error)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether somebody has asked for an early end."""
-        return self._progress.stopping == "interrupted"
+        self._steps = Steps(parts, self.work, self._versions, self._trainers, pieces.part_bytes)
+        self.stages = Stages(parts, self.members, self.incarnations, self._steps)
 
     def interrupt(self) -> str:
         """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once.
 
         What it still does, in words; empty: nothing.
         """
-        over = self._progress.done or self._progress.error is not None
-        self._progress.interrupt()
-        return "" if over else last_work(self._at_work(), self._progress.version)
+        over = self.progress.done or self.progress.error is not None
+        self.progress.interrupt()
+        return "" if over else self.stages.last_work
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
         """Watch the run from the first version to the last goodbye. Raises the error that ended the run."""
+        progress = self.progress
         async with unwrapped_group() as tasks:
             tasks.start_soon(self._nodes.watch)
-            tasks.start_soon(self._work.catch_up)
-            tasks.start_soon(self.expire_claims)
+            tasks.start_soon(self.work.catch_up)
+            tasks.start_soon(self.work.expire_claims)
             unfinished = await self._watch_trainers()
-            if self._progress.stopping != "interrupted":
+            if progress.stopping != "interrupted":
                 with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
-                    await self._progress.until(
-                        "run", lambda: self._evaluations.done or self._progress.stopping == "interrupted"
-                    )
+                    await progress.until("run", lambda: self._evaluations.done or progress.stopping == "interrupted")
             tasks.cancel_scope.cancel()
-        self._progress.end()
+        progress.end()
         self.samples.check()
-        totals = self.samples.totals()
-        return RunEnd(self._progress.stopping or "finished", self._progress.version, totals, unfinished)
-
-    async def expire_claims(self) -> None:
-        """Wait for nodes that have outlived the hub before this one, and take back what they had."""
-        if self._work.claims:
-            await anyio.sleep(waits.claim_s(self._config))
-            self._work.expire_claims()
+        return RunEnd(progress.stopping or "finished", progress.version, self.samples.totals(), unfinished)
 
     async def _watch_trainers(self) -> str:
         """Wait for each stage of the run to end, under its deadline; what an interrupt has cut short, in words."""
         while not self._trainers.done:
-            seen, stage = self._progress.stages_ended, self._stage()
-            with anyio.move_on_after(stage_s(stage, self._config)) as scope:
-                await self._progress.until(
+            seen, stage = self.progress.stages_ended, self.stages.now
+            with anyio.move_on_after(stage.seconds(self._config)) as scope:
+                await self.progress.until(
                     "run",
                     lambda seen=seen, stage=stage: (
-                        (self._progress.stages_ended != seen and stage is not Stage.ENDING)
-                        or self._stage() is not stage
+                        (self.progress.stages_ended != seen and stage is not Stage.ENDING)
+                        or self.stages.now is not stage
                         or self._trainers.done
                     ),
                 )
             if scope.cancelled_caught and stage is Stage.ENDING:
-                return last_work(self._at_work(), self._progress.version)
+                return self.stages.last_work
             if scope.cancelled_caught:
                 self._late(stage)
         return ""
@@ -211,79 +163,20 @@ class Hub:
         Raises:
             DeadlineError: it is somebody else that is late, or no rank is there that could start again.
         """
-        seconds, what = stage_s(stage, self._config), self._waited_for(stage)
-        if stage in OF_TRAINERS and self.incarnations.present:
-            self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{OF_TRAINERS[stage]}) for {what}")
+        seconds, what = stage.seconds(self._config), self.stages.waited_for(stage)
+        if stage.of_trainers and self.incarnations.present:
+            self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {what}")
         else:
-            raise DeadlineError(what, seconds, LOOK_AT[stage])
-
-    def _stage(self) -> Stage:
-        """What the run waits for at the moment."""
-        return Stage.ENDING if self._progress.stopping == "interrupted" else self._at_work()
-
-    def _at_work(self) -> Stage:
-        """The same, interrupted or not."""
-        if self.incarnations.away:
-            return Stage.AWAY
-        if self.incarnations.behind(self._progress.version):
-            return Stage.AGAIN
-        if self._progress.published is None:
-            return Stage.FIRST_VERSION
-        if self._steps.training:
-            return Stage.STEP
-        if not self._fleet.started:
-            return Stage.RETURNING if self._fleet.waits_for_engines else Stage.STARTING
-        if self._steps.waits_for_engines:
-            return Stage.LOADING
-        if self._progress.stopping == "finished":
-            return Stage.SAVING
-        if not self._steps.asked:
-            return Stage.BETWEEN
-        return Stage.RETURNING if self._fleet.waits_for_engines else Stage.BATCH
-
-    def _waited_for(self, stage: Stage) -> str:
-        """The same in words."""
-        groups = f"{self.samples.pool.ready_groups} of {self._contract.groups_per_batch}"
-        step = self.incarnations.held if stage is Stage.AGAIN else self._progress.version
-        words = waited_for(stage, step=step, groups=groups, behind=self._fleet.behind())
-        alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
-        if stage in (Stage.STARTING, Stage.BATCH) and alone:
-            words += ", while no node has an engine: `flash join` brings one"
-        return words
-
-    def beginning(self) -> Beginning | None:
-        """What the run does before its first step; None from then on, and when it has ended before."""
-        progress = self._progress
-        if progress.version > self._first_version or progress.error is not None:
-            return None
-        if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
-            return None
-        if progress.published is None:
-            if self.incarnations.behind(progress.version) and not self.incarnations.away:
-                return Beginning("training again", f"{progress.version - self.incarnations.held} steps left")
-            return Beginning("starting engines and trainers")
-        if not self._fleet.started:
-            return Beginning(STARTING_ENGINES)
-        if answers := self._evaluations.progress:
-            return Beginning("first evaluation", answers)
-        if self._steps.training:
-            return Beginning("first step")
-        return Beginning("first batch", f"{self.samples.pool.ready_groups} of {self._contract.groups_per_batch} groups")
+            raise DeadlineError(what, seconds, stage.look_at)
 
     def overview(self) -> HubNow:
         """What the whole cluster does now, for people."""
-        doing, progress = self._waited_for(self._stage()), self._progress
-        parts = (self._members, self._nodes, self._trainers, self.samples, self._evaluations, progress)
-        return overview(self._config, *parts, doing=doing, now=self._now())
-
-    async def past(self, doing: str) -> None:
-        """Wait, under the caller's deadline, until the beginning does something else."""
-        while (now := self.beginning()) is not None and now.doing == doing:
-            await self._progress.wait("run")
+        doing = self.stages.waited_for(self.stages.now)
+        return overview(self._parts, self.members, self._nodes, self._trainers, doing)
 
     async def all_nodes_left(self) -> None:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self._progress.until("run", lambda: self._nodes.deserted)
+        await self.progress.until("run", lambda: self._nodes.deserted)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -294,11 +187,11 @@ class Hub:
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LeaseRequest():
-                return await self._work.lease(request)
+                return await self.work.lease(request)
             case p.ClaimRequest():
-                return self._work.claims_of(request)
+                return self.work.claims_of(request)
             case p.DeliverRequest():
-                return await self._work.deliver(request)
+                return await self.work.deliver(request)
             case p.CancelRequest():
                 return await self._nodes.cancels(request)
             case p.VersionRequest():
@@ -310,12 +203,12 @@ class Hub:
             case p.StatusReport():
                 self._nodes.told(request)
             case p.RunRequest():
-                self._progress.refuse_at_end()
-                return self._members.about(request, self._progress.version, ending=self._ending)
+                self.progress.refuse_at_end()
+                return self.members.about(request, self.progress.version, ending=self.progress.ending)
             case p.JoinRequest():
-                return self._join(request)
+                return self._nodes.join(request)
             case p.DrainRequest():
-                self._members.may_leave(request.node)
+                self.members.may_leave(request.node)
                 self._nodes.send_off(request.node)
             case p.Leave():
                 self._nodes.leaves(request)
@@ -324,7 +217,7 @@ class Hub:
             case p.Interrupt():
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
-                await self._trainers.failed(request, lambda: self._waited_for(self._stage()))
+                await self._trainers.failed(request, lambda: self.stages.waited_for(self.stages.now))
                 # The peer hears of the end of this connection once we have said why; it waits no longer than this.
                 await anyio.sleep(self._config.deadlines.request)
             case _:
@@ -351,27 +244,6 @@ class Hub:
                 raise ContractError(f"the hub does not serve a {type(request).__name__}")
         return p.Ack()
 
-    @property
-    def _ending(self) -> bool:
-        """Whether nobody needs another node: the evaluation of the last version may still do."""
-        progress = self._progress
-        return progress.done or progress.stopping == "interrupted"
-
-    def _join(self, request: p.JoinRequest) -> p.JoinReply:
-        if self._ending:
-            return p.JoinReply(None, 0)
-        self._progress.refuse_at_end()
-        reply = self._members.join(request)
-        assert reply.node is not None, "None only stands for the end of a run"
-        engines = f"{request.engines} engine{'s' if request.engines > 1 else ''}"
-        self._observer.note(f"node {reply.node} joins with {engines}")
-        return reply
-
-    @property
-    def joined(self) -> list[int]:
-        """The nodes that have come by themselves, and live."""
-        return self._members.joined
-
     def peer_lost(self, name: str) -> None:
         """A connection ended. A node's leases go back; of a trainer rank, one of the newest incarnation, it is the end.
 
@@ -382,4 +254,4 @@ class Hub:
             self._trainers.lost(int(number))
         if kind == "node":
             self._nodes.left(int(number))
-            self._members.left(int(number))
+            self.members.left(int(number))

@@ -10,34 +10,22 @@ from flash.ages import SLACK
 from flash.config.tree import Config
 from flash.hub.nodes.members import Members
 from flash.hub.nodes.nodes import Nodes
-from flash.hub.progress import RunProgress
+from flash.hub.parts import Parts
 from flash.hub.ranks.trainers import Trainers
 from flash.observe.cluster import MOST_LEASES, Flow, HubNow, LeaseNow, NodeNow, NodeState, RankNow
 from flash.samples.evaluation import Evaluations
 from flash.samples.state import Samples
 
 
-def overview(
-    config: Config,
-    members: Members,
-    nodes: Nodes,
-    trainers: Trainers,
-    samples: Samples,
-    evaluations: Evaluations,
-    progress: RunProgress,
-    *,
-    doing: str,
-    now: float,
-) -> HubNow:
-    """What all of them are doing; `doing` is what the run waits for, in words, `now` Unix seconds."""
-    gone = nodes.statuses.gone
-    oldest = nodes.holders.oldest(MOST_LEASES)
+def overview(parts: Parts, members: Members, nodes: Nodes, trainers: Trainers, doing: str) -> HubNow:
+    """What all of them are doing; `doing` is what the run waits for, in words."""
+    config, progress = parts.config, parts.progress
     return HubNow(
-        at=now,
+        at=parts.now(),
         doing=doing,
         version=progress.version,
-        published=progress.published.version if progress.published is not None else -1,
-        nodes=[*(_node(node, config, nodes, trainers) for node in members.numbers), *reversed(gone)],
+        published=progress.published_version,
+        nodes=[*(_node(node, parts, nodes, trainers) for node in members.numbers), *reversed(nodes.statuses.gone)],
         ranks=[
             RankNow(
                 rank,
@@ -49,32 +37,25 @@ def overview(
             for rank in range(config.trainer_world_size)
         ],
         trainer_restarts=trainers.incarnations.followed,
-        flow=_flow(config, samples, evaluations),
+        flow=_flow(config, parts.buffer.samples, parts.evaluations),
         leases=[
-            LeaseNow(
-                node,
-                lease.task.group_id,
-                lease.task.sample_index,
-                lease.task.split,
-                lease.task.attempt,
-                since,
-            )
-            for node, lease, since in oldest
+            LeaseNow(node, lease.task.group_id, lease.task.sample_index, lease.task.split, lease.task.attempt, since)
+            for node, lease, since in nodes.work.holders.oldest(MOST_LEASES)
         ],
     )
 
 
-def _node(node: int, config: Config, nodes: Nodes, trainers: Trainers) -> NodeNow:
-    status = nodes.statuses.of(node)
+def _node(node: int, parts: Parts, nodes: Nodes, trainers: Trainers) -> NodeNow:
+    status, holders = nodes.statuses.of(node), nodes.work.holders
     if status is not None:  # of versions the hub hears at once
-        known = {engine.index: engine.version for engine in nodes.fleet.engines_of(node)}
+        known = {engine.index: engine.version for engine in parts.fleet.engines_of(node)}
         engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
         status = replace(status, engines=engines)
-    oldest = nodes.holders.oldest_of(node)
-    trains = config.engines_on(node) == 0 and any(
-        trainers.node_of(rank) == node for rank in trainers.incarnations.present
+    here = status is not None or (
+        parts.config.engines_on(node) == 0
+        and any(trainers.node_of(rank) == node for rank in trainers.incarnations.present)
     )
-    state: NodeState = "here" if status is not None or trains else "starting"
+    state: NodeState = "here" if here else "starting"
     if node in nodes.silent:
         state = "silent"
     elif node in nodes.leaving:
@@ -84,8 +65,8 @@ def _node(node: int, config: Config, nodes: Nodes, trainers: Trainers) -> NodeNo
         state=state,
         heard_at=nodes.statuses.heard_at(node),
         status=status,
-        leases=nodes.holders.held(node),
-        oldest_lease=oldest,
+        leases=holders.held(node),
+        oldest_lease=holders.oldest_of(node),
     )
 
 

@@ -27,15 +27,18 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 class RunProgress:
-    """`version`: what the run has reached; the trainer ranks may be on their way to it.
+    """All versions of the policy are kept here. Signals are not remembered: a waiter looks at its condition first.
 
-    Signals are not remembered: a waiter looks at its condition first.
+    Args:
+        version: what the run has reached; the trainer ranks may be on their way to it.
+        newest: the version that engines are to have, perhaps still one of a former hub; −1: there is none.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, newest: int = -1) -> None:
         self.version = version
+        self.newest = newest
         self.published: Published | None = None
-        """The newest version that engines may have."""
+        """The newest version that this hub has announced."""
         self.reachable = False
         """Whether those live who published it: else nobody can fetch it."""
         self.stopping: Literal["finished", "interrupted"] | None = None
@@ -76,6 +79,16 @@ class RunProgress:
         """End the run with this error; the first one wins."""
         self.error = self.error or error
         self.send(*list(self._events))
+
+    @property
+    def published_version(self) -> int:
+        """That of `published`; −1 before the first."""
+        return self.published.version if self.published is not None else -1
+
+    @property
+    def ending(self) -> bool:
+        """Whether nobody needs another node: the evaluation of the last version may still do."""
+        return self.done or self.stopping == "interrupted"
 
     def refuse_at_end(self) -> None:
         """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""

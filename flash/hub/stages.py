@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from flash.config import waits
 from flash.config.tree import Config
+from flash.hub.nodes.members import Members
+from flash.hub.parts import HubPart, Parts
+from flash.hub.ranks.incarnations import Incarnations
+from flash.hub.ranks.steps import Steps
+
+RANKS = "the trainer ranks"
 
 
 class Stage(Enum):
-    """What a run waits for."""
+    """What a run waits for: in words, where to look when it never comes, and its entry of `[deadlines]`."""
 
-    FIRST_VERSION = auto()
-    """The trainer ranks start and publish the version that they hold."""
-    AWAY = auto()
-    """The trainer ranks start again, after one was lost."""
-    AGAIN = auto()
-    """They train again what they have lost."""
-    STARTING = auto()
-    """No engine has loaded a version yet."""
-    RETURNING = auto()
+    FIRST_VERSION = (f"{RANKS} to publish their first version", f"{RANKS}, and deadlines.rendezvous", "rendezvous")
+    AWAY = (f"{RANKS} to start again, at version {{step}}", f"{RANKS}' output, and deadlines.rendezvous", "rendezvous")
+    """After one was lost."""
+    AGAIN = (f"{RANKS} to train step {{step}} again", RANKS, "step")
+    """What they have lost."""
+    STARTING = ("an engine to start and to load its first version", "vLLM's output, and deadlines.engine_start")
+    RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and engine.max_restarts")
     """No engine is left, and others start in their places."""
-    BATCH = auto()
-    """Enough groups for a step."""
-    STEP = auto()
-    """The trainer ranks have a batch."""
-    LOADING = auto()
+    BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "batch")
+    STEP = (f"{RANKS} to finish step {{step}}", RANKS, "step")
+    LOADING = ("{behind} to load version {step}", "the output of that node, and deadlines.swap")
     """The trainer ranks wait for engines to load what they have published."""
-    BETWEEN = auto()
-    """The trainer ranks publish what they have trained, or write a checkpoint, before they ask for the next batch."""
-    SAVING = auto()
-    """After the last step: a checkpoint and the export."""
-    ENDING = auto()
+    BETWEEN = (
+        f"{RANKS} to publish version {{step}} and to ask for a batch, after a checkpoint if one was due",
+        f"{RANKS} and the disk of the run directory, and deadlines.step",
+        "step",
+    )
+    SAVING = (f"{RANKS} to leave the last checkpoint and the model", f"{RANKS}, and deadlines.step", "step")
+    """After the last step."""
+    ENDING = (f"{RANKS} to stop", "", "shutdown")
     """After an interrupt."""
+
+    def __init__(self, words: str, look_at: str, deadline: str = "") -> None:
+        self.words = words
+        self.look_at = look_at
+        self.deadline = deadline
+        """Empty where the stage may last as long as several of them."""
+
+    @property
+    def of_trainers(self) -> bool:
+        """Whether the trainer ranks alone can end it."""
+        return self.deadline in ("rendezvous", "step")
+
+    def seconds(self, config: Config) -> float:
+        """How long it may last."""
+        if self is Stage.STARTING:
+            return waits.first_version_s(config)
+        if self is Stage.RETURNING:
+            # The node says why before that, where none will.
+            return waits.engine_return_s(config) + config.deadlines.request
+        if self is Stage.LOADING:
+            return waits.new_version_s(config)
+        return float(getattr(config.deadlines, self.deadline))
 
 
 class Beginning(NamedTuple):
@@ -47,84 +74,93 @@ class Beginning(NamedTuple):
 STARTING_ENGINES = "starting engines"
 """What a run does before its first step that lasts longest: a first start of vLLM compiles."""
 
-OF_TRAINERS = {
-    Stage.FIRST_VERSION: "rendezvous",
-    Stage.AWAY: "rendezvous",
-    Stage.AGAIN: "step",
-    Stage.STEP: "step",
-    Stage.BETWEEN: "step",
-    Stage.SAVING: "step",
-}
-"""Stages that the trainer ranks alone can end, each with its entry of `[deadlines]`."""
 
-LOOK_AT = {
-    Stage.FIRST_VERSION: "the trainer ranks, and deadlines.rendezvous",
-    Stage.AWAY: "the trainer ranks' output, and deadlines.rendezvous",
-    Stage.AGAIN: "the trainer ranks",
-    Stage.STARTING: "vLLM's output, and deadlines.engine_start",
-    Stage.RETURNING: "vLLM's output, deadlines.engine_start and engine.max_restarts",
-    Stage.BATCH: "engines and environments",
-    Stage.STEP: "the trainer ranks",
-    Stage.LOADING: "the output of that node, and deadlines.swap",
-    Stage.BETWEEN: "the trainer ranks and the disk of the run directory, and deadlines.step",
-    Stage.SAVING: "the trainer ranks, and deadlines.step",
-}
+class Stages(HubPart):
+    """See the module's docstring. It asks those who know.
 
+    Args:
+        parts: what all parts of the hub are given.
+        members: the nodes of the run.
+        incarnations: the trainer ranks.
+        steps: what these are given.
+    """
 
-def stage_s(stage: Stage, config: Config) -> float:
-    """How long a stage may last."""
-    deadlines = config.deadlines
-    if stage in OF_TRAINERS:
-        return float(getattr(deadlines, OF_TRAINERS[stage]))
-    match stage:
-        case Stage.STARTING:
-            return waits.first_version_s(config)
-        case Stage.RETURNING:
-            # The node says why before that, where none will.
-            return waits.engine_return_s(config) + deadlines.request
-        case Stage.BATCH:
-            return deadlines.batch
-        case Stage.LOADING:
-            return waits.new_version_s(config)
-        case _:
-            return deadlines.shutdown
+    def __init__(self, parts: Parts, members: Members, incarnations: Incarnations, steps: Steps) -> None:
+        super().__init__(parts)
+        self._members = members
+        self._incarnations = incarnations
+        self._steps = steps
+        self._first_version = self._progress.version
 
+    @property
+    def now(self) -> Stage:
+        """What the run waits for at the moment."""
+        return Stage.ENDING if self._progress.stopping == "interrupted" else self._at_work
 
-def last_work(stage: Stage, step: int) -> str:
-    """What a run does that is interrupted in this stage, in words."""
-    match stage:
-        case Stage.STEP:
+    @property
+    def _at_work(self) -> Stage:
+        """The same, interrupted or not."""
+        if self._incarnations.away:
+            return Stage.AWAY
+        if self._incarnations.behind(self._progress.version):
+            return Stage.AGAIN
+        if self._progress.published is None:
+            return Stage.FIRST_VERSION
+        if self._steps.training:
+            return Stage.STEP
+        if not self._fleet.started:
+            return Stage.RETURNING if self._fleet.waits_for_engines else Stage.STARTING
+        if self._steps.waits_for_engines:
+            return Stage.LOADING
+        if self._progress.stopping == "finished":
+            return Stage.SAVING
+        if not self._steps.asked:
+            return Stage.BETWEEN
+        return Stage.RETURNING if self._fleet.waits_for_engines else Stage.BATCH
+
+    @property
+    def _groups(self) -> str:
+        return f"{self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
+
+    def waited_for(self, stage: Stage) -> str:
+        """A stage of this moment, in words."""
+        step = self._incarnations.held if stage is Stage.AGAIN else self._progress.version
+        words = stage.words.format(step=step, groups=self._groups, behind=self._fleet.behind())
+        alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
+        if stage in (Stage.STARTING, Stage.BATCH) and alone:
+            words += ", while no node has an engine: `flash join` brings one"
+        return words
+
+    @property
+    def last_work(self) -> str:
+        """What the run still does, or would, when it is interrupted, in words."""
+        stage, step = self._at_work, self._progress.version
+        if stage is Stage.STEP:
             return f"finishing step {step} and writing a checkpoint"
-        case Stage.FIRST_VERSION | Stage.AWAY | Stage.AGAIN:
+        if stage in (Stage.FIRST_VERSION, Stage.AWAY, Stage.AGAIN):
             return "ending its processes"
-        case _:
-            return f"writing a checkpoint of version {step}"
+        return f"writing a checkpoint of version {step}"
 
+    def beginning(self) -> Beginning | None:
+        """What the run does before its first step; None from then on, and when it has ended before."""
+        progress = self._progress
+        if progress.version > self._first_version or progress.error is not None:
+            return None
+        if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
+            return None
+        if progress.published is None:
+            if self._incarnations.behind(progress.version) and not self._incarnations.away:
+                return Beginning("training again", f"{progress.version - self._incarnations.held} steps left")
+            return Beginning("starting engines and trainers")
+        if not self._fleet.started:
+            return Beginning(STARTING_ENGINES)
+        if answers := self._evaluations.progress:
+            return Beginning("first evaluation", answers)
+        if self._steps.training:
+            return Beginning("first step")
+        return Beginning("first batch", f"{self._groups} groups")
 
-def waited_for(stage: Stage, *, step: int, groups: str, behind: str) -> str:
-    """A stage in words; `groups`: how many are complete, `behind`: which engines the trainers wait for."""
-    match stage:
-        case Stage.FIRST_VERSION:
-            return "the trainer ranks to publish their first version"
-        case Stage.AWAY:
-            return f"the trainer ranks to start again, at version {step}"
-        case Stage.AGAIN:
-            return f"the trainer ranks to train step {step} again"
-        case Stage.STARTING:
-            return "an engine to start and to load its first version"
-        case Stage.RETURNING:
-            return "an engine to come back"
-        case Stage.BATCH:
-            return f"a batch for step {step} ({groups} groups are complete)"
-        case Stage.STEP:
-            return f"the trainer ranks to finish step {step}"
-        case Stage.LOADING:
-            return f"{behind} to load version {step}"
-        case Stage.BETWEEN:
-            return (
-                f"the trainer ranks to publish version {step} and to ask for a batch, after a checkpoint if one was due"
-            )
-        case Stage.SAVING:
-            return "the trainer ranks to leave the last checkpoint and the model"
-        case Stage.ENDING:
-            return "the trainer ranks to stop"
+    async def past(self, doing: str) -> None:
+        """Wait, under the caller's deadline, until the beginning does something else."""
+        while (now := self.beginning()) is not None and now.doing == doing:
+            await self._progress.wait("run")

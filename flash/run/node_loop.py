@@ -201,7 +201,7 @@ async def _run_hub(
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
-        elif hub.joined or config.cluster.trainer_nodes > 1:
+        elif hub.members.joined or config.cluster.trainer_nodes > 1:
             await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end
@@ -227,7 +227,7 @@ def engines_until_interrupted(hub: Hub) -> Generator[None]:
     try:
         yield
     except* EngineError:
-        if not hub.interrupted:
+        if hub.progress.stopping != "interrupted":
             raise
 
 

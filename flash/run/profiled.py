@@ -23,17 +23,17 @@ async def profile_node(order: ProfileOrder, hub: Hub, config: Config) -> None:
     Waits for the first of these steps, then for the last, then for what others write, at most WRITE_S. The run's stages
     bound the first two: it is cancelled when the run ends, however it does, and leaves what it has.
     """
-    await _until(lambda: hub.version >= order.first)
+    await _until(lambda: hub.progress.version >= order.first)
     watch = CallbackWatch("event loop of node 0")
     try:
         with watch.watching():
-            await _until(lambda: hub.version >= order.stop)
+            await _until(lambda: hub.progress.version >= order.stop)
     finally:
         watch.write(order.file("node-0"))
     with anyio.move_on_after(WRITE_S):
         await _until(lambda: all(order.file(name).exists() for name in _expected(config)))
     # A run that has trained everything still evaluates.
-    if hub.version < config.run.steps:
+    if hub.progress.version < config.run.steps:
         hub.interrupt()
 
 

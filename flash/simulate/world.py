@@ -163,7 +163,7 @@ class World:
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
         """The trainer, at the version that the hub begins with."""
-        return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.version)
+        return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.progress.version)
 
     def makers(self, node: SimNode) -> list[Callable[[int], Engine]]:
         """What makes the engines of a node: those that it has, since none of them dies."""

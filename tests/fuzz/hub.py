@@ -91,7 +91,7 @@ class Target:
         await self._node.call(p.EngineReport(0, self.steps + 1, [status], []), PATIENCE_S)
 
     async def _bring(self, leases: list[Any]) -> None:
-        ended = [p.EndedLease(one.lease_id, trajectory(one.task, self.hub.version)) for one in leases]
+        ended = [p.EndedLease(one.lease_id, trajectory(one.task, self.hub.progress.version)) for one in leases]
         await self._node.call(p.DeliverRequest(0, ended, 8), PATIENCE_S)
 
     async def step(self) -> None:
@@ -117,7 +117,7 @@ class Target:
         self.steps += 1
         await self._publish(self.steps)
         self.hub.samples.check()
-        assert self.hub.version == self.steps == len(self._observer.steps)
+        assert self.hub.progress.version == self.steps == len(self._observer.steps)
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ def _opening(rng: Random) -> list[bytes]:
 
 
 def _frames(aim: Target, rng: Random, first: Sequence[msgspec.Struct]) -> list[bytes]:
-    valid = messages(aim.hub.version)
+    valid = messages(aim.hub.progress.version)
     out = [frame(1, 2**32, msgspec.msgpack.encode(message), rng) for message in first]
     for call in range(rng.randrange(1, FRAMES)):
         message = rng.choice(valid)
@@ -306,7 +306,7 @@ async def insider(messages_sent: int, seed: int) -> dict[str, int]:
         hub, gate, speakers = _begun()
         leases = await _prepare(gate, speakers)
         for _ in range(200):
-            known = messages(hub.version, rng.sample(leases, 2))
+            known = messages(hub.progress.version, rng.sample(leases, 2))
             valid = rng.choice([*known, *known, p.Interrupt("x"), p.Fatal("ClassVar", "x"), p.Leave(1)])
             try:
                 request = decoder.decode(body(valid, rng))

@@ -377,7 +377,7 @@ class Schedule:
         self.expiry.cancel()
         await self.settle()
         self.finished = False  # what the ranks were told meanwhile counts no more
-        ledger, reached = self.hub.samples.ledger, self.hub.version
+        ledger, reached = self.hub.samples.ledger, self.hub.progress.version
         stored = self.kept.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
         held, number = (kept.version, kept.journal) if kept is not None else (0, 0)
@@ -420,7 +420,7 @@ class Schedule:
 
     async def _expire_claims(self) -> None:
         with anyio.CancelScope() as self.expiry:
-            await self.hub.expire_claims()
+            await self.hub.work.expire_claims()
 
     async def move(self, node: Node, tasks: TaskGroup) -> None:
         """It goes on at the next hub, with what that one lets it keep, once."""
@@ -534,7 +534,7 @@ class Schedule:
         while True:
             if ranks.published < ranks.version:
                 await ranks.publish(self.hub)
-                self.published = self.hub.published_version
+                self.published = self.hub.progress.published_version
                 if self.published >= 0:
                     assert self.published >= self.floor, "the engines' version went back"
                     self.floor = self.published
@@ -549,7 +549,7 @@ class Schedule:
                 self.commit_now = anyio.Event()
                 await self.commit_now.wait()
             await ranks.commit(self.hub)
-            self.version = self.hub.version
+            self.version = self.hub.progress.version
             if ranks.keeps and self.dice.random() < 0.3:
                 await self.hub.handle(p.SnapshotRequest())
 
@@ -602,7 +602,7 @@ class Schedule:
     def law_3_ages(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             # Of a step that the run has behind it the contract was that of its time, and was kept then.
-            for sample in shard.samples if shard.step == self.hub.version else ():
+            for sample in shard.samples if shard.step == self.hub.progress.version else ():
                 kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
                 assert max(kept, default=shard.step) <= shard.step, "a token of a version that is still to be made"
@@ -615,7 +615,7 @@ class Schedule:
                 assert made.turns[0].observation == known, f"group {made.task.group_id} has samples of two environments"
 
     def no_node_waits_for_what_it_could_run(self) -> None:
-        newest = self.hub.published_version
+        newest = self.hub.progress.published_version
         if (
             self.finished
             or not self.observer.evaluations

@@ -106,7 +106,7 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
     await hubs.join()
     assert await hubs.claim(hubs.held[0]) == [hubs.held[0].lease_id]
     begun = anyio.current_time()
-    await hubs.hub.expire_claims()
+    await hubs.hub.work.expire_claims()
     assert anyio.current_time() - begun == waits.claim_s(hubs.config)
     while hubs.hub.buffer.tidy():
         pass
@@ -144,7 +144,7 @@ async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -
     driver = Driver(make_config(), journal=journal, inherited=Inheritance(incarnation=1))
     await driver.begin(0, 1)
     assert await driver.lease(1, 3)
-    driver.hub.fail(PeerLostError("a trainer rank is gone"))
+    driver.hub.progress.fail(PeerLostError("a trainer rank is gone"))
     driver.hub.peer_lost("node-1")
     assert not any(isinstance(event, Revoked) for event in journal.events)
 

@@ -14,7 +14,7 @@ from flash.errors import DeadlineError, PeerLostError
 from flash.hub import protocol as p
 from flash.hub.progress import RunEnd
 from flash.hub.ranks.trainers import INCARNATION_OVER
-from flash.hub.stages import LOOK_AT, OF_TRAINERS, Stage, stage_s
+from flash.hub.stages import Stage
 from flash.transport.request import Request
 from tests.hub.test_hub import make_config
 from tests.hub.test_trainers import Rank, World, tasks_of
@@ -253,7 +253,10 @@ async def test_a_rank_that_hangs_after_a_goodbye_of_another_keeps_nobody() -> No
 
 def test_each_stage_of_the_trainer_ranks_names_its_deadline() -> None:
     config = config_of()
-    for stage, option in OF_TRAINERS.items():
-        assert stage_s(stage, config) == getattr(config.deadlines, option)
-    assert stage_s(Stage.ENDING, config) == config.deadlines.shutdown
-    assert set(LOOK_AT) == set(Stage) - {Stage.ENDING}
+    for stage in Stage:
+        if stage.deadline:
+            assert stage.seconds(config) == getattr(config.deadlines, stage.deadline)
+        assert stage.seconds(config) > 0
+        assert bool(stage.look_at) == (stage is not Stage.ENDING)
+    others = {Stage.STARTING, Stage.RETURNING, Stage.BATCH, Stage.LOADING, Stage.ENDING}
+    assert {stage for stage in Stage if not stage.of_trainers} == others

@@ -513,7 +513,7 @@ async def test_an_observer_that_wants_an_end_ends_the_run_as_an_interrupt_does()
     await driver.bring(0, *await driver.lease(0, 4))
     await driver.hub.handle(p.BatchRequest(0, 0, []))
     await driver.hub.handle(p.Commit(0, {}))
-    assert driver.hub.interrupted
+    assert driver.hub.progress.stopping == "interrupted"
     await publish(driver, 1)
     assert await driver.hub.handle(p.BatchRequest(0, 1, [])) == p.BatchReply(None, finished=False)
 

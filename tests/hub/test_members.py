@@ -260,7 +260,7 @@ async def test_a_member_of_a_fixed_group_that_is_told_to_end_interrupts_the_run(
     driver = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
     await driver.begin(0, 1)
     await driver.hub.handle(p.Leave(1))
-    assert driver.hub.interrupted
+    assert driver.hub.progress.stopping == "interrupted"
 
 
 async def test_whoever_joins_at_the_end_is_told_that_there_is_nothing_to_do() -> None:

@@ -240,7 +240,7 @@ async def test_the_next_incarnation_trains_the_same_batches_and_nothing_is_booke
         assert await second.begin() == p.IncarnationReply(2, "step-0")
         await second.publish()
         assert not (await second.step()).keeps
-        assert world.hub.published_version == 2
+        assert world.hub.progress.published_version == 2
         assert not (await second.step()).keeps, "the batch of version 2 was handed out already"
         await second.fetch()
         for step in range(3):
@@ -284,12 +284,12 @@ async def test_the_ranks_of_the_next_hub_train_the_same_batches_and_the_run_goes
         await anyio.sleep(30)
         for step, keeps in enumerate((False, True)):
             await rank.publish()
-            assert world.hub.published_version == -1
+            assert world.hub.progress.published_version == -1
             assert (await rank.fetch()).keeps == keeps
             assert tasks_of(rank.shards[step]) == tasks_of(ranks[0].shards[step])
             await rank.commit()
         await rank.publish()
-        assert world.hub.published_version == 2
+        assert world.hub.progress.published_version == 2
         await rank.fetch()
         assert tasks_of(rank.shards[2]) == tasks_of(ranks[0].shards[2]), "what was formed is formed again"
         await world.to_the_end(rank)
@@ -348,7 +348,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
         await first.fetch()
         await first.commit()
         first.die()
-        assert world.hub.published_version == 1
+        assert world.hub.progress.published_version == 1
         second = world.rank()
         assert (await second.begin()).checkpoint == "step-1"
         await second.publish()
@@ -358,7 +358,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
         assert await third.begin() == p.IncarnationReply(3, "step-1")
         await third.publish()
         assert (await third.step()).keeps, "no batch of version 2 is out"
-        assert world.hub.published_version == 2
+        assert world.hub.progress.published_version == 2
         await world.to_the_end(third)
         third.die()
 

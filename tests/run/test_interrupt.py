@@ -35,7 +35,7 @@ async def test_the_first_signal_is_answered_at_once_with_what_is_still_done(numb
                 await heard.wait()
                 await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-    assert driver.hub.interrupted
+    assert driver.hub.progress.stopping == "interrupted"
     assert said == [f"interrupted: writing a checkpoint of version 0, for at most 60 s{again}"]
 
 

@@ -20,7 +20,7 @@ LONG_S = 10 * POLL_S
 
 def reach(driver: Driver, version: int) -> None:
     """The run has come so far."""
-    driver.hub._progress.version = version  # pyright: ignore[reportPrivateUsage]
+    driver.hub.progress.version = version
 
 
 async def test_the_loop_is_watched_through_the_steps_and_the_run_ends_when_all_is_written(tmp_path: Path) -> None:
@@ -36,11 +36,11 @@ async def test_the_loop_is_watched_through_the_steps_and_the_run_ends_when_all_i
         _, facts = read_part(order.file("node-0"))
         assert facts.who == "event loop of node 0"
         assert facts.steps > 0
-        assert not driver.hub.interrupted, "others still write"
+        assert driver.hub.progress.stopping != "interrupted", "others still write"
         order.file("trainer-0").touch()
         order.file("engine-0").touch()
         await anyio.sleep(LONG_S)
-        assert driver.hub.interrupted
+        assert driver.hub.progress.stopping == "interrupted"
 
 
 async def test_a_run_does_not_wait_for_ever_for_a_file(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ async def test_a_run_does_not_wait_for_ever_for_a_file(tmp_path: Path) -> None:
         group.start_soon(profile_node, order, driver.hub, make_config())
         reach(driver, 3)
         await anyio.sleep(WRITE_S + LONG_S)
-        assert driver.hub.interrupted
+        assert driver.hub.progress.stopping == "interrupted"
 
 
 async def test_a_run_that_ends_in_the_midst_leaves_what_was_watched(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ async def test_a_run_that_ends_in_the_midst_leaves_what_was_watched(tmp_path: Pa
         await anyio.sleep(LONG_S)
         group.cancel_scope.cancel()
     assert order.file("node-0").exists()
-    assert not driver.hub.interrupted
+    assert driver.hub.progress.stopping != "interrupted"
 
 
 async def test_a_run_whose_last_step_was_recorded_ends_by_itself(tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ async def test_a_run_whose_last_step_was_recorded_ends_by_itself(tmp_path: Path)
         await anyio.sleep(LONG_S)
         reach(driver, config.run.steps)
         await anyio.sleep(WRITE_S + LONG_S)
-    assert not driver.hub.interrupted
+    assert driver.hub.progress.stopping != "interrupted"

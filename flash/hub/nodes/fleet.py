@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from flash.hub.progress import RunProgress
 from flash.hub.protocol import EngineReport, EngineStatus
 from flash.observe.cluster import EVENT_TEXT, MOST_GONE, NodeNow, NodeStatus, shortened
 
@@ -27,21 +28,16 @@ class _Node:
 
 
 class Fleet:
-    """The engines.
+    """The engines. `progress` says which version is the newest."""
 
-    Args:
-        newest: the version that engines may have of a former hub; −1: none.
-    """
-
-    def __init__(self, newest: int) -> None:
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
         self._nodes: dict[int, _Node] = {}
         """Those that have reported."""
         self._joining: set[int] = set()
         """Those that load their first version."""
         self.able: set[int] = set()
         """Nodes with an engine that has a version: all others can run nothing now."""
-        self.newest = newest
-        """The version that the engines should have."""
         self.started = False
         """Whether an engine has ever had a version."""
 
@@ -101,7 +97,7 @@ class Fleet:
     @property
     def up_to_date(self) -> bool:
         """Whether no engine needs the trainers' weights any more."""
-        return not self._joining and all(node.oldest >= self.newest for node in self._nodes.values())
+        return not self._joining and all(node.oldest >= self._progress.newest for node in self._nodes.values())
 
     def behind(self) -> str:
         """Which engines have not loaded the newest version."""
@@ -109,7 +105,7 @@ class Fleet:
             f"engine {engine.index} of node {number} (it has version {engine.version})"
             for number, node in self._nodes.items()
             for engine in node.engines
-            if engine.version < self.newest
+            if engine.version < self._progress.newest
         ]
         return ", ".join([*late, *(f"the engines of node {node} (they have none)" for node in sorted(self._joining))])
 

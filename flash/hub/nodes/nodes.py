@@ -33,7 +33,6 @@ class Nodes(HubPart):
 
     def __init__(self, parts: Parts, members: Members) -> None:
         super().__init__(parts)
-        self.fleet = self._fleet
         self._members = members
         self.leaving: dict[int, str] = {}
         """Nodes that have said that they go, and why; empty: in order."""
@@ -50,7 +49,7 @@ class Nodes(HubPart):
     @property
     def deserted(self) -> bool:
         """Whether no node is there, not even one whose engines start."""
-        return not (self.fleet or self._attendance)
+        return not (self._fleet or self._attendance)
 
     async def cancels(self, request: p.CancelRequest) -> p.CancelReply:
         """Tell a node what has become pointless. Waits for some of it, at most one long poll."""
@@ -69,6 +68,16 @@ class Nodes(HubPart):
 
     # -- who comes and goes ------------------------------------------------------------------------------------------
 
+    def join(self, request: p.JoinRequest) -> p.JoinReply:
+        """A peer becomes a node of the run. Raises as `Members.join`."""
+        if self._progress.ending:
+            return p.JoinReply(None, 0)
+        self._progress.refuse_at_end()
+        reply = self._members.join(request)
+        engines = f"{request.engines} engine{'s' if request.engines > 1 else ''}"
+        self._observer.note(f"node {reply.node} joins with {engines}")
+        return reply
+
     def told(self, request: p.StatusReport) -> None:
         """A node tells how it is."""
         for death in self.statuses.told(request.node, request.status, self._now()):
@@ -86,7 +95,7 @@ class Nodes(HubPart):
         if request.error:
             error = error_of(request.error, request.message) or FlashError(request.message)
             error.args = (f"node {node}: {request.message}",)
-            if isinstance(error, OF_ALL) or not self.fleet.has_beside(node):
+            if isinstance(error, OF_ALL) or not self._fleet.has_beside(node):
                 self._progress.fail(error)
                 return
             self._observer.note(f"node {node} cannot go on, and the others do its work: {request.message}")
@@ -122,8 +131,8 @@ class Nodes(HubPart):
         self._give_up(node)
         self.silent.add(node)
         self._observer.failure("node_silent", f"node {node} has not asked for anything for {limit:g} s; see {look_at}")
-        if self.fleet or self._members.has_joined(node):
-            then = "the others do its work" if self.fleet else "no other node has engines"
+        if self._fleet or self._members.has_joined(node):
+            then = "the others do its work" if self._fleet else "no other node has engines"
             self._observer.note(f"node {node} has been silent for {limit:g} s, and {then}; see {look_at}")
         else:
             self._progress.fail(DeadlineError(f"node {node} to ask for anything", limit, look_at))
@@ -146,14 +155,14 @@ class Nodes(HubPart):
 
     def _note_loss(self, node: int) -> None:
         """Say what is left, and who brings the rest back."""
-        lost = len(self.fleet.versions(node))
+        lost = len(self._fleet.versions(node))
         if not lost:
             if node not in self.leaving:
                 self._observer.note(f"node {node} is gone while no engine of it was ready: its output says why")
             elif self.leaving.get(node) == "":
                 self._observer.note(f"node {node} has left, when no engine of it was ready any more")
             return
-        left = sum(1 for _ in self.fleet.engines()) - lost
+        left = sum(1 for _ in self._fleet.engines()) - lost
         how = "has left" if node in self.leaving else "is gone"
         then = f"the other {left} do its work" if left else "no engine is left to make samples"
         said = f"node {node} {how}, and {lost} of {left + lost} engines with it: {then}"

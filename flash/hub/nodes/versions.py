@@ -31,7 +31,7 @@ class Versions(HubPart):
 
     def published(self, version: int) -> None:
         """There is a version for all nodes to load."""
-        self._fleet.newest = version
+        self._progress.newest = version
         self._shares.loading(self._now())
         self._progress.send("versions")
         self._work.offer()
@@ -46,7 +46,7 @@ class Versions(HubPart):
         return p.VersionReply(self._progress.published, done=self._progress.done)
 
     def _has_newer(self, request: p.VersionRequest) -> bool:
-        return self._progress.reachable and self._fleet.newest > request.after
+        return self._progress.reachable and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
         """Tell whether an engine could not load since its publisher is gone, which it may notice before the hub."""
@@ -78,7 +78,7 @@ class Versions(HubPart):
         newest = max(self._fleet.versions(node), default=-1)
         if newest < 0:
             self._shares.away(node)
-        elif newest >= self._fleet.newest:
+        elif newest >= self._progress.newest:
             self._shares.loaded(node)
         if newest != before:
             self._work.offer()

@@ -84,7 +84,7 @@ class Work(HubPart):
                 self._progress.send("put off")
 
     def _tasks_at_hand(self) -> int:
-        newest = self._fleet.newest
+        newest = self._progress.newest
         tasks = self._evaluations.at_hand(newest)
         if newest >= 0 and self._progress.stopping is None and not self._evaluations.measuring_start:
             tasks += self._buffer.at_hand(newest)
@@ -123,8 +123,11 @@ class Work(HubPart):
         self.holders.lend(request.node, kept, self._now())
         return p.ClaimReply([lease.lease_id for lease in kept])
 
-    def expire_claims(self) -> None:
-        """It is too late to claim anything: what nobody has claimed goes back."""
+    async def expire_claims(self) -> None:
+        """Wait for nodes that have outlived the hub before this one; what nobody has claimed goes back then."""
+        if not self.claims:
+            return
+        await anyio.sleep(waits.claim_s(self._config))
         if left := self.claims.expire():
             self._observer.note(f"samples given out again, as no node has come that has them in hand: {len(left)}")
             self._buffer.revoke(left)

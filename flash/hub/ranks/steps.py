@@ -213,7 +213,7 @@ class Steps(HubPart):
             if progress.reachable:
                 await self._until_engines(lambda: self._fleet.up_to_date)
             self._trainers.hold_again(published)
-            news = progress.published is None or progress.published.version < published.version
+            news = progress.published_version < published.version
             progress.published = msgspec.structs.replace(published, incarnation=self._incarnations.number)
             progress.reachable = True
             if news:

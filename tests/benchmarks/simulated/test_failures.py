@@ -141,7 +141,7 @@ def test_a_life_goes_on_from_the_checkpoint_of_the_one_before() -> None:
             await short.run()
         assert short.kept == world.kept, "a life without a checkpoint changes nothing for the next"
         again = RestartedWorld(small(), COSTS, short.kept)
-        assert again.hub.version == 2
+        assert again.hub.progress.version == 2
         end = await again.run()
         assert end.version == 6
         assert end.ledger["trained"] == end.ledger["issued"] == 6 * 16
