@@ -39,28 +39,13 @@ FINISHED = (Outcome.OK, Outcome.TRUNCATED)
 """Outcomes of trajectories; all others are those of failures."""
 
 SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
-    p.LeaseRequest: ("node",),
-    p.ClaimRequest: ("node",),
-    p.DeliverRequest: ("node",),
-    p.CancelRequest: ("node",),
-    p.VersionRequest: ("node",),
-    p.LoadFailed: ("node",),
-    p.EngineReport: ("node",),
-    p.StatusReport: ("node",),
-    p.IncarnationRequest: ("trainer",),
-    p.IncarnationWatch: ("trainer",),
+    p.NodeRequest: ("node",),
+    p.RankRequest: ("trainer",),
+    p.FirstRankRequest: ("trainer",),
+    p.GuestRequest: ("guest",),
     p.RanksRequest: ("messenger",),
-    p.BatchRequest: ("trainer",),
-    p.Goodbye: ("trainer",),
-    p.Commit: ("trainer",),
-    p.PublishRequest: ("trainer",),
-    p.SnapshotRequest: ("trainer",),
     p.Interrupt: ("node", "trainer", "messenger"),
     p.Fatal: ("node", "trainer", "messenger"),
-    p.RunRequest: ("guest",),
-    p.JoinRequest: ("guest",),
-    p.DrainRequest: ("guest",),
-    p.Leave: ("node",),
 }
 """Who may say what."""
 MOST_HOST = 255
@@ -69,25 +54,30 @@ MOST_ENGINES = 1024
 """Of one node: far above what a machine holds."""
 MOST_STOCKS = 64
 """Kinds of things that environments of one node borrow."""
-OF_FIRST_RANK = (p.Commit, p.PublishRequest, p.SnapshotRequest)
-"""What trainer rank 0 alone says."""
-NUMBERED: dict[Kind, str] = {"node": "node", "messenger": "node", "trainer": "rank", "guest": ""}
-"""The field of a request in which a peer says its own number."""
 
 
-class Speaker(msgspec.Struct, frozen=True):
+class _Speaker(msgspec.Struct):
     """Who a peer is."""
 
     kind: Kind
     number: int
     """Of the node, or of the trainer rank."""
+    heard_at: float
+    """Seconds, of anyio's clock: when it came or last said something."""
     incarnation: int = 0
     """Of the trainer ranks, that this one belongs to."""
+    given: dict[int, Task] = {}
+    """What it was given and has not handed over, by lease: also what the hub expects no more."""
 
     @property
     def name(self) -> str:
         """As the hub knows it."""
         return f"{self.kind}-{self.number}"
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it came, or said something."""
+        return anyio.current_time() - self.heard_at
 
 
 class Gate:
@@ -100,17 +90,13 @@ class Gate:
             "trainer": config.trainer_world_size,
             "messenger": config.cluster.trainer_nodes,
         }
-        self._speakers: dict[int, Speaker] = {}
-        self._given: dict[int, dict[int, Task]] = {}
-        """What each peer was given and has not handed over, by lease: also what the hub expects no more."""
+        self._speakers: dict[int, _Speaker] = {}
         self._closed = False
-        self._heard_at: dict[int, float] = {}
-        """Seconds, of anyio's clock: when each peer came or last said something."""
 
     def former(self, name: str) -> int | None:
         """The peer whose place a new one of this name takes: it is silent, as behind a network that was cut one way."""
         there = self._connected(name)
-        return there if there is not None and self._silence(there) > SILENT_S else None
+        return there if there is not None and self._speakers[there].silence > SILENT_S else None
 
     def _connected(self, name: str) -> int | None:
         """The peer of this name, of which there may be one."""
@@ -118,10 +104,6 @@ class Gate:
             if speaker.kind in ("node", "trainer") and speaker.name == name and self._heard(speaker):
                 return peer
         return None
-
-    def _silence(self, peer: int) -> float:
-        """Seconds since it came, or said something."""
-        return anyio.current_time() - self._heard_at[peer]
 
     def arrived(self, peer: Peer) -> None:
         """A connection stands.
@@ -136,28 +118,25 @@ class Gate:
         kind: Any = match[1]
         number = int(match[2])
         if (there := self._connected(peer.name)) is not None:
-            heard = f"and was heard {self._silence(there):.0f} s ago"
+            heard = f"and was heard {self._speakers[there].silence:.0f} s ago"
             raise ProtocolError(
                 f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another node of "
                 "the job the same FLASH_NODE_RANK?"
             )
         incarnation = self._incarnations.arrives(number) if kind == "trainer" else 0
-        self._speakers[peer.id] = Speaker(kind, number, incarnation)
-        self._given[peer.id] = {}
-        self._heard_at[peer.id] = anyio.current_time()
+        self._speakers[peer.id] = _Speaker(kind, number, anyio.current_time(), incarnation)
 
     def left(self, peer: Peer) -> None:
         """A connection ended."""
-        if (speaker := self._speakers.pop(peer.id, None)) is not None:
-            del self._given[peer.id], self._heard_at[peer.id]
-            if self._heard(speaker) and not self._closed:
-                self._hub.peer_lost(speaker.name)
+        speaker = self._speakers.pop(peer.id, None)
+        if speaker is not None and self._heard(speaker) and not self._closed:
+            self._hub.peer_lost(speaker.name)
 
     def close(self) -> None:
         """The hub ends: who leaves from now on leaves with it, and nobody is lost."""
         self._closed = True
 
-    def _heard(self, speaker: Speaker) -> bool:
+    def _heard(self, speaker: _Speaker) -> bool:
         """Not a rank of an incarnation that is over: the next incarnation has begun, or soon does."""
         return speaker.kind != "trainer" or self._incarnations.counts(speaker.incarnation)
 
@@ -169,39 +148,39 @@ class Gate:
             IncarnationOverError: it is a trainer rank whose incarnation is over.
             FlashError: the hub refuses.
         """
-        self._heard_at[peer.id] = anyio.current_time()
-        given = self._given[peer.id]
         speaker = self._speakers[peer.id]
+        speaker.heard_at = anyio.current_time()
         if not self._heard(speaker):
             raise IncarnationOverError(INCARNATION_OVER)
-        fault = self._fault(speaker, request, given)
+        fault = self._fault(speaker, request)
         if fault is not None:
             raise ProtocolError(f"{speaker.name} sent a {type(request).__name__}: {fault}")
         if isinstance(request, p.DeliverRequest):
             for ended in request.ended:
-                del given[ended.lease_id]
+                del speaker.given[ended.lease_id]
         reply = await self._hub.handle(request)
         if isinstance(reply, p.JoinReply) and reply.node is not None:
-            self._speakers[peer.id] = Speaker("node", reply.node)
+            speaker.kind, speaker.number = "node", reply.node
         if isinstance(reply, p.LeaseReply):
-            given.update((lease.lease_id, lease.task) for lease in reply.leases)
+            speaker.given.update((lease.lease_id, lease.task) for lease in reply.leases)
         if isinstance(request, p.ClaimRequest) and isinstance(reply, p.ClaimReply):
             kept = set(reply.lease_ids)
-            given.update((lease.lease_id, lease.task) for lease in request.leases if lease.lease_id in kept)
+            speaker.given.update((lease.lease_id, lease.task) for lease in request.leases if lease.lease_id in kept)
         return reply
 
-    def _fault(self, speaker: Speaker, request: Request[Any], given: Mapping[int, Task]) -> str | None:
+    def _fault(self, speaker: _Speaker, request: Request[Any]) -> str | None:
         """Why this speaker may not say this."""
-        if speaker.kind not in SAID_BY[type(request)]:
+        if speaker.kind not in next(SAID_BY[base] for base in type(request).__mro__ if base in SAID_BY):
             return f"a {speaker.kind} may not"
-        own = getattr(request, NUMBERED[speaker.kind], speaker.number)
-        if own != speaker.number:
-            return f"it speaks for {speaker.kind} {own}"
-        if isinstance(request, OF_FIRST_RANK) and speaker.number != 0:
+        if isinstance(request, p.NodeRequest | p.RanksRequest) and request.node != speaker.number:
+            return f"it speaks for node {request.node}"
+        if isinstance(request, p.RankRequest) and request.rank != speaker.number:
+            return f"it speaks for trainer {request.rank}"
+        if isinstance(request, p.FirstRankRequest) and speaker.number != 0:
             return "rank 0 alone does"
         match request:
             case p.DeliverRequest():
-                return next(self._delivery_faults(request, given), None)
+                return next(self._delivery_faults(request, speaker.given), None)
             case p.EngineReport():
                 return self._report_fault(request)
             case p.StatusReport():

@@ -1,20 +1,18 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed`, `EngineReport` and
-`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `IncarnationRequest`,
-`IncarnationWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
-`SnapshotRequest`; the launcher that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
-`Fatal`. A guest becomes a rollout node: it sends `RunRequest`, `JoinRequest`, and at its end `Leave`. Each class names
-the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
-`flash.config.waits.long_poll_s`.
+The base of a request says who sends it: a rollout node, a trainer rank or its first one, or a guest, who may become a
+node. The launcher that keeps a node's ranks sends `RanksRequest`; all but guests may send `Interrupt` and `Fatal`. Each
+class names the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly
+empty, within `flash.config.waits.long_poll_s`.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, reduce
 from hashlib import sha256
-from typing import Protocol
+from operator import or_
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,6 +31,26 @@ class HubCaller(Protocol):
         ...
 
 
+class NodeRequest(Request[ReplyT], frozen=True):
+    """A rollout node sends it."""
+
+    node: int
+
+
+class RankRequest(Request[ReplyT], frozen=True):
+    """A trainer rank sends it."""
+
+    rank: int
+
+
+class FirstRankRequest(Request[ReplyT], frozen=True):
+    """Trainer rank 0 sends it."""
+
+
+class GuestRequest(Request[ReplyT], frozen=True):
+    """Somebody sends it who is not of the run yet."""
+
+
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Received and acted upon."""
 
@@ -44,10 +62,9 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
     done: bool
 
 
-class LeaseRequest(Request[LeaseReply], frozen=True, tag=True):
+class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
     """A node asks for tasks. It gets at least one unless the long poll ends."""
 
-    node: int
     capacity: int
     """Tasks that it could start now."""
 
@@ -58,10 +75,9 @@ class ClaimReply(msgspec.Struct, frozen=True, tag=True):
     lease_ids: list[int]
 
 
-class ClaimRequest(Request[ClaimReply], frozen=True, tag=True):
+class ClaimRequest(NodeRequest[ClaimReply], frozen=True, tag=True):
     """A node that has outlived the hub before this one presents what that one had lent it, delivered or not."""
 
-    node: int
     leases: list[Lease]
 
 
@@ -72,10 +88,9 @@ class EndedLease(msgspec.Struct, frozen=True, gc=False):
     result: Trajectory | Failure
 
 
-class DeliverRequest(Request[Ack], frozen=True, tag=True):
+class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     """A node hands over ended leases."""
 
-    node: int
     ended: list[EndedLease]
     capacity: int
     """Tasks that it could start now: what it asked for while it waits may have become too little."""
@@ -91,10 +106,8 @@ class CancelReply(msgspec.Struct, frozen=True, tag=True):
     """Whether somebody wants the node to leave in order."""
 
 
-class CancelRequest(Request[CancelReply], frozen=True, tag=True):
+class CancelRequest(NodeRequest[CancelReply], frozen=True, tag=True):
     """A node asks which of its leases have become pointless."""
-
-    node: int
 
 
 class VersionReply(msgspec.Struct, frozen=True, tag=True):
@@ -104,10 +117,9 @@ class VersionReply(msgspec.Struct, frozen=True, tag=True):
     done: bool
 
 
-class VersionRequest(Request[VersionReply], frozen=True, tag=True):
+class VersionRequest(NodeRequest[VersionReply], frozen=True, tag=True):
     """A node asks for a version newer than `after`."""
 
-    node: int
     after: int
 
 
@@ -117,10 +129,9 @@ class LoadFailedReply(msgspec.Struct, frozen=True, tag=True):
     gone: bool
 
 
-class LoadFailed(Request[LoadFailedReply], frozen=True, tag=True):
+class LoadFailed(NodeRequest[LoadFailedReply], frozen=True, tag=True):
     """An engine could not load a version, and its node asks whether that is its own fault."""
 
-    node: int
     incarnation: int
     """As in what was published."""
 
@@ -138,10 +149,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Mean log-prob difference of its last canary, in nats."""
 
 
-class EngineReport(Request[Ack], frozen=True, tag=True):
+class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     """A node reports its engines after each swap, death and restart, and what happened to them since."""
 
-    node: int
     number: int
     """Counts the node's reports: of its engines an older one that comes later says nothing."""
     engines: list[EngineStatus]
@@ -153,10 +163,9 @@ class EngineReport(Request[Ack], frozen=True, tag=True):
     """Engines that have come back."""
 
 
-class StatusReport(Request[Ack], frozen=True, tag=True):
+class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
     """A node tells every few seconds how it is, for people: nothing is decided by it."""
 
-    node: int
     status: NodeStatus
 
 
@@ -171,10 +180,9 @@ class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
     """HOST:PORT of the store in which the ranks of this incarnation meet, as rank 0 has said."""
 
 
-class IncarnationRequest(Request[IncarnationReply], frozen=True, tag=True):
+class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
     """A trainer rank has started."""
 
-    rank: int
     process: int
     """Its process id on its node, whose launcher ends it with its incarnation."""
     host: str
@@ -183,11 +191,9 @@ class IncarnationRequest(Request[IncarnationReply], frozen=True, tag=True):
     """HOST:PORT of the store that rank 0 has opened for all ranks of its incarnation."""
 
 
-class IncarnationWatch(Request[Ack], frozen=True, tag=True):
+class IncarnationWatch(RankRequest[Ack], frozen=True, tag=True):
     """Answered every `BEAT_S` seconds, so that the hub hears that the process runs, and the rank asks again. The call
     fails when the incarnation of this rank is over, since another rank of it is gone, or one hangs."""
-
-    rank: int
 
 
 class RanksReply(msgspec.Struct, frozen=True, tag=True):
@@ -227,17 +233,16 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """Whether the ranks write a checkpoint after this, whatever `checkpoint.every` says."""
 
 
-class BatchRequest(Request[BatchReply], frozen=True, tag=True):
+class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
     """A trainer rank asks for its shard of a step, and reports what it was busy with since."""
 
-    rank: int
     step: int
     activities: list[Activity]
     part: int = 0
     """Of the shard, from 0 on."""
 
 
-class Commit(Request[Ack], frozen=True, tag=True):
+class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
     """Rank 0 has trained on a step's batch."""
 
     step: int
@@ -246,7 +251,7 @@ class Commit(Request[Ack], frozen=True, tag=True):
     """Of the samples that the run shows."""
 
 
-class PublishRequest(Request[Ack], frozen=True, tag=True):
+class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
     """Rank 0 announces a version. Answered once no engine is still busy with an older one."""
 
     published: Published
@@ -259,16 +264,15 @@ class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
     crc32: int
 
 
-class SnapshotRequest(Request[SnapshotReply], frozen=True, tag=True):
+class SnapshotRequest(FirstRankRequest[SnapshotReply], frozen=True, tag=True):
     """Rank 0 asks the hub to write its state into the folder of the checkpoint that the ranks are writing.
 
     They share the machine, and so the file system: no state is too large for a message."""
 
 
-class Goodbye(Request[Ack], frozen=True, tag=True):
+class Goodbye(RankRequest[Ack], frozen=True, tag=True):
     """A trainer rank leaves in order."""
 
-    rank: int
     activities: list[Activity]
 
 
@@ -305,7 +309,7 @@ class RunReply(msgspec.Struct, frozen=True, tag=True):
     """What the run has reached: who has a newer one cannot go on with it."""
 
 
-class RunRequest(Request[RunReply], frozen=True, tag=True):
+class RunRequest(GuestRequest[RunReply], frozen=True, tag=True):
     """A node asks what the run is. All versions of Flash have this message, as it is."""
 
     code: str
@@ -321,7 +325,7 @@ class JoinReply(msgspec.Struct, frozen=True, tag=True):
     """The number of its first engine."""
 
 
-class JoinRequest(Request[JoinReply], frozen=True, tag=True):
+class JoinRequest(GuestRequest[JoinReply], frozen=True, tag=True):
     """A peer wants to be a rollout node."""
 
     digest: str
@@ -332,45 +336,22 @@ class JoinRequest(Request[JoinReply], frozen=True, tag=True):
     """The number in the job of a node that has trainer ranks, which it keeps; 0: it has none."""
 
 
-class DrainRequest(Request[Ack], frozen=True, tag=True):
+class DrainRequest(GuestRequest[Ack], frozen=True, tag=True):
     """A person wants a node that has joined to leave in order."""
 
     node: int
 
 
-class Leave(Request[Ack], frozen=True, tag=True):
+class Leave(NodeRequest[Ack], frozen=True, tag=True):
     """A node that has joined is about to go: it asks for no more leases, ends what it has or hands it back."""
 
-    node: int
     error: str = ""
     """Name of the error's class in `flash.errors`, where one is the reason."""
     message: str = ""
 
 
-HubRequest = (
-    LeaseRequest
-    | ClaimRequest
-    | DeliverRequest
-    | CancelRequest
-    | VersionRequest
-    | LoadFailed
-    | EngineReport
-    | StatusReport
-    | IncarnationRequest
-    | IncarnationWatch
-    | RanksRequest
-    | BatchRequest
-    | Commit
-    | PublishRequest
-    | SnapshotRequest
-    | Goodbye
-    | Interrupt
-    | Fatal
-    | RunRequest
-    | JoinRequest
-    | DrainRequest
-    | Leave
-)
+_REQUESTS = [each for each in vars().values() if isinstance(each, type) and issubclass(each, Request)]
+HubRequest: Any = reduce(or_, [each for each in _REQUESTS if each.__struct_config__.tag])
 """Everything that the hub's server reads."""
 
 

@@ -30,26 +30,9 @@ class HubState(msgspec.Struct):
     """What a checkpoint keeps of the hub."""
 
     version: int
-    batch_size: int
-    group_size: int
-    extra_per_group: int
     buffer: BufferState
-    journal: int
+    journal: int = 0
     """The number of the journal's file with what came after it."""
-
-    @classmethod
-    def of(cls, version: int, buffer: BufferState, config: Config, journal: int = 0) -> HubState:
-        """The state of a run."""
-        rollout = config.rollout
-        return cls(version, config.train.batch_size, rollout.group_size, rollout.extra_per_group, buffer, journal)
-
-    @classmethod
-    def went_on(cls, version: int, buffer: BufferState, config: Config) -> HubState:
-        """The state that a journal has led to. Raises ConfigError: as `restore`."""
-        contract, extra = buffer.made.contract, buffer.made.rules.extra_per_group
-        state = cls(version, contract.batch_size, contract.group_size, extra, buffer, journal=0)
-        state.belongs_to(config)
-        return state
 
     @classmethod
     def restore(cls, data: bytes | memoryview, config: Config) -> HubState:
@@ -57,28 +40,27 @@ class HubState(msgspec.Struct):
 
         Raises:
             CheckpointError: this version of Flash did not write it.
-            ConfigError: the groups that it holds, and the places it counts, are of another size than the run's.
+            ConfigError: as `belonging_to`.
         """
         try:
-            state = msgspec.msgpack.decode(data, type=cls)
+            return msgspec.msgpack.decode(data, type=cls).belonging_to(config)
         except msgspec.DecodeError as error:
             raise CheckpointError(
                 f"the checkpoint's hub.bin is of another version of Flash ({error}): go on with that version, or start "
                 "a new run"
             ) from error
-        state.belongs_to(config)
-        return state
 
-    def belongs_to(self, config: Config) -> None:
-        """Raises ConfigError: as `restore`."""
-        rollout = config.rollout
+    def belonging_to(self, config: Config) -> HubState:
+        """Itself. Raises ConfigError: the groups that it holds, and the places it counts, are of another size."""
+        contract, rollout = self.buffer.made.contract, config.rollout
         for name, held, wanted in (
-            ("train.batch_size", self.batch_size, config.train.batch_size),
-            ("rollout.group_size", self.group_size, rollout.group_size),
-            ("rollout.extra_per_group", self.extra_per_group, rollout.extra_per_group),
+            ("train.batch_size", contract.batch_size, config.train.batch_size),
+            ("rollout.group_size", contract.group_size, rollout.group_size),
+            ("rollout.extra_per_group", self.buffer.made.rules.extra_per_group, rollout.extra_per_group),
         ):
             if held != wanted:
                 raise ConfigError(
                     f"{name}: the checkpoint of version {self.version} was made with {held}, and its unfinished "
                     f"groups are counted by it; got {wanted}. Go on with {held}, or start a new run"
                 )
+        return self

@@ -407,7 +407,7 @@ class Schedule:
                 self.problems += 1
                 env = msgspec.structs.replace(self.config.env, options={"number": self.problems})
                 self.config = msgspec.structs.replace(self.config, env=env)
-        self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config), held)
+        self.hub = self.start_hub(HubState(self.version, buffer), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
         tasks.start_soon(self._train)

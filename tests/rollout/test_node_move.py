@@ -150,7 +150,7 @@ class Incarnations:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        return msgspec.msgpack.encode(HubState.went_on(replay.reached, buffer, self.config))
+        return msgspec.msgpack.encode(HubState(replay.reached, buffer))
 
     @property
     def engines(self) -> list[FakeEngine]:

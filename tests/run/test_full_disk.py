@@ -99,7 +99,7 @@ class Incarnation:
         folder = step_folder(self.run_dir, self.version)
         aside = aside_of(folder)
         self.recorder.ledger(self.buffer.samples.totals())
-        state = HubState.of(self.version, self.buffer.samples.snapshot(), self.config, self.journal.begin(self.version))
+        state = HubState(self.version, self.buffer.samples.snapshot(), self.journal.begin(self.version))
         try:
             prepare(aside)
             kept = await keep_hub_state(

@@ -67,8 +67,7 @@ class Incarnation:
         """As the trainer ranks write it, with nothing but the hub's part."""
         folder = step_folder(self.run_dir, version)
         folder.mkdir(parents=True)
-        config = config_of(self.run_dir)
-        state = HubState.of(version, self.buffer.samples.snapshot(), config, self.journal.begin(version))
+        state = HubState(version, self.buffer.samples.snapshot(), self.journal.begin(version))
         (folder / HUB_STATE).write_bytes(msgspec.msgpack.encode(state))
         entry = FileEntry(HUB_STATE, (folder / HUB_STATE).stat().st_size, crc32_of(folder / HUB_STATE))
         (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [entry])))

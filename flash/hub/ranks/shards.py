@@ -5,7 +5,6 @@ As one message a long shard would not fit a frame, and would lie encoded beside 
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Protocol
 
 import msgspec
@@ -25,39 +24,26 @@ class BlockingCaller(Protocol):
 
 async def fetch(hub: p.HubCaller, rank: int, step: int, timeout: float) -> p.BatchReply:
     """A rank's whole shard. Waits for the batch, and up to `timeout` seconds for each part."""
-    asking = _asking(rank, step, [])
-    request = next(asking)
-    while True:
-        reply = await hub.call(request, timeout)
-        try:
-            request = asking.send(reply)
-        except StopIteration as end:
-            return end.value
+    parts = [await hub.call(p.BatchRequest(rank, step, []), timeout)]
+    while parts[-1].left:
+        parts.append(await hub.call(p.BatchRequest(rank, step, [], len(parts)), timeout))
+    return _whole(parts)
 
 
 def fetch_blocking(
     hub: BlockingCaller, rank: int, step: int, activities: list[Activity], timeout: float
 ) -> p.BatchReply:
     """The same for a thread; the hub is also told what the rank was busy with."""
-    asking = _asking(rank, step, activities)
-    request = next(asking)
-    while True:
-        reply = hub.call(request, timeout)
-        try:
-            request = asking.send(reply)
-        except StopIteration as end:
-            return end.value
+    parts = [hub.call(p.BatchRequest(rank, step, activities), timeout)]
+    while parts[-1].left:
+        parts.append(hub.call(p.BatchRequest(rank, step, [], len(parts)), timeout))
+    return _whole(parts)
 
 
-def _asking(rank: int, step: int, activities: list[Activity]) -> Generator[p.BatchRequest, p.BatchReply, p.BatchReply]:
-    """Yields what to ask, is sent the answers, and returns the first of them with the samples of all."""
-    first = reply = yield p.BatchRequest(rank, step, activities)
+def _whole(parts: list[p.BatchReply]) -> p.BatchReply:
+    """The first of them, with the samples of all."""
+    first, shards = parts[0], [part.shard for part in parts if part.shard is not None]
     if first.shard is None:
         return first
-    samples, part = list(first.shard.samples), 0
-    while reply.left:
-        part += 1
-        reply = yield p.BatchRequest(rank, step, [], part)
-        assert reply.shard is not None, "a shard that has begun is given to its end"
-        samples += reply.shard.samples
+    samples = [sample for shard in shards for sample in shard.samples]
     return msgspec.structs.replace(first, shard=msgspec.structs.replace(first.shard, samples=samples), left=0)

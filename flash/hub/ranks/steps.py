@@ -246,7 +246,7 @@ class Steps(HubPart):
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
         self._observer.ledger(self._samples.totals())
         version, kept = self._progress.version, self._samples.snapshot()
-        state = HubState.of(version, kept, self._config, self._journal.begin(version))
+        state = HubState(version, kept, self._journal.begin(version))
         return await self._keep_state(version, encoded_pieces(state))
 
     async def goodbye(self, request: p.Goodbye) -> None:
