@@ -191,8 +191,8 @@ class Gate:
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:
                 return f"{request.engines} engines"
-            case p.PublishRequest() if request.published.version != self._incarnations.held:
-                return f"version {request.published.version}, and the ranks hold {self._incarnations.held}"
+            case p.PublishRequest() if request.published.version != (held := self._hub.progress.held):
+                return f"version {request.published.version}, and the ranks hold {held}"
             case _:
                 return None
 

@@ -23,9 +23,8 @@ from flash.hub.nodes.members import Members, Origin
 from flash.hub.nodes.nodes import Nodes
 from flash.hub.nodes.versions import Versions
 from flash.hub.overview import overview
-from flash.hub.parts import Inheritance, Parts, Pieces, Records
+from flash.hub.parts import Inheritance, Parts, Pieces, Records, Start
 from flash.hub.progress import RunEnd, RunProgress
-from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.steps import Steps
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.stages import Stage, Stages
@@ -106,7 +105,7 @@ class Hub:
         self.work = self._nodes.work
         self._versions = Versions(parts, self.work)
         start, number = inherited.start or Start(version, ""), (incarnation << INCARNATIONS) + 1
-        self._trainers = Trainers(parts, start, number, pieces.part_bytes)
+        self._trainers = Trainers(parts, start, number)
         self.incarnations = self._trainers.incarnations
         self._steps = Steps(parts, self.work, self._versions, self._trainers, pieces.part_bytes)
         self.stages = Stages(parts, self.members, self.incarnations, self._steps)

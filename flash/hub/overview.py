@@ -27,14 +27,8 @@ def overview(parts: Parts, members: Members, nodes: Nodes, trainers: Trainers, d
         published=progress.published_version,
         nodes=[*(_node(node, parts, nodes, trainers) for node in members.numbers), *reversed(nodes.statuses.gone)],
         ranks=[
-            RankNow(
-                rank,
-                trainers.node_of(rank),
-                trainers.incarnations.processes.get(rank),
-                trainers.begun.get(rank),
-                trainers.hosts.get(rank, ""),
-            )
-            for rank in range(config.trainer_world_size)
+            RankNow(number, trainers.node_of(number), rank.process, rank.since, rank.host)
+            for number, rank in enumerate(trainers.incarnations.ranks)
         ],
         trainer_restarts=trainers.incarnations.followed,
         flow=_flow(config, parts.buffer.samples, parts.evaluations),

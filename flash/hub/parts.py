@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from flash.config.tree import Config
 from flash.hub.metrics import StepMetrics
 from flash.hub.nodes.fleet import Fleet
 from flash.hub.progress import RunProgress
-from flash.hub.ranks.recovery import RunHistory, Start
 from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer
 from flash.samples.batches import PART_BYTES
@@ -17,6 +18,35 @@ from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import AgeContract
+from flash.types import Batch, Published
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an incarnation of the trainer ranks begins with."""
+
+    version: int
+    checkpoint: str
+    """The folder that all of them load; empty: version 0, the model as it was."""
+
+
+class RunHistory(Protocol):
+    """Reads what the run has left on the disk, beside the event loop."""
+
+    async def start(self, version: int) -> Start:
+        """The newest whole checkpoint from which the run's version can be reached.
+
+        Raises:
+            FlashError: there is none, or a batch since then is missing.
+        """
+        ...
+
+    async def batch(self, step: int) -> Batch:
+        """What a step has trained. Raises RecordingError."""
+        ...
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        """Whether two publications hold the same weights, bit for bit."""
+        ...
 
 
 class Inheritance(NamedTuple):

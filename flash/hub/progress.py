@@ -36,6 +36,8 @@ class RunProgress:
 
     def __init__(self, version: int, newest: int = -1) -> None:
         self.version = version
+        self.held = version
+        """What the trainer ranks hold: less while they train again what the run has trained."""
         self.newest = newest
         self.published: Published | None = None
         """The newest version that this hub has announced."""
@@ -79,6 +81,11 @@ class RunProgress:
         """End the run with this error; the first one wins."""
         self.error = self.error or error
         self.send(*list(self._events))
+
+    @property
+    def behind(self) -> bool:
+        """Whether the trainer ranks have steps to train again."""
+        return self.held < self.version
 
     @property
     def published_version(self) -> int:

@@ -102,7 +102,7 @@ class Stages(HubPart):
         """The same, interrupted or not."""
         if self._incarnations.away:
             return Stage.AWAY
-        if self._incarnations.behind(self._progress.version):
+        if self._progress.behind:
             return Stage.AGAIN
         if self._progress.published is None:
             return Stage.FIRST_VERSION
@@ -124,7 +124,7 @@ class Stages(HubPart):
 
     def waited_for(self, stage: Stage) -> str:
         """A stage of this moment, in words."""
-        step = self._incarnations.held if stage is Stage.AGAIN else self._progress.version
+        step = self._progress.held if stage is Stage.AGAIN else self._progress.version
         words = stage.words.format(step=step, groups=self._groups, behind=self._fleet.behind())
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
         if stage in (Stage.STARTING, Stage.BATCH) and alone:
@@ -149,8 +149,8 @@ class Stages(HubPart):
         if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
             return None
         if progress.published is None:
-            if self._incarnations.behind(progress.version) and not self._incarnations.away:
-                return Beginning("training again", f"{progress.version - self._incarnations.held} steps left")
+            if progress.behind and not self._incarnations.away:
+                return Beginning("training again", f"{progress.version - progress.held} steps left")
             return Beginning("starting engines and trainers")
         if not self._fleet.started:
             return Beginning(STARTING_ENGINES)

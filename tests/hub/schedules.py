@@ -31,8 +31,7 @@ from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.parts import Inheritance, Pieces, Records
-from flash.hub.ranks.recovery import Start
+from flash.hub.parts import Inheritance, Pieces, Records, Start
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_AT_ONCE
@@ -241,7 +240,7 @@ class Recording(MemoryObserver):
 
 
 class RecordedHistory:
-    """See `flash.hub.ranks.recovery.RunHistory`."""
+    """See `flash.hub.parts.RunHistory`."""
 
     def __init__(self, recording: Recording, kept: KeptStates) -> None:
         self._recording = recording

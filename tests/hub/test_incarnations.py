@@ -7,6 +7,7 @@ import random
 import pytest
 
 from flash.errors import ContractError
+from flash.hub.progress import RunProgress
 from flash.hub.ranks.incarnations import Incarnations
 
 RANKS = 3
@@ -18,9 +19,9 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.incarnations = Incarnations(RANKS, 0, 0)
+        self.progress = RunProgress(0)
+        self.incarnations = Incarnations(RANKS, self.progress, 0)
         self.hubs = 1
-        self.version = 0
         self.booked: list[int] = []
         self.spread: list[int] = []
         self.trained: dict[tuple[int, int], list[int]] = {}
@@ -33,39 +34,40 @@ class Run:
         """All ranks of an incarnation come, and load a checkpoint."""
         numbers = {self.incarnations.arrives(rank) for rank in self.dice.sample(range(RANKS), RANKS)}
         (number,) = numbers
-        assert self.incarnations.complete
+        assert self.incarnations.present == list(range(RANKS))
         if number > 1:
-            self.incarnations.begins_at(self.checkpoints[-1], self.version)
+            self.incarnations.begins_at(self.checkpoints[-1])
         self.trained[self.hubs, number] = []
         self.publish(number)
         return number
 
     def publish(self, incarnation: int) -> None:
-        if self.incarnations.counts(incarnation) and self.incarnations.publishes(self.version):
-            self.spread.append(self.incarnations.held)
+        if self.incarnations.counts(incarnation) and self.incarnations.publishes():
+            self.spread.append(self.progress.held)
 
     def commit(self, incarnation: int) -> None:
         if not self.incarnations.counts(incarnation):
             return
-        step = self.incarnations.held
+        step = self.progress.held
         self.trained[self.hubs, incarnation].append(step)
-        if self.incarnations.commits(self.version):
+        if self.incarnations.commits():
             self.booked.append(step)
-            self.version += 1
+            self.progress.version += 1
 
     def die(self, incarnation: int) -> None:
         """One rank, or several at once; the hub hears of each."""
         for _ in self.dice.sample(range(RANKS), self.dice.randint(1, RANKS)):
             if self.incarnations.counts(incarnation):
-                assert self.incarnations.lost(self.dice.randrange(RANKS))
+                assert self.incarnations.ends_by([self.dice.randrange(RANKS)])
         self.late.append(incarnation)
 
     def hub_dies(self) -> None:
         """All connections end; the next one knows the run's version and the checkpoint."""
         self.late.clear()
         self.hubs += 1
-        self.incarnations = Incarnations(RANKS, self.checkpoints[-1], self.version)
-        assert self.incarnations.away == self.incarnations.behind(self.version)
+        self.progress = RunProgress(self.progress.version)
+        self.incarnations = Incarnations(RANKS, self.progress, self.checkpoints[-1])
+        assert self.incarnations.away == self.progress.behind
 
     def say_late(self) -> None:
         """What ranks of a lost incarnation still say is heard by nobody."""
@@ -75,7 +77,7 @@ class Run:
 
     def until_it_ends(self) -> None:
         incarnation = self.begin()
-        while self.version < STEPS:
+        while self.progress.version < STEPS:
             event = self.dice.random()
             if event < 0.2:
                 self.die(incarnation)
@@ -93,8 +95,8 @@ class Run:
                 else:
                     self.die(incarnation)
                     incarnation = self.begin()
-                if self.incarnations.held == self.version and self.dice.random() < 0.2:
-                    self.checkpoints.append(self.version)
+                if self.progress.held == self.progress.version and self.dice.random() < 0.2:
+                    self.checkpoints.append(self.progress.version)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -108,30 +110,30 @@ def test_each_step_is_booked_once_and_engines_never_go_back(seed: int) -> None:
 
 
 def test_the_ranks_of_a_lost_incarnation_are_not_heard_before_the_next_one_has_begun_either() -> None:
-    incarnations = Incarnations(2, 5, 5)
+    incarnations = Incarnations(2, RunProgress(5), 5)
     assert [incarnations.arrives(0), incarnations.arrives(1)] == [1, 1]
-    assert incarnations.lost(1)
+    assert incarnations.ends_by([1])
     assert not incarnations.counts(1)
     assert incarnations.away
     assert incarnations.arrives(0) == 2
     assert incarnations.counts(2)
     assert not incarnations.counts(1)
-    assert not incarnations.complete
+    assert incarnations.present == [0]
 
 
 def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
-    incarnations = Incarnations(2, 5, 5)
+    incarnations = Incarnations(2, RunProgress(5), 5)
     incarnations.arrives(0)
     incarnations.arrives(1)
     incarnations.leaves(1)
-    assert not incarnations.lost(0)
+    assert not incarnations.ends_by([0])
     assert incarnations.finished
     assert not incarnations.away
 
 
 def test_an_incarnation_cannot_begin_beyond_the_run() -> None:
-    incarnations = Incarnations(1, 5, 5)
+    incarnations = Incarnations(1, RunProgress(5), 5)
     incarnations.end()
     incarnations.arrives(0)
     with pytest.raises(ContractError, match="start from version 6 of a run that is at 5"):
-        incarnations.begins_at(6, 5)
+        incarnations.begins_at(6)

@@ -15,9 +15,8 @@ from flash.errors import FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.parts import Inheritance, Records
+from flash.hub.parts import Inheritance, Records, Start
 from flash.hub.progress import RunEnd
-from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver

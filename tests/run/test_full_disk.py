@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import FlashError
-from flash.hub.ranks.recovery import Start
+from flash.hub.parts import Start
 from flash.hub.state import HubState
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import recorded_steps

@@ -11,7 +11,7 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.ranks.recovery import Start
+from flash.hub.parts import Start
 from flash.observe.recorder import Recorder
 from flash.run.restart.history import Reach, RecordedHistory, reach
 from flash.trainer.state.stored import MANIFEST, Manifest, step_folder

@@ -14,7 +14,7 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError, RunDirectoryError
-from flash.hub.ranks.recovery import Start
+from flash.hub.parts import Start
 from flash.hub.state import HubState
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.restart.hub_state import NOTHING, Restored, restored

@@ -1,3 +1,3 @@
-"""The hub's side of the trainer ranks: their coming and going (`trainers`, `incarnations`), the steps that they train
-(`steps`), and what they train again after a loss (`recovery`). `shards` is the ranks' own end: fetching a batch.
+"""The hub's side of the trainer ranks: their coming and going (`trainers`, `incarnations`), and the steps that they
+train, once or again (`steps`). `shards` is the ranks' own end: fetching a batch.
 """

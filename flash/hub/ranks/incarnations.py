@@ -11,64 +11,74 @@ on, in order. To the engines goes the run's version alone, so that what they are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 from flash.errors import ContractError
+from flash.hub.progress import RunProgress
+
+
+class Rank(msgspec.Struct):
+    """A trainer rank, as it was last heard of. Times are the caller's."""
+
+    here: bool = False
+    """Whether it is of the newest incarnation, and has come."""
+    process: int | None = None
+    """Its process id on its own node, while its incarnation lasts."""
+    ended: int | None = None
+    """That of its last process whose incarnation is over; it may hang."""
+    host: str = ""
+    """Of its node; empty before it has first come."""
+    since: float | None = None
+    """When it came."""
+    beat: float | None = None
+    """When it has last shown that its process runs, whatever it waits for."""
+    fetched: bool = False
+    """Whether it has all of its shard."""
+    left: bool = False
+    """Whether it has left in order, or after one that has."""
 
 
 class Incarnations:
-    """See the module's docstring. `version`, wherever it is asked for, is the run's.
+    """See the module's docstring.
 
     Args:
         ranks: how many make an incarnation.
+        progress: the versions of the run.
         held: what the first incarnation begins with.
-        version: the run's.
         number: of the first incarnation.
     """
 
-    def __init__(self, ranks: int, held: int, version: int, number: int = 1) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, progress: RunProgress, held: int, number: int = 1) -> None:
+        self.ranks = [Rank() for _ in range(ranks)]
+        self._progress = progress
         self._first = self.number = number
         """Of the newest incarnation."""
-        self.held = held
-        """The version that its ranks hold."""
         self.repeated = 0
         """Steps that it has trained again."""
-        self.begins_at(held, version)
-        self.away = self.behind(version)
+        self.begins_at(held)
+        self.away = progress.behind
         """Whether an incarnation was lost, be it with a former hub, and the next one has published nothing yet."""
         self._over = False
         """Whether the newest incarnation is over, and nobody of the next one is here."""
-        self.fetched: set[int] = set()
-        """Ranks that have all of their shard."""
-        self.processes: dict[int, int] = {}
-        """The process ids of the ranks of this incarnation, each on its own node."""
-        self.ended: dict[int, int] = {}
-        """The same of the last process of each rank whose incarnation is over; it may hang."""
-        self._beats: dict[int, float] = {}
-        """When each rank of this incarnation has shown last that its process runs."""
-        self._present: set[int] = set()
-        self._left: set[int] = set()
-
-    @property
-    def lost_before(self) -> bool:
-        """Whether an incarnation was lost under this hub."""
-        return self.number > self._first
-
-    @property
-    def followed(self) -> int:
-        """Incarnations that were lost under this hub, and followed by another one."""
-        return max(0, self.number - self._first)
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
     @property
-    def complete(self) -> bool:
-        """Whether all ranks of this incarnation have come."""
-        return len(self._present) == self._ranks
+    def followed(self) -> int:
+        """Incarnations that were lost under this hub, and followed by another one."""
+        return self.number - self._first
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks of this incarnation that have come."""
+        return [number for number, rank in enumerate(self.ranks) if rank.here]
 
     @property
     def finished(self) -> bool:
         """Whether all ranks have left in order."""
-        return len(self._left) == self._ranks
+        return all(rank.left for rank in self.ranks)
 
     def counts(self, number: int) -> bool:
         """Whether the ranks of this incarnation are still listened to."""
@@ -79,48 +89,27 @@ class Incarnations:
         if self._over:
             self._over = False
             self.number += 1
-        self._present.add(rank)
+        self.ranks[rank].here = True
         return self.number
-
-    @property
-    def present(self) -> list[int]:
-        """The ranks of this incarnation that have come."""
-        return sorted(self._present)
-
-    def begins(self, rank: int, process: int) -> None:
-        """A rank has said which process it is."""
-        self.processes[rank] = process
-
-    def beats(self, rank: int, now: float) -> None:
-        """A rank has shown that its process runs, whatever it waits for."""
-        self._beats[rank] = now
 
     def silent(self, seconds: float, now: float) -> dict[int, float]:
         """The ranks of this incarnation whose last beat is so long ago, each with the seconds."""
-        quiet = {rank: now - last for rank, last in sorted(self._beats.items())}
-        return {rank: since for rank, since in quiet.items() if since > seconds}
+        quiet = {number: now - rank.beat for number, rank in enumerate(self.ranks) if rank.beat is not None}
+        return {number: since for number, since in quiet.items() if since > seconds}
 
     def leaves(self, rank: int) -> None:
         """A rank has said goodbye."""
-        self._left.add(rank)
-        self.processes.pop(rank, None)
-        self._beats.pop(rank, None)
+        self.ranks[rank].left = True
+        self.ranks[rank].process = self.ranks[rank].beat = None
 
-    def lost(self, rank: int) -> bool:
-        """A rank of this incarnation is gone; whether that ends the incarnation.
+    def ends_by(self, ranks: Iterable[int]) -> bool:
+        """These ranks of this incarnation are gone, or hang; whether that ends the incarnation.
 
         Not when any has said goodbye: by then all have saved what there was to save.
         """
-        if self._left:
-            self._left.add(rank)
-            return False
-        self.end()
-        return True
-
-    def given_up(self) -> bool:
-        """The ranks of this incarnation hang; whether that ends it. Not when any has said goodbye, as above."""
-        if self._left:
-            self._left.update(range(self._ranks))
+        if any(rank.left for rank in self.ranks):
+            for number in ranks:
+                self.ranks[number].left = True
             return False
         self.end()
         return True
@@ -128,33 +117,30 @@ class Incarnations:
     def end(self) -> None:
         """This incarnation is over."""
         self._over = self.away = True
-        self.ended |= self.processes
-        self._present.clear()
-        self.fetched.clear()
-        self.processes.clear()
-        self._beats.clear()
+        for rank in self.ranks:
+            rank.ended = rank.ended if rank.process is None else rank.process
+            rank.here, rank.process, rank.beat, rank.fetched = False, None, None, False
 
     # -- how far they are --------------------------------------------------------------------------------------------
 
-    def begins_at(self, held: int, version: int) -> None:
-        """All ranks of this incarnation start from this version."""
-        if held > version:
-            raise ContractError(f"the trainers would start from version {held} of a run that is at {version}")
-        self.held, self.repeated = held, 0
+    def begins_at(self, held: int) -> None:
+        """All ranks of this incarnation start from this version. Raises ContractError: the run has not reached it."""
+        if held > self._progress.version:
+            raise ContractError(
+                f"the trainers would start from version {held} of a run that is at {self._progress.version}"
+            )
+        self._progress.held, self.repeated = held, 0
 
-    def behind(self, version: int) -> bool:
-        """Whether this incarnation has steps to train again."""
-        return self.held < version
-
-    def publishes(self, version: int) -> bool:
+    def publishes(self) -> bool:
         """The ranks have a version ready; whether it is the one that the engines are to have."""
         self.away = False
-        return self.held == version
+        return not self._progress.behind
 
-    def commits(self, version: int) -> bool:
+    def commits(self) -> bool:
         """The ranks have trained a step; whether that is news, and to be booked."""
-        self.held += 1
-        self.fetched.clear()
-        news = self.held > version
+        news = not self._progress.behind
+        self._progress.held += 1
+        for rank in self.ranks:
+            rank.fetched = False
         self.repeated += not news
         return news

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from flash.errors import ContractError
+from flash.errors import ContractError, FlashError
 from flash.hub import protocol as p
 from flash.hub.metrics import Branches
 from flash.hub.nodes.versions import Versions
@@ -26,7 +26,18 @@ from flash.samples.batches import cut, deal, gather
 from flash.samples.measures import means, measured
 from flash.samples.slices import drained, forgotten, in_slices
 from flash.transport.slices import encoded_pieces
-from flash.types import Published, Shard, Trajectory
+from flash.types import Batch, Published, Shard, Trajectory
+
+
+class _Again(msgspec.Struct):
+    """The step that an incarnation trains again, read and dealt once for all data shards."""
+
+    incarnation: int
+    step: int
+    keeps: bool
+    """Whether a checkpoint may follow it; the first rank that asks settles it."""
+    shards: list[list[Shard]] = []
+    """In parts; empty while they are read."""
 
 
 class Steps(HubPart):
@@ -64,6 +75,7 @@ class Steps(HubPart):
         self._asking = 0
         """Ranks that wait for a batch."""
         self._last_reply: p.BatchReply | None = None
+        self._again: _Again | None = None
 
     @property
     def training(self) -> bool:
@@ -84,12 +96,12 @@ class Steps(HubPart):
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
         """Give a rank a part of its shard. Waits for enough complete groups; all ranks get the same answer."""
-        if request.step != self._incarnations.held:
-            held = self._incarnations.held
+        if request.step != self._progress.held:
+            held = self._progress.held
             raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {held}")
         self._observer.activities(request.activities)
         incarnation = self._incarnations.number
-        if self._incarnations.behind(self._progress.version):
+        if self._progress.behind:
             return await self._trained_before(request, incarnation)
         await self._until_formed()
         if not self.training:
@@ -113,13 +125,27 @@ class Steps(HubPart):
             self._progress.send("run")
 
     async def _trained_before(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
-        """A part of what an incarnation before this one has trained at the same step."""
-        # Afterwards they hold the run's version, and its state is still as it was between two steps.
-        keeps = request.step + 1 == self._progress.version and self._progress.batch == "none"
-        again = await self._trainers.trained_before(request.step, keeps=keeps)
-        if again is None:
-            return p.BatchReply(None, keeps=False)
+        """A part of what an incarnation before this one has trained at the same step; none when it is too late."""
+        assert self._past is not None, "without a past no incarnation is behind"
+        progress, again = self._progress, self._again
+        if again is None or (again.incarnation, again.step) != (incarnation, request.step):
+            if progress.stopping == "interrupted":
+                return p.BatchReply(None, keeps=False)
+            # Afterwards they hold the run's version, and its state is still as it was between two steps.
+            keeps = request.step + 1 == progress.version and progress.batch == "none"
+            again = self._again = _Again(incarnation, request.step, keeps)
+            try:
+                again.shards = await self._dealt(await self._past.batch(request.step))
+            except FlashError as error:
+                raise self._trainers.cannot_come_back(error) from error
+            progress.send("batches")
+        await progress.until("batches", lambda: bool(again.shards))
         return self._part(again.shards, request, incarnation, keeps=again.keeps)
+
+    async def _dealt(self, batch: Batch) -> list[list[Shard]]:
+        """Its shards, in parts."""
+        shards = await in_slices(deal(batch, self._config.data_shards))
+        return [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
 
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
@@ -129,7 +155,7 @@ class Steps(HubPart):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part
         if left == 0 and self._incarnations.counts(incarnation):  # else the rank is gone by now
-            self._incarnations.fetched.add(request.rank)
+            self._incarnations.ranks[request.rank].fetched = True
         return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
 
     async def _form_batch(self) -> None:
@@ -152,9 +178,9 @@ class Steps(HubPart):
             self._work.offer()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
-            shards = await in_slices(deal(batch, self._config.data_shards))
+            shards = await self._dealt(batch)
             await self._journal.written()  # ranks that start again are given the same batch
-            self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
+            self._shards = shards
             self._progress.batch = "dealt"
             self._trained = batch.trajectories
             self._wanted, self._saves = False, self._wanted
@@ -167,10 +193,10 @@ class Steps(HubPart):
 
     async def commit(self, request: p.Commit) -> p.Ack:
         """The ranks have trained a step: it is booked, unless an incarnation before this one has booked it."""
-        ranks = self._incarnations
-        if request.step != ranks.held or len(ranks.fetched) != self._config.trainer_world_size:
-            raise ContractError(f"step {request.step} was committed while the ranks hold {ranks.held}")
-        if ranks.commits(self._progress.version):
+        ranks, held = self._incarnations, self._progress.held
+        if request.step != held or not all(rank.fetched for rank in ranks.ranks):
+            raise ContractError(f"step {request.step} was committed while the ranks hold {held}")
+        if ranks.commits():
             with anyio.CancelScope(shield=True):
                 await self._book(request)
         self._progress.stages_ended += 1
@@ -209,17 +235,18 @@ class Steps(HubPart):
         ranks that are gone.
         """
         progress = self._progress
-        if self._incarnations.publishes(progress.version):
+        if self._incarnations.publishes():
             if progress.reachable:
                 await self._until_engines(lambda: self._fleet.up_to_date)
-            self._trainers.hold_again(published)
+            self._again = None
+            self._trainers.returned(published)
             news = progress.published_version < published.version
             progress.published = msgspec.structs.replace(published, incarnation=self._incarnations.number)
             progress.reachable = True
             if news:
                 self._evaluations.published(published.version)
                 self._versions.published(published.version)
-            # RepeatedStep for those who lack it.
+            # Again for those who lack it.
             progress.send("versions")
         progress.stages_ended += 1
         progress.send("run")
@@ -242,7 +269,7 @@ class Steps(HubPart):
         await self._work.tidy()
         await in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
-        if self._progress.batch != "none" or self._incarnations.behind(self._progress.version):
+        if self._progress.batch != "none" or self._progress.behind:
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
         self._observer.ledger(self._samples.totals())
         version, kept = self._progress.version, self._samples.snapshot()

@@ -2,9 +2,9 @@
 
 An incarnation of theirs (`flash.hub.ranks.incarnations`) that is lost does not end the run: its calls are ended,
 and so are its ranks, by their node's launcher, which asks here. The engines go on with what they have.
-The next incarnation is told which checkpoint to load, and trains again what the run has trained since
-(`flash.hub.ranks.recovery`); so does the first one of a hub that has started again. Where that cannot be, the run
-ends with an error after which all processes start again.
+The next incarnation is told which checkpoint to load, and trains again what the run has trained since; so does the
+first one of a hub that has started again. Where that cannot be, the run ends with an error after which all processes
+start again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, IncarnationOverError, PeerLostError, error_of
 from flash.hub import protocol as p
-from flash.hub.parts import HubPart, Parts
+from flash.hub.parts import HubPart, Parts, Start
 from flash.hub.ranks.incarnations import Incarnations
-from flash.hub.ranks.recovery import RepeatedStep, Start
 from flash.types import Published
 
 T = TypeVar("T")
@@ -36,20 +35,12 @@ class Trainers(HubPart):
         parts: what all parts of the hub are given.
         start: what the first incarnation begins with.
         number: of the first incarnation.
-        part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        start: Start,
-        number: int,
-        part_bytes: int,
-    ) -> None:
+    def __init__(self, parts: Parts, start: Start, number: int) -> None:
         super().__init__(parts)
         self._why_not = "" if self._past is None else why_not(self._config)
-        self._part_bytes = part_bytes
-        self.incarnations = Incarnations(self._config.trainer_world_size, start.version, self._progress.version, number)
+        self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
         self._start: Start | None = start
         """What the newest incarnation begins with, once that is known."""
         self._choosing = False
@@ -57,12 +48,7 @@ class Trainers(HubPart):
         """Where the ranks of the newest incarnation meet, once its rank 0 has said so."""
         self._causes: set[int] = set()
         """The processes by which the last incarnation ended that did."""
-        self._again: RepeatedStep | None = None
         self._calls: set[anyio.CancelScope] = set()
-        self.hosts: dict[int, str] = {}
-        """Of the nodes of ranks, by rank."""
-        self.begun: dict[int, float] = {}
-        """When each rank of now has come."""
         self._changes = 0
         """Of which processes the incarnations have."""
         self._lost_at = self._now() if self.incarnations.away else None
@@ -76,7 +62,7 @@ class Trainers(HubPart):
         """
         progress, incarnations = self._progress, self.incarnations
         if progress.stopping == "interrupted" and (
-            incarnations.away or (progress.published is None and not incarnations.complete)
+            incarnations.away or (progress.published is None and not all(rank.here for rank in incarnations.ranks))
         ):
             return True
         return incarnations.finished
@@ -85,8 +71,8 @@ class Trainers(HubPart):
 
     async def begins(self, request: p.IncarnationRequest) -> p.IncarnationReply:
         """What a rank is to begin with. The first of its incarnation that asks has it chosen; all wait for rank 0."""
-        self.incarnations.begins(request.rank, request.process)
-        self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
+        rank = self.incarnations.ranks[request.rank]
+        rank.process, rank.host, rank.since = request.process, request.host, self._now()
         self._changed()
         self._progress.refuse_at_end()
         if request.rank == 0:
@@ -112,12 +98,12 @@ class Trainers(HubPart):
         try:
             start = await self._past.start(version)
         except FlashError as error:
-            raise self._cannot_come_back(error) from error
-        self.incarnations.begins_at(start.version, self._progress.version)
+            raise self.cannot_come_back(error) from error
+        self.incarnations.begins_at(start.version)
         return start
 
-    def _cannot_come_back(self, error: FlashError) -> PeerLostError:
-        """All processes start again."""
+    def cannot_come_back(self, error: FlashError) -> PeerLostError:
+        """What the run ends with, after which all processes start again."""
         failed = PeerLostError(
             f"the trainer ranks cannot come back to version {self._progress.version} by themselves: {error}"
         )
@@ -130,23 +116,23 @@ class Trainers(HubPart):
             return
         self._progress.send("run")
         silent, causes = self._silent(), self._processes_of({rank, *self._quiet()})
-        if self.incarnations.lost(rank):
+        if self.incarnations.ends_by([rank]):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
-            self.end_incarnation(PeerLostError("; ".join([words, *silent])), causes)
+            self._end(PeerLostError("; ".join([words, *silent])), causes)
 
     def hang(self, waited: str) -> None:
         """The ranks of the newest incarnation, of which some are here, have not done in time what the run waits for."""
         hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.incarnations.present]
         causes = self._processes_of(self._quiet() or self.incarnations.present)
-        if self.incarnations.given_up():
-            self.end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes)
+        if self.incarnations.ends_by(range(len(self.incarnations.ranks))):
+            self._end(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes)
 
-    def collective_failed(self, error: CollectiveError, awaited: str) -> None:
+    def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
         """A rank says that a collective failed, or outlived its deadline, and none is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
         words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
         causes = self._processes_of(self._quiet() or self.incarnations.present)
-        self.end_incarnation(CollectiveError(": ".join(words)), causes)
+        self._end(CollectiveError(": ".join(words)), causes)
 
     async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
         """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
@@ -157,7 +143,7 @@ class Trainers(HubPart):
             if not self.incarnations.counts(incarnation):
                 return
         if isinstance(error, CollectiveError):
-            self.collective_failed(error, waited_for())
+            self._collective_failed(error, waited_for())
         else:
             self._progress.fail(error or FlashError(request.message))
 
@@ -177,11 +163,12 @@ class Trainers(HubPart):
 
     def _processes_of(self, ranks: Iterable[int]) -> set[int]:
         """Of those that have said which they are."""
-        return {self.incarnations.processes[rank] for rank in ranks if rank in self.incarnations.processes}
+        processes = (self.incarnations.ranks[rank].process for rank in ranks)
+        return {process for process in processes if process is not None}
 
     def _named(self, rank: int) -> str:
         where = f"on node {self.node_of(rank)}"
-        if (process := self.incarnations.processes.get(rank)) is not None:
+        if (process := self.incarnations.ranks[rank].process) is not None:
             where = f"process {process} {where}"
         return f"trainer rank {rank} ({where})"
 
@@ -191,24 +178,22 @@ class Trainers(HubPart):
 
     async def watched(self, request: p.IncarnationWatch) -> None:
         """Show a rank, after a while, that its incarnation goes on."""
-        self.incarnations.beats(request.rank, self._now())
+        self.incarnations.ranks[request.rank].beat = self._now()
         await anyio.sleep(waits.BEAT_S)
 
     async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
         """The processes of a node's ranks, once there is news of any."""
         await self._progress.until("ranks", lambda: request.after != self._changes)
-        here = [
-            [process for rank, process in ranks.items() if self.node_of(rank) == request.node]
-            for ranks in (self.incarnations.processes, self.incarnations.ended)
-        ]
-        living, ended = here[0], [process for process in here[1] if process not in here[0]]
+        ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if self.node_of(number) == request.node]
+        living = [rank.process for rank in ranks if rank.process is not None]
+        ended = [rank.ended for rank in ranks if rank.ended is not None and rank.ended not in living]
         return p.RanksReply(self._changes, living, ended, causes=[one for one in ended if one in self._causes])
 
     def _changed(self) -> None:
         self._changes += 1
         self._progress.send("ranks")
 
-    def end_incarnation(self, error: FlashError, causes: set[int]) -> None:
+    def _end(self, error: FlashError, causes: set[int]) -> None:
         """The newest incarnation is over, for this reason, by these processes."""
         progress, self._causes = self._progress, causes
         if progress.error is not None or progress.done:
@@ -230,7 +215,7 @@ class Trainers(HubPart):
         self._changed()
         if self._past is not None:
             self._start = None
-        self._again = self._store = None
+        self._store = None
         self._progress.reachable = False
         self._progress.stages_ended += 1
         for call in self._calls:
@@ -247,36 +232,14 @@ class Trainers(HubPart):
                 self._calls.discard(call)
         raise IncarnationOverError(INCARNATION_OVER)
 
-    # -- what they train again ---------------------------------------------------------------------------------------
+    # -- who comes back ----------------------------------------------------------------------------------------------
 
-    async def trained_before(self, step: int, *, keeps: bool) -> RepeatedStep | None:
-        """What the ranks train at a step that is booked already, the same for all; None: it is too late for that.
-
-        Args:
-            step: of this incarnation's version.
-            keeps: whether a checkpoint may follow; the first rank that asks settles it.
-
-        Raises:
-            PeerLostError: it cannot be read.
-        """
-        assert self._past is not None, "without a past no incarnation is behind"
-        if self._again is None:
-            self._again = RepeatedStep(self._past, self._progress, self._config.data_shards, self._part_bytes)
-        again = self._again
-        if self._progress.stopping == "interrupted" and again.step != step:
-            return None
-        try:
-            await again.read(step, keeps=keeps)
-        except FlashError as error:
-            raise self._cannot_come_back(error) from error
-        return again
-
-    def hold_again(self, published: Published) -> None:
+    def returned(self, published: Published) -> None:
         """The ranks hold the run's version, and publish it now: after a loss, people are told what it is like."""
         if self._lost_at is None:
             return
-        seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
-        if self.incarnations.lost_before:  # else they were not lost alone
+        seconds, self._lost_at = self._now() - self._lost_at, None
+        if self.incarnations.followed:  # else they were not lost alone
             self._metrics.trainers_returned()
         steps = self.incarnations.repeated
         words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"

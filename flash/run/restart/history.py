@@ -1,4 +1,4 @@
-"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.ranks.recovery`), alone or with the
+"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.parts.RunHistory`), alone or with the
 hub."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flash.config.load import dump, flat
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.ranks.recovery import Start
+from flash.hub.parts import Start
 from flash.hub.ranks.trainers import why_not
 from flash.observe.cluster_file import read_cluster
 from flash.observe.progress import has_ended

@@ -20,8 +20,8 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ContractError, RecordingError
+from flash.hub.parts import Start
 from flash.hub.protocol import SnapshotReply
-from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.rundir.rundir import writing
 from flash.run.restart.history import booked_version, reach
