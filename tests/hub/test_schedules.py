@@ -1,13 +1,95 @@
-"""A sample of the random schedules; `python -m tests.hub.schedules 100000` runs many."""
+"""What holds on every random schedule; `python -m tests.hub.test_schedules COUNT [FIRST]` runs many, one per seed."""
 
 from __future__ import annotations
 
+import math
+import sys
+import time
+from collections.abc import Sequence
+
 import pytest
 
-from tests.hub.schedules import run_one
+from flash.types import Shard
+from tests.hub.schedules import Laws, Schedule, run_one
+
+# -- of every moment -------------------------------------------------------------------------------------------------
+
+
+def law_2_conservation(schedule: Schedule) -> None:
+    schedule.hub.samples.check()
+
+
+def no_node_waits_for_what_it_could_run(schedule: Schedule) -> None:
+    """Unless it may be kept for a node that loads."""
+    nodes, newest = schedule.nodes.values(), schedule.hub.progress.published_version
+    loading = any(max(node.versions, default=newest) < newest for node in nodes)
+    if schedule.finished or not schedule.observer.evaluations or loading:
+        return
+    for node in nodes:
+        if node.waits and len(node.held) < node.room:
+            reported = [other.number for other in nodes if max(other.versions, default=-1) >= 0]
+            lease = schedule.hub.buffer.lease(node.versions, node.number, nodes=reported)
+            assert lease is None, f"node {node.number} waits, and could run {lease}"
+
+
+# -- of a batch ------------------------------------------------------------------------------------------------------
+
+
+def law_3_ages(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    """Of a step that the run has behind it the contract was that of its time, and was kept then."""
+    for shard in shards:
+        for sample in shard.samples if shard.step == schedule.hub.progress.version else ():
+            kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
+            assert min(kept, default=shard.step) >= shard.step - math.ceil(schedule.config.train.async_ratio)
+            assert max(kept, default=shard.step) <= shard.step, "a token of a version that is still to be made"
+
+
+def no_group_is_of_two_environments(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    for made in (sample.trajectory for shard in shards for sample in shard.samples):
+        known = schedule.environments.setdefault(made.task.group_id, made.turns[0].observation)
+        assert made.turns[0].observation == known, f"group {made.task.group_id} has samples of two environments"
+
+
+def a_step_has_one_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    """Whichever incarnation of the ranks trains it."""
+    dealt = [sample.trajectory.task.task_id for shard in shards for sample in shard.samples]
+    assert schedule.shards.setdefault(shards[0].step, dealt) == dealt, "another batch for the same step"
+
+
+# -- of the end ------------------------------------------------------------------------------------------------------
+
+
+def of_every_moment(schedule: Schedule) -> None:
+    law_2_conservation(schedule)
+    no_node_waits_for_what_it_could_run(schedule)
+
+
+def of_a_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    law_3_ages(schedule, shards)
+    no_group_is_of_two_environments(schedule, shards)
+    a_step_has_one_batch(schedule, shards)
+
+
+def every_schedule_comes_to_its_end(seed: int) -> None:
+    schedule = run_one(seed, Laws(of_every_moment, of_a_batch))
+    steps, samples = schedule.config.run.steps, schedule.hub.samples
+    assert schedule.finished, f"seed {seed} stalls at step {schedule.version} of {steps}"
+    assert samples.in_flight == 0
+    assert [row["step"] for row in schedule.observer.steps] == list(range(steps)), "booked once each"
+    stale = samples.totals().get("discarded_tokens_stale", 0)
+    assert not (schedule.calm and stale), "a token is stale because of admission"
+    waits = schedule.config.rollout.on_expire == "wait" and not schedule.resumed
+    assert not (waits and stale), "a token is stale though steps wait for it"
 
 
 @pytest.mark.parametrize("first", [0, 30, 60])
 def test_the_laws_hold_on_every_schedule(first: int) -> None:
     for seed in range(first, first + 30):
-        run_one(seed)
+        every_schedule_comes_to_its_end(seed)
+
+
+if __name__ == "__main__":
+    began, count, first_seed = time.perf_counter(), int(sys.argv[1]), int((*sys.argv, 0)[2])
+    for number in range(first_seed, first_seed + count):
+        every_schedule_comes_to_its_end(number)
+    sys.stdout.write(f"{count} schedules from seed {first_seed}: {time.perf_counter() - began:.0f} s\n")
