@@ -76,14 +76,7 @@ STARTING_ENGINES = "starting engines"
 
 
 class Stages(HubPart):
-    """See the module's docstring. It asks those who know.
-
-    Args:
-        parts: what all parts of the hub are given.
-        members: the nodes of the run.
-        incarnations: the trainer ranks.
-        steps: what these are given.
-    """
+    """See the module's docstring. It asks those who know."""
 
     def __init__(self, parts: Parts, members: Members, incarnations: Incarnations, steps: Steps) -> None:
         super().__init__(parts)

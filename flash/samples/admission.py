@@ -124,10 +124,6 @@ class Places(msgspec.Struct):
     returned: list[int] = []
     """Groups returned since the oldest in flight was issued, in order of issue."""
 
-    def copy(self) -> Places:
-        """The same places, which later changes do not reach."""
-        return Places(self.before, list(self.returned))
-
     def of(self, group_id: int) -> int:
         """The place of a group, from 0; of the next one to be issued, too."""
         return group_id - self.before - bisect_left(self.returned, group_id)

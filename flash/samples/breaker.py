@@ -16,10 +16,6 @@ class Streaks(msgspec.Struct):
     filtered: int = 0
     filtered_of_kind: dict[str, int] = {}
 
-    def copy(self) -> Streaks:
-        """The same, which later changes do not reach."""
-        return Streaks(self.given_up, dict(self.given_up_of_kind), self.filtered, dict(self.filtered_of_kind))
-
 
 class Breaker:
     """Counts failures between successes.

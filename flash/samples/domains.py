@@ -61,22 +61,15 @@ class DomainShares:
         self._weights = {name: each.weight for name, each in rules.items()}
         self._batch = batch
         self._ahead = drift * batch + 1
-        if state is None or state.weights != self._weights:
-            state = Shared(self._weights, {})
         nothing = dict.fromkeys(self._weights, 0)
-        self._trained, self._filtered, self._passed = (
-            {**nothing, **counts} for counts in (state.trained, state.filtered, state.passed)
-        )
-        self._alive = dict.fromkeys(self._weights, 0)
+        self.shared = Shared(self._weights, dict(nothing), dict(nothing), dict(nothing))
+        if state is not None and state.weights == self._weights:
+            self.shared.trained |= state.trained
+            self.shared.filtered |= state.filtered
+            self.shared.passed |= state.passed
+        self._alive = nothing
         for name in alive:
             self._add(self._alive, name, 1)
-
-    def __bool__(self) -> bool:
-        return bool(self._weights)
-
-    def state(self) -> Shared:
-        """What a checkpoint keeps, as it is now."""
-        return Shared(dict(self._weights), dict(self._trained), dict(self._filtered), dict(self._passed))
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -112,39 +105,39 @@ class DomainShares:
 
     def kept(self, name: str) -> None:
         """A complete group is worth a place in a batch."""
-        self._filtered.pop(name, None)
+        self.shared.filtered.pop(name, None)
 
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
         """A complete group is not. The number of those in a row, where from here on they count as turns; else 0."""
         if (share := self._shares(quarantined).get(name)) is None:
             return 0
-        in_a_row = self._filtered[name] = self._filtered.get(name, 0) + 1
+        in_a_row = self.shared.filtered[name] = self.shared.filtered.get(name, 0) + 1
         limit = max(FEWEST, math.ceil(PASSES * self._batch * share))
         if in_a_row > limit:
-            self._add(self._passed, name, 1)
+            self._add(self.shared.passed, name, 1)
         return in_a_row if in_a_row == limit else 0
 
     def trains(self, name: str) -> None:
         """It is trained, or a part of it for the first time."""
         self._add(self._alive, name, -1)
-        self._add(self._trained, name, 1)
+        self._add(self.shared.trained, name, 1)
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def row(self, quarantined: Collection[str]) -> dict[str, float]:
         """For the metrics: each domain's share of the trained groups, and how far the furthest is off, in batches."""
-        total = sum(self._trained.values())
+        total = sum(self.shared.trained.values())
         if not total:
             return {}
-        row = {f"domain/{name}/share": trained / total for name, trained in self._trained.items()}
+        row = {f"domain/{name}/share": trained / total for name, trained in self.shared.trained.items()}
         shares = self._shares(quarantined)
-        counted = sum(self._trained[name] for name in shares)
-        off = [abs(self._trained[name] - share * counted) for name, share in shares.items()]
+        counted = sum(self.shared.trained[name] for name in shares)
+        off = [abs(self.shared.trained[name] - share * counted) for name, share in shares.items()]
         return {**row, "share_drift": max(off, default=0.0) / self._batch}
 
     def _turns(self, name: str) -> int:
         """What a domain has had: groups that were trained, or came to nothing in its turn."""
-        return self._trained[name] + self._passed[name]
+        return self.shared.trained[name] + self.shared.passed[name]
 
     def _shares(self, quarantined: Collection[str]) -> dict[str, float]:
         """What each domain is to have of all that is trained."""

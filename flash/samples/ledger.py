@@ -33,15 +33,6 @@ class Ledger(msgspec.Struct):
     discarded_tokens: dict[Outcome, int] = {}
     """Action tokens that will never enter a loss, by reason."""
 
-    def copy(self) -> Ledger:
-        """The same counters, which later bookings do not reach."""
-        return msgspec.structs.replace(
-            self,
-            given_up=dict(self.given_up),
-            retried=dict(self.retried),
-            discarded_tokens=dict(self.discarded_tokens),
-        )
-
     def give_up(self, outcome: Outcome, count: int = 1) -> None:
         """Book tasks that leave untrained."""
         self.given_up[outcome] = self.given_up.get(outcome, 0) + count

@@ -34,12 +34,6 @@ def at_once(work: Generator[None, None, T]) -> T:
             return end.value
 
 
-def drained(items: list[T]) -> Iterator[T]:
-    """The items from the last to the first, each forgotten when the next one is asked for."""
-    while items:
-        yield items.pop()
-
-
 def forgotten(items: list[T]) -> Generator[None]:
     """Free the items, some at a time."""
     while items:

@@ -10,6 +10,7 @@ here, independently of the ledger.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from itertools import count
 
@@ -38,9 +39,9 @@ class BufferState(msgspec.Struct):
 
     made: Made
     cursor: Cursor
-    places: Places
-    groups: list[Group]
-    ledger: Ledger
+    places: Places = msgspec.field(default_factory=Places)
+    groups: list[Group] = []
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
     formed: list[Formed] = msgspec.field(default_factory=list[Formed], name="again")
     """What is to be trained again."""
     withdrawn: dict[int, Outcome] = {}
@@ -72,7 +73,7 @@ class Samples:
         made: what decides.
         source: gives the tasks of groups; its cursor is that of the state.
         step: the version that the trainers hold.
-        state: what there was before.
+        state: what there was before; None at the beginning.
         goes_on: the incarnation that left the state goes on. Otherwise streaks begin anew, and of leases that were
             withdrawn nothing is reported any more. Those that are out stay out.
         lease_ids: numbers the leases of the whole run, those of evaluations included.
@@ -89,30 +90,30 @@ class Samples:
         lease_ids: Iterator[int] | None = None,
     ) -> None:
         contract, rules = made.contract, made.rules
-        lower = state is not None and contract.max_age < state.made.contract.max_age
-        ahead = state.put_back(step) if state is not None and lower else set[int]()
+        state = state or BufferState(made, source.cursor)
+        ahead = state.put_back(step) if contract.max_age < state.made.contract.max_age else set[int]()
         self._made = made
         self.contract = contract
         self.rules = rules
         self.source = source
         self.pool = GroupPool(made.at_once)
-        self.batches = Batches(state.formed if state is not None else ())
+        self.batches = Batches(state.formed)
         self.backlog = Backlog(made.at_once)
         """What was put off."""
-        streaks = state.streaks if state is not None and goes_on else None
+        streaks = state.streaks if goes_on else None
         # A new incarnation tries all kinds again: whoever resumes a run may have mended what failed.
         tried_again = [] if goes_on else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
-        places, next_step = Places() if state is None else state.places, max(step, self.batches.following)
-        self.admission = Admission(contract, rules, source, places, self.leases, next_step)
-        self.ledger = Ledger() if state is None else state.ledger
+        next_step = max(step, self.batches.following)
+        self.admission = Admission(contract, rules, source, state.places, self.leases, next_step)
+        self.ledger = state.ledger
         self.domains = DomainShares(
             rules.domains,
             contract.groups_per_batch,
             rules.drift,
-            None if state is None or tried_again else state.shared,
-            () if state is None else (group.kind for group in state.groups if not group.earlier),
+            None if tried_again else state.shared,
+            (group.kind for group in state.groups if not group.earlier),
         )
         parts = (self.pool, self.leases, self.ledger, self.admission, self.domains, self.backlog)
         self._departures = Departures(contract, rules, *parts)
@@ -123,8 +124,7 @@ class Samples:
             self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
         self._told: set[Outcome] = set()
         """Failures of which an example was noted."""
-        if state is not None:
-            self._restore(state, ahead, goes_on)
+        self._restore(state, ahead, goes_on)
 
     def _restore(self, state: BufferState, ahead: set[int], goes_on: bool) -> None:
         if goes_on:
@@ -178,17 +178,10 @@ class Samples:
         """
         assert not self.batches.training, "a batch in training belongs to no consistent state"
         assert not self.backlog, "what was put off would be forgotten"
-        return BufferState(
-            self._made,
-            self.source.cursor.copy(),
-            self.admission.places.copy(),
-            self.pool.copies(),
-            self.ledger.copy(),
-            self.batches.left(),
-            dict(self.leases.reasons),
-            self._breaker.streaks.copy(),
-            self.domains.state(),
-        )
+        counts = self.source.cursor, self.admission.places, self.ledger, self._breaker.streaks, self.domains.shared
+        cursor, places, ledger, streaks, shared = deepcopy(counts)
+        groups, formed, withdrawn = self.pool.copies(), self.batches.left(), dict(self.leases.reasons)
+        return BufferState(self._made, cursor, places, groups, ledger, formed, withdrawn, streaks, shared)
 
     # -- events ------------------------------------------------------------------------------------------------------
 

@@ -31,10 +31,6 @@ class Cursor(msgspec.Struct):
     """The same for each domain, where problems are asked for by domain."""
     quarantined: list[str] = []
 
-    def copy(self) -> Cursor:
-        """The same, which later changes do not reach."""
-        return Cursor(self.next_group, self.next_task, self.next_problem, dict(self.next_of), list(self.quarantined))
-
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the next group is about."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import anyio
@@ -270,7 +271,7 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
     async with written(incarnation):
         incarnation.deliver(1)
         await incarnation.journal.written()
-        known = incarnation.buffer.samples.ledger.copy()
+        known = deepcopy(incarnation.buffer.samples.ledger)
         file = journal_folder(run_dir) / "000000-step-000000.log"
         size = file.stat().st_size
         # A file may not grow beyond this: writes fail in the middle, as on a full disk.

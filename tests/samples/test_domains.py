@@ -110,8 +110,8 @@ def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> 
     domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     domains.issued("a")
     domains.trains("a")
-    assert DomainShares(rules(a=1, b=1), 4, 1, domains.state()).next([]) == "b"
-    assert DomainShares(rules(a=2, b=1), 4, 1, domains.state()).row([]) == {}
+    assert DomainShares(rules(a=1, b=1), 4, 1, domains.shared).next([]) == "b"
+    assert DomainShares(rules(a=2, b=1), 4, 1, domains.shared).row([]) == {}
 
 
 def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_kept() -> None:
@@ -135,11 +135,11 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
             assert domains.filtered("a", []) == 0
         else:
             domains.trains("b")
-    assert 14 <= domains.state().trained["b"] <= 16, "they take turns"
+    assert 14 <= domains.shared.trained["b"] <= 16, "they take turns"
     most = domains.most([])
     assert most is not None
     assert most["b"] >= 4, "what came to nothing holds nobody back"
-    again = DomainShares(rules(a=1, b=1), 8, 0, domains.state())
+    again = DomainShares(rules(a=1, b=1), 8, 0, domains.shared)
     assert again.most([]) == most
     again.kept("a")
     assert [again.filtered("a", []) for _ in range(16)][-1] == 16

@@ -26,15 +26,10 @@ class Claims:
 
     def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
         self._leases = leases
-        self._open: set[int] = set()
+        self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
         """Those that nobody has claimed yet."""
-        self.void: list[int] = []
+        self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
         """Those whose nodes have ended with the hub."""
-        for member in leases.out.values():
-            if survives(member.node):
-                self._open.add(member.lease_id)
-            else:
-                self.void.append(member.lease_id)
 
     def __bool__(self) -> bool:
         """Whether there is something to claim."""

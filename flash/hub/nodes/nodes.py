@@ -24,12 +24,7 @@ OF_ALL = (WeightsError, ContractError)
 
 
 class Nodes(HubPart):
-    """See the module's docstring.
-
-    Args:
-        parts: what all parts of the hub are given.
-        members: tell nodes that come and go from the hub's own.
-    """
+    """See the module's docstring. `members` tell nodes that come and go from the hub's own."""
 
     def __init__(self, parts: Parts, members: Members) -> None:
         super().__init__(parts)

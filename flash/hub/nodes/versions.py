@@ -14,18 +14,9 @@ from flash.hub.parts import HubPart, Parts
 
 
 class Versions(HubPart):
-    """See the module's docstring.
+    """See the module's docstring. A node that loads is given its share of the `work` later."""
 
-    Args:
-        parts: what all parts of the hub are given.
-        work: whose shares a node that loads is given later, and which there may be more of with a version.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        work: Work,
-    ) -> None:
+    def __init__(self, parts: Parts, work: Work) -> None:
         super().__init__(parts)
         self._work, self._shares = work, work.shares
 

@@ -9,7 +9,6 @@ not be left half done goes on when the rank that has asked for it is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 import msgspec
@@ -24,9 +23,9 @@ from flash.hub.ranks.trainers import Trainers
 from flash.hub.state import HubState
 from flash.samples.batches import cut, deal, gather
 from flash.samples.measures import means, measured
-from flash.samples.slices import drained, forgotten, in_slices
+from flash.samples.slices import forgotten, in_slices
 from flash.transport.slices import encoded_pieces
-from flash.types import Batch, Published, Shard, Trajectory
+from flash.types import Batch, Published, Shard
 
 
 class _Again(msgspec.Struct):
@@ -44,21 +43,14 @@ class Steps(HubPart):
     """See the module's docstring.
 
     Args:
-        parts: what all parts of the hub are given.
+        parts: of the hub.
         work: of the nodes, who are given what a step makes room for.
         versions: are announced there.
         trainers: the ranks, and which of their incarnations counts.
         part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        work: Work,
-        versions: Versions,
-        trainers: Trainers,
-        part_bytes: int,
-    ) -> None:
+    def __init__(self, parts: Parts, work: Work, versions: Versions, trainers: Trainers, part_bytes: int) -> None:
         super().__init__(parts)
         self._work = work
         self._versions = versions
@@ -68,8 +60,7 @@ class Steps(HubPart):
         self._kept_waiting = 0
         """Publications and goodbyes that wait for engines."""
         self._shards: list[list[Shard]] = []
-        """In parts."""
-        self._trained: list[Trajectory] = []
+        """Of each rank, in parts."""
         self._wanted = self._saves = False
         """Whether a checkpoint is wanted after the next batch, and after this one."""
         self._asking = 0
@@ -182,7 +173,6 @@ class Steps(HubPart):
             await self._journal.written()  # ranks that start again are given the same batch
             self._shards = shards
             self._progress.batch = "dealt"
-            self._trained = batch.trajectories
             self._wanted, self._saves = False, self._wanted
             self._observer.batch(batch)
             self._progress.stages_ended += 1
@@ -205,18 +195,19 @@ class Steps(HubPart):
 
     async def _book(self, request: p.Commit) -> None:
         # Emptied in slices below: to free them all at once would take as long as all the rest.
-        trained, self._trained = list(self._trained), []
-        dealt: list[list[Any]] = [list(self._shards[0][0].batch)]
-        dealt += [list(part.samples) for parts in self._shards for part in parts]
+        entries = list(self._shards[0][0].batch)
+        dealt = [list(part.samples) for parts in self._shards for part in parts]
         self._shards, self._progress.batch = [], "none"
         self._buffer.commit(self._progress.version)
         self._progress.version += 1
         await self._work.tidy()
         branches = Branches()
-        samples = await in_slices(means(map(measured, branches.count(drained(trained)))))
-        for items in dealt:
-            await in_slices(forgotten(items))
-        engines, seen = list(self._fleet.engines()), branches.metrics() | samples
+        trained = branches.count(sample.trajectory for samples in dealt for sample in samples)
+        measures = await in_slices(means(map(measured, trained)))
+        await in_slices(forgotten(entries))
+        for samples in dealt:
+            await in_slices(forgotten(samples))
+        engines, seen = list(self._fleet.engines()), branches.metrics() | measures
         self._observer.trained(request.step, request.seen)
         wish = self._observer.step(
             self._metrics.row(self._progress.version, seen, request.metrics, self._samples, engines, self._now())

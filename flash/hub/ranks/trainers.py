@@ -32,7 +32,7 @@ class Trainers(HubPart):
     """See the module's docstring.
 
     Args:
-        parts: what all parts of the hub are given.
+        parts: of the hub.
         start: what the first incarnation begins with.
         number: of the first incarnation.
     """
