@@ -31,7 +31,7 @@ class HubState(msgspec.Struct):
 
     version: int
     buffer: BufferState
-    journal: int = 0
+    journal: int
     """The number of the journal's file with what came after it."""
 
     @classmethod

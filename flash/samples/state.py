@@ -39,9 +39,9 @@ class BufferState(msgspec.Struct):
 
     made: Made
     cursor: Cursor
-    places: Places = msgspec.field(default_factory=Places)
-    groups: list[Group] = []
-    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    places: Places
+    groups: list[Group]
+    ledger: Ledger
     formed: list[Formed] = msgspec.field(default_factory=list[Formed], name="again")
     """What is to be trained again."""
     withdrawn: dict[int, Outcome] = {}
@@ -90,7 +90,7 @@ class Samples:
         lease_ids: Iterator[int] | None = None,
     ) -> None:
         contract, rules = made.contract, made.rules
-        state = state or BufferState(made, source.cursor)
+        state = state or BufferState(made, source.cursor, Places(), [], Ledger())
         ahead = state.put_back(step) if contract.max_age < state.made.contract.max_age else set[int]()
         self._made = made
         self.contract = contract

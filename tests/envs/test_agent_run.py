@@ -129,7 +129,7 @@ def test_a_run_whose_hub_dies_goes_on_from_its_journal_with_all_branches() -> No
     assert replay.delivered > 0
     buffer = replay.state(replay.reached)
     assert buffer is not None
-    state = HubState(replay.reached, buffer)
+    state = HubState(replay.reached, buffer, journal=0)
     second = world(state=msgspec.msgpack.encode(state), journal=journal, incarnation=1)
     end = run_virtual(second.run)
     assert end.version == 5

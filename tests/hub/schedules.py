@@ -410,7 +410,7 @@ class Schedule:
                 self.problems += 1
                 env = msgspec.structs.replace(self.config.env, options={"number": self.problems})
                 self.config = msgspec.structs.replace(self.config, env=env)
-        self.hub = self.start_hub(HubState(self.version, buffer), held)
+        self.hub = self.start_hub(HubState(self.version, buffer, journal=0), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
         tasks.start_soon(self._train)

@@ -50,7 +50,7 @@ class Next:
         self.hub = Hub(
             *(self.config, self.observer),
             now=anyio.current_time,
-            inherited=Inheritance(HubState(0, buffer), {0}, incarnation=incarnation),
+            inherited=Inheritance(HubState(0, buffer, journal=0), {0}, incarnation=incarnation),
             records=Records(journal=self.journal),
         )
         self.gate, self.peer = Gate(self.hub, self.config), Peer(1, "guest-7", "127.0.0.1:1")

@@ -26,7 +26,7 @@ def make_config(**tables: Any) -> Config:
 
 
 def stored_state() -> bytes:
-    return msgspec.msgpack.encode(HubState(3, make_buffer(batch=16, group=4).samples.snapshot()))
+    return msgspec.msgpack.encode(HubState(3, make_buffer(batch=16, group=4).samples.snapshot(), journal=0))
 
 
 def test_a_state_comes_back_for_the_run_that_made_it() -> None:

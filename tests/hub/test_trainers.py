@@ -131,7 +131,7 @@ class World:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        self.open(self.past, HubState(replay.reached, buffer), Start(0, "step-0"), incarnation)
+        self.open(self.past, HubState(replay.reached, buffer, journal=0), Start(0, "step-0"), incarnation)
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1

@@ -150,7 +150,7 @@ class Incarnations:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        return msgspec.msgpack.encode(HubState(replay.reached, buffer))
+        return msgspec.msgpack.encode(HubState(replay.reached, buffer, journal=0))
 
     @property
     def engines(self) -> list[FakeEngine]:

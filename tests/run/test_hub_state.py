@@ -33,7 +33,7 @@ def large_state() -> HubState:
     for lease in leases[:16]:
         buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=100_000))
     finish_all(buffer, leases[16:], 0)
-    return HubState(3, buffer.samples.snapshot())
+    return HubState(3, buffer.samples.snapshot(), journal=0)
 
 
 async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksum_that_were_told(

@@ -122,7 +122,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
                 replay.apply(event)
             buffer = replay.state(0)
             assert buffer is not None
-            state = HubState(0, buffer)
+            state = HubState(0, buffer, journal=0)
             async with job.hub(
                 inherited=Inheritance(state, {0}, incarnation=2), records=Records(journal=journal)
             ) as hub:

@@ -119,7 +119,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         notes.append(
             f"the run goes back from version {booked} to {until}, and does these steps again: no journal tells of them"
         )
-    return Restored(HubState(until, buffer).belonging_to(config), begin, place, notes)
+    return Restored(HubState(until, buffer, journal=0).belonging_to(config), begin, place, notes)
 
 
 def kept_state(checkpoint: Path, config: Config) -> HubState:
