@@ -206,21 +206,16 @@ class Trainers(HubPart):
         if self._lost_at is None:
             self._lost_at = self._now()
         self.incarnations.end()
-        self._end_calls()
-        self._observer.failure("trainers_lost", str(error))
-        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
-
-    def _end_calls(self) -> None:
-        """Nothing more is answered to the newest incarnation; the next one begins with what is chosen then."""
         self._changed()
-        if self._past is not None:
-            self._start = None
-        self._store = None
-        self._progress.reachable = False
-        self._progress.stages_ended += 1
+        # Nothing more is answered to it; the next one begins with what is chosen then.
+        self._start = self._store = None
+        progress.reachable = False
+        progress.stages_ended += 1
         for call in self._calls:
             call.cancel()
-        self._progress.send("run", "batches", "engines")
+        progress.send("run", "batches", "engines")
+        self._observer.failure("trainers_lost", str(error))
+        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
 
     async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
         """The answer to a rank of the newest incarnation. Raises IncarnationOverError: that one ended before."""
