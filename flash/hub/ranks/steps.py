@@ -60,7 +60,7 @@ class Steps(HubPart):
         self._kept_waiting = 0
         """Publications and goodbyes that wait for engines."""
         self._shards: list[list[Shard]] = []
-        """Of each rank, in parts."""
+        """In parts."""
         self._wanted = self._saves = False
         """Whether a checkpoint is wanted after the next batch, and after this one."""
         self._asking = 0
