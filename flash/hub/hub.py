@@ -98,8 +98,18 @@ class Hub:
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
         self._evaluations = Evaluations(*of_run, problems.kind_of, lease_ids, inherited.evaluated)
         self.progress = RunProgress(version, newest=version if state is not None else -1)
-        of_all = (self.progress, contract, self.buffer, self._evaluations, records, StepMetrics(self.samples.ledger))
-        self._parts = parts = Parts(config, observer, now, *of_all, Fleet(self.progress))
+        self._parts = parts = Parts(
+            config,
+            observer,
+            now,
+            progress=self.progress,
+            contract=contract,
+            buffer=self.buffer,
+            evaluations=self._evaluations,
+            records=records,
+            metrics=StepMetrics(self.samples.ledger),
+            fleet=Fleet(self.progress),
+        )
         self.members = Members(config, origin)
         self._nodes = Nodes(parts, self.members)
         self.work = self._nodes.work

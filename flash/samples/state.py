@@ -115,8 +115,9 @@ class Samples:
             None if tried_again else state.shared,
             (group.kind for group in state.groups if not group.earlier),
         )
-        parts = (self.pool, self.leases, self.ledger, self.admission, self.domains, self.backlog)
-        self._departures = Departures(contract, rules, *parts)
+        self._departures = Departures(
+            contract, rules, self.pool, self.leases, self.ledger, self.admission, self.domains, self.backlog
+        )
         self.notes: list[str] = []
         """What people should know: the owner empties it."""
         if tried_again:
