@@ -19,6 +19,7 @@ import msgspec
 
 from envs import nested
 from flash.config.objects import check_options, load_environment
+from flash.config.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from flash.environment import (
     Domain,
     Environment,
@@ -60,6 +61,8 @@ class Kind(msgspec.Struct, frozen=True):
     """Responses after which an episode is truncated."""
     max_new_tokens: int | None = None
     """Longest response, in tokens."""
+    temperature: float | None = None
+    """Of sampling, and of the trainer's log-probs; held-out problems have `eval.temperature`."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """What cannot work: the option and what is wrong with it."""
@@ -70,6 +73,9 @@ class Kind(msgspec.Struct, frozen=True):
         for name in ("group_size", "max_turns", "max_new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 yield name, f"expected an integer above 0, got {value}"
+        if self.temperature is not None and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
+            expected = f"expected a number from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+            yield "temperature", f"{expected}, got {self.temperature:g}"
         if self.accuracy_bounds is not None and not self.accuracy_bounds[0] <= self.accuracy_bounds[1]:
             yield "accuracy_bounds", f"expected [low, high], got {list(self.accuracy_bounds)}"
         if self.group_size == 1 and self.drop_equal_rewards:

@@ -85,6 +85,21 @@ Observation = str | list[Message]
 """What an environment shows: plain text, or chat messages that go through the model's chat template."""
 
 
+class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What makes of the policy's logits the distribution that a sample's tokens are drawn from.
+
+    It goes with the sample: the engine draws from this distribution, and the trainer takes log-probs under it. Fields
+    have the names that vLLM has for them.
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 is greedy, of which nothing can be trained."""
+
+
+PLAIN = Sampling()
+"""The policy's own distribution."""
+
+
 class Task(msgspec.Struct, frozen=True, gc=False):
     """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
 
@@ -99,6 +114,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     """How many times this task was tried before."""
     kind: str = ""
     """The kind of environment, where the run mixes several (see envs.mixture)."""
+    sampling: Sampling = PLAIN
+    """How its responses are sampled."""
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):

@@ -44,7 +44,7 @@ class Marks(RhythmPass):
         if self._by == "random":
             return self._rng.random(len(micro.target_T))
         with torch.no_grad():
-            entropy_T = policy_logprobs(self._model, micro, 1.0).entropy_T
+            entropy_T = policy_logprobs(self._model, micro).entropy_T
         reshard(self._model)
         return entropy_T.double().cpu().numpy()
 

@@ -93,7 +93,7 @@ def config_for(dtype: str, head: str) -> Config:
 
 async def sample(config: Config, count: int) -> tuple[list[Sampled], float]:
     """Answers of a real engine, and its tokens per second."""
-    from flash.rollout.engine import GenerateRequest, SamplingSettings
+    from flash.rollout.engine import GenerateRequest
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.rollout.vllm.engine import VLLMEngine
 
@@ -104,7 +104,7 @@ async def sample(config: Config, count: int) -> tuple[list[Sampled], float]:
 
     async def one(number: int) -> None:
         prompt = tokenizer.render([Message("user", QUESTIONS[number % len(QUESTIONS)])])
-        asked = GenerateRequest(prompt, SamplingSettings(NEW_TOKENS, 1.0), key=number)
+        asked = GenerateRequest(prompt, NEW_TOKENS, key=number)
         async for piece in engine.generate(asked):
             if isinstance(piece, Completion):
                 done.append(Sampled(prompt, list(piece.token_ids), list(piece.logprobs)))
@@ -166,7 +166,7 @@ def trained_differences(config: Config, answers: Sequence[Sampled]) -> Tensor:
             [np.arange(start, start + len(answer.tokens)) for start, answer in zip(starts, part, strict=True)]
         )
         with torch.no_grad():
-            said = token_logprobs(model, packed, action_T - 1, packed.input_P[action_T], temperature=1.0).logp_T
+            said = token_logprobs(model, packed, action_T - 1, packed.input_P[action_T]).logp_T
         gaps.append(said.double() - torch.tensor([gap for answer in part for gap in answer.logprobs]).double())
     return torch.cat(gaps)
 

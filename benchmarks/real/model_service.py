@@ -27,7 +27,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from benchmarks.form import ROOT, Args, Row, main
 from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
-from flash.rollout.engine import EpisodeRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -47,8 +47,7 @@ DRIVER = "MODEL_SERVICE_DRIVER"
 
 SETTINGS = EpisodeSettings(
     seed=None,
-    train=SamplingSettings(ANSWER_TOKENS, 1.0),
-    eval=SamplingSettings(ANSWER_TOKENS, 0.0),
+    max_new_tokens=ANSWER_TOKENS,
     max_length=100_000,
     max_turns=TURNS,
     max_branches=8,

@@ -105,9 +105,12 @@ def layer_cost(case: LayerCase) -> LayerCost:
 
 def in_chunks(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     """As training does it."""
+    import torch
+
     from flash.trainer.model.output_layer import selected_logprobs
 
-    return selected_logprobs(hidden_TD, weight_VD, None, target_T, temperature=TEMPERATURE, entropy_gradient=False)
+    temperature_T = torch.full_like(target_T, TEMPERATURE, dtype=torch.float32)
+    return selected_logprobs(hidden_TD, weight_VD, None, target_T, temperature_T=temperature_T, entropy_gradient=False)
 
 
 def over_whole_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from flash.environment import Environment, wrap
 from flash.errors import EngineDeadError
 from flash.foreign import vllm
 from flash.hub import protocol as p
-from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
@@ -123,7 +123,7 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
     async def one(number: int) -> float:
         env = make_env("")
         observation, _ = await env.reset(number // GROUP)
-        request = GenerateRequest(tokenizer.render(observation), sampling, number)
+        request = GenerateRequest(tokenizer.render(observation), TOKENS, number)
         said: list[int] = []
         async for piece in engine.generate(request):
             said = piece.token_ids
@@ -132,7 +132,6 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
         places.release()
         return result[1]
 
-    sampling = SamplingSettings(TOKENS, 1.0)
     async with anyio.create_task_group() as group:
         for number in range(samples):
             await places.acquire()

@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.form import Args, Row, main
 from benchmarks.real.engine_efficiency import endless_model
 from flash.config.tree import Config, TinyModelConfig
-from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.vllm.engine import VLLMEngine
@@ -75,10 +75,10 @@ async def play(engine: VLLMEngine, session_s: float, dice: random.Random) -> flo
     shown = [[_tokens(dice, SHOWN) for _ in range(TURNS)] for _ in range(SESSIONS)]
 
     async def session(number: int) -> None:
-        context, limit = prompts[number], SamplingSettings(ANSWER, 1.0)
+        context = prompts[number]
         for turn in range(TURNS):
             asked = EpisodeRequest(
-                GenerateRequest(context, limit, key=number * TURNS + turn),
+                GenerateRequest(context, ANSWER, key=number * TURNS + turn),
                 min_version=0,
                 affinity=(number, number),
                 session=number,
@@ -116,7 +116,7 @@ async def measure(config: Config, rounds: int) -> tuple[float, int, list[float],
 
 async def _prefill(engine: VLLMEngine, dice: random.Random) -> float:
     """Seconds of the first token after a prompt that the engine does not know."""
-    request = GenerateRequest(_tokens(dice, LONGEST - 8), SamplingSettings(1, 1.0), key=0)
+    request = GenerateRequest(_tokens(dice, LONGEST - 8), 1, key=0)
     start = time.perf_counter()
     async for _ in engine.generate(request):
         pass

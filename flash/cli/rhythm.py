@@ -136,7 +136,6 @@ def _responses(arguments: argparse.Namespace, config: Config | None, tokenizer: 
         Path(arguments.what),
         arguments.step,
         arguments.samples or SAMPLES,
-        temperature=config.rollout.temperature,
         max_tokens=config.train.max_tokens_per_microbatch,
     )
 
@@ -158,7 +157,8 @@ def _tell(seen: RhythmSeen, show: int) -> None:
     _say(f"weights     {escaped(seen.weights)}")
     count = len(seen.responses)
     of = "1 response" if count == 1 else f"{count} responses"
-    _say(f"looked at   {of} of {tokens} tokens, entropies at temperature {seen.temperature:g}")
+    at = ", ".join(f"{temperature:g}" for temperature in seen.temperatures)
+    _say(f"looked at   {of} of {tokens} tokens, entropies at temperature {at}")
     _say(f"heads       of layers {layers}, as layer.head (span in tokens):")
     for line in head_lines(seen.heads, columns):
         _say(line)

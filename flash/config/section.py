@@ -17,7 +17,8 @@ LearningRate = Annotated[float, Meta(gt=0, le=1)]
 """Adam moves each weight by about the learning rate: above 1 nothing of a model is left after a step."""
 LOWEST_TEMPERATURE = 0.01
 """Engines take what is below for this, and so would sample from another distribution than the trainer assumes."""
-Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=100)]
+HIGHEST_TEMPERATURE = 100
+Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)]
 Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
 """Seconds. Nothing that crosses a network is there for sure within a tenth of one; clocks end at some centuries."""
 PositiveFloat = Annotated[float, Meta(gt=0)]

@@ -283,6 +283,8 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     """Responses after which an episode is truncated."""
     max_new_tokens: int | None = None
     """Longest response, in tokens."""
+    temperature: float | None = None
+    """Of sampling, and of the trainer's log-probs; above 0. Evaluations have their own."""
 
 
 NO_DOMAINS: Mapping[str, Domain] = MappingProxyType({})

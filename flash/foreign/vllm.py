@@ -8,7 +8,7 @@ is used: importing this module needs none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -289,12 +289,15 @@ def is_refusal(error: BaseException) -> bool:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def sampling_parameters(temperature: float, max_tokens: int, stop: Sequence[str] = ()) -> Any:
-    """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come."""
+def sampling_parameters(distribution: Mapping[str, Any], max_tokens: int, stop: Sequence[str] = ()) -> Any:
+    """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come.
+
+    `distribution`: what it is drawn from, by vLLM's own names.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=temperature,
+        **distribution,
         max_tokens=max_tokens,
         logprobs=0,
         flat_logprobs=True,

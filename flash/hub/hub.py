@@ -84,9 +84,10 @@ class Hub:
         contract, rules = age_contract(config), buffer_rules(config, problems.domains)
         lease_ids = count(incarnation << LEASES)
         cursor = state.buffer.cursor if state is not None else None
+        sizes = rules.sizes(config.rollout.group_size)
         self.buffer = SampleBuffer(
             contract,
-            TaskSource(config.run.seed, rules.sizes(config.rollout.group_size), problems.kind_of, cursor),
+            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings()),
             rules,
             step=version,
             state=state.buffer if state is not None else None,

@@ -66,7 +66,8 @@ class RhythmSeen(msgspec.Struct, frozen=True):
 
     weights: str
     options: Rhythm
-    temperature: float
+    temperatures: list[float]
+    """At which the responses were sampled, and entropies are."""
     heads: list[HeadSeen]
     responses: list[ResponseSeen]
     couplings: list[Coupling]

@@ -12,17 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from flash.errors import EngineDeadError
-from flash.types import Completion, Published, VersionRun
-
-
-class SamplingSettings(msgspec.Struct, frozen=True):
-    """How to sample one response."""
-
-    max_new_tokens: int
-    temperature: float
-    """0 is greedy."""
-    stop: tuple[str, ...] = ()
-    """Texts of which the first ends the response; its tokens are the response's last."""
+from flash.types import PLAIN, Completion, Published, Sampling, VersionRun
 
 
 def ignored(tokens: int) -> None:
@@ -34,10 +24,14 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     prompt: list[int]
     """Token ids."""
-    sampling: SamplingSettings
+    max_new_tokens: int
+    """Without `done`."""
     key: int
     """Names the response: equal whenever the same one is asked for again. A simulated engine derives its length from
     it; one that samples need not look at it."""
+    sampling: Sampling = PLAIN
+    stop: tuple[str, ...] = ()
+    """Texts of which the first ends the response; its tokens are the response's last."""
     done: int = 0
     """The last tokens of the prompt that are the response's own, sampled before its request moved to this engine."""
     seed: int | None = None
@@ -108,8 +102,8 @@ class Engine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
-        `sampling.max_new_tokens` counts new tokens, without `request.done`; `Completion` holds the new ones. Closing
-        or cancelling the iterator aborts the request in the engine.
+        `Completion` holds the new tokens, without `request.done`. Closing or cancelling the iterator aborts the request
+        in the engine.
         """
         ...
 

@@ -81,7 +81,7 @@ class FakeEngine:
         self.requests.append(request)
         problem = len(request.prompt) - request.done
         answer = self._answer(request.prompt[:problem])[request.done :]
-        tokens = answer[: request.sampling.max_new_tokens]
+        tokens = answer[: request.max_new_tokens]
         finish = "length" if len(answer) > len(tokens) else "stop"
         self.waiting += 1
         try:

@@ -31,12 +31,11 @@ class Response:
         self._moved_at = len(self._tokens)
         if not self._tokens:
             return self._request
-        request, sampling = self._request, self._request.sampling
-        left = sampling.max_new_tokens - len(self._tokens)
+        request = self._request
         return msgspec.structs.replace(
             request,
             prompt=request.prompt + self._tokens,
-            sampling=msgspec.structs.replace(sampling, max_new_tokens=left),
+            max_new_tokens=request.max_new_tokens - len(self._tokens),
             done=request.done + len(self._tokens),
         )
 
@@ -48,7 +47,7 @@ class Response:
 
     def exhausted(self) -> Completion | None:
         """The whole response, when nothing is left to ask for."""
-        if len(self._tokens) < self._request.sampling.max_new_tokens:
+        if len(self._tokens) < self._request.max_new_tokens:
             return None
         return Completion(self._tokens, self._logprobs, self._versions, "length")
 

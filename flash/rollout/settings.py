@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import msgspec
 
 from flash.config.tree import Config
-from flash.rollout.engine import SamplingSettings
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.proxy import ProxySettings
 from flash.samples.rules import ALIKE, DomainSettings
@@ -15,23 +14,9 @@ from flash.samples.rules import ALIKE, DomainSettings
 
 def episode_settings(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> EpisodeSettings:
     """The part of the configuration that episodes use, and what differs by domain."""
-    run = _episode_settings(config)
-    return msgspec.structs.replace(run, domains={name: _limited(run, domain) for name, domain in domains.items()})
-
-
-def _limited(run: EpisodeSettings, domain: DomainSettings) -> EpisodeSettings:
-    train, held_out = (
-        msgspec.structs.replace(sampling, max_new_tokens=domain.max_new_tokens) for sampling in (run.train, run.eval)
-    )
-    return msgspec.structs.replace(run, max_turns=domain.max_turns, train=train, eval=held_out)
-
-
-def _episode_settings(config: Config) -> EpisodeSettings:
-    limit = config.rollout.max_new_tokens
-    return EpisodeSettings(
+    run = EpisodeSettings(
         seed=config.run.seed if config.seeded else None,
-        train=SamplingSettings(limit, config.rollout.temperature),
-        eval=SamplingSettings(limit, config.eval.temperature),
+        max_new_tokens=config.rollout.max_new_tokens,
         max_length=config.model.max_length,
         max_turns=config.rollout.max_turns,
         max_branches=config.rollout.max_branches,
@@ -42,6 +27,11 @@ def _episode_settings(config: Config) -> EpisodeSettings:
         generate_s=config.deadlines.generate,
         episode_s=config.deadlines.episode,
     )
+    own = {
+        name: msgspec.structs.replace(run, max_turns=domain.max_turns, max_new_tokens=domain.max_new_tokens)
+        for name, domain in domains.items()
+    }
+    return msgspec.structs.replace(run, domains=own)
 
 
 def proxy_settings(config: Config) -> ProxySettings:

@@ -43,7 +43,6 @@ class RhythmResponses:
     names: list[str]
     min_version: int
     """Older action tokens are not trained; a response of such tokens only is not looked at."""
-    temperature: float
     max_tokens: int
     """Of a micro-batch."""
 
@@ -93,12 +92,10 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmRes
         versions=[VersionRun(0, count)],
         turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0)],
     )
-    return RhythmResponses([whole], [text.name], 0, 1.0, len(tokens))
+    return RhythmResponses([whole], [text.name], 0, len(tokens))
 
 
-def recorded_responses(
-    run_dir: Path, step: int | None, samples: int, *, temperature: float, max_tokens: int
-) -> RhythmResponses:
+def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tokens: int) -> RhythmResponses:
     """So many samples of a recorded batch, spread evenly over it; None: of the newest.
 
     Raises:
@@ -132,7 +129,7 @@ def recorded_responses(
         f"step {step}, sample {number} (group {one.task.group_id}, reward {one.reward:g})"
         for number, one in zip(chosen, some, strict=True)
     ]
-    return RhythmResponses(some, names, batch.min_version, temperature, max_tokens)
+    return RhythmResponses(some, names, batch.min_version, max_tokens)
 
 
 def look_at(
@@ -171,12 +168,12 @@ def look_at(
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
         samples = [ShardSample(number, one) for number, one in enumerate(given.trajectories)]
         micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
-        heads, found = look(policy, mesh, micros, options, given.temperature)
+        heads, found = look(policy, mesh, micros, options)
         found.sort(key=lambda one: one.sample)
         seen = RhythmSeen(
             weights=weights,
             options=options,
-            temperature=given.temperature,
+            temperatures=sorted({one.task.sampling.temperature for one in given.trajectories}),
             heads=[HeadSeen(one.layer, one.head, one.span, one.kind) for one in heads],
             responses=[
                 _response(given.names[one.sample], token_texts(tokens.tolist()), options, one.signals, one.multiplier_R)

@@ -16,7 +16,7 @@ from flash.samples.leases import LeaseTable, failed_last
 from flash.samples.measures import means, measured
 from flash.samples.slices import at_once
 from flash.samples.tasks import held_out_tasks
-from flash.types import Failure, Lease, Trajectory
+from flash.types import Failure, Lease, Sampling, Trajectory
 
 
 class EvalRound:
@@ -120,8 +120,9 @@ class Evaluations:
 
     def _begin(self) -> None:
         if self._round is None and self._due:
-            self._round = EvalRound(self._due.pop(0), self._config.samples)
-            for task in held_out_tasks(self._config.problems, self._config.samples, self._kind_of):
+            config, sampling = self._config, Sampling(self._config.temperature)
+            self._round = EvalRound(self._due.pop(0), config.samples)
+            for task in held_out_tasks(config.problems, config.samples, self._kind_of, sampling):
                 self._leases.put(Member(task))
 
     @property

@@ -38,7 +38,8 @@ class Replay:
             self._begin(state.made, state, goes_on=True)
 
     def _begin(self, made: Made, state: BufferState | None, *, goes_on: bool = False) -> None:
-        source = TaskSource(0, made.rules.sizes(made.contract.group_size), cursor=state.cursor if state else None)
+        members, cursor = made.rules.sizes(made.contract.group_size), state.cursor if state else None
+        source = TaskSource(0, members, cursor=cursor, samplings=made.rules.samplings())
         self._samples = Samples(made, source, step=self.reached, state=state, goes_on=goes_on)
 
     def apply(self, event: Event) -> None:

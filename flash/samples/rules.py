@@ -14,10 +14,13 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of
+from flash.config.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
+from flash.errors import ConfigError
 from flash.samples.groups import GroupFilter
+from flash.types import PLAIN, Sampling
 
 
 class AgeContract(msgspec.Struct, frozen=True):
@@ -80,6 +83,7 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     """Samples of a group, redundant ones not counted."""
     filter: GroupFilter
+    sampling: Sampling = PLAIN
     max_turns: int = 0
     """Responses after which an episode is truncated."""
     max_new_tokens: int = 0
@@ -87,11 +91,14 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
-        """What a domain leaves open is the run's."""
+        """What a domain leaves open is the run's. Raises ConfigError: nothing can be trained at its temperature."""
         own = msgspec.structs.asdict(domain)
         holds = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
+        if not LOWEST_TEMPERATURE <= holds["temperature"] <= HIGHEST_TEMPERATURE:
+            expected = f"from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+            raise ConfigError(f"a domain's temperature: expected a number {expected}, got {holds['temperature']:g}")
         kept = GroupFilter(holds.pop("drop_equal_rewards"), holds.pop("accuracy_bounds"))
-        return cls(filter=kept, **holds)
+        return cls(filter=kept, sampling=Sampling(holds.pop("temperature")), **holds)
 
 
 class Problems(NamedTuple):
@@ -130,6 +137,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     waves: bool = False
     """Groups start in batches, the next batch when the last one is home."""
     filter: GroupFilter = GroupFilter()
+    sampling: Sampling = PLAIN
     domains: dict[str, DomainSettings] = {}
     """By the kind of their problems; empty: nothing is decided by kind."""
     drift: float = 1.0
@@ -145,6 +153,10 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         """Members of a group of each domain, redundant ones included; those of other kinds under the empty name."""
         named = {name: domain.group_size for name, domain in self.domains.items()}
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
+
+    def samplings(self) -> dict[str, Sampling]:
+        """How the samples of each domain are sampled; those of other kinds under the empty name."""
+        return {"": self.sampling, **{name: domain.sampling for name, domain in self.domains.items()}}
 
 
 def age_contract(config: Config) -> AgeContract:
@@ -166,6 +178,7 @@ def buffer_rules(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.d
         whole_groups=not rollout.replicate_prompts,
         waves=not rollout.queue_scheduling,
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
+        sampling=Sampling(rollout.temperature),
         domains=dict(domains),
         drift=rollout.share_drift,
         problems=fingerprint(config.env),

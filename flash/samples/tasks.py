@@ -8,15 +8,18 @@ to one group; a restart continues at the stored cursor. Problems of a quarantine
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from flash.environment.interface import HELD_OUT
 from flash.errors import BreakerError, ContractError
-from flash.types import Task
+from flash.types import PLAIN, Sampling, Task
 
 SEED_STRIDE = 1 << 20
 """Problems per run seed before two seeds share some."""
+PLAIN_FOR_ALL: Mapping[str, Sampling] = MappingProxyType({"": PLAIN})
+"""Of problems that are all sampled alike."""
 SEARCH = 10_000
 """Problems looked at for one whose kind is not quarantined."""
 
@@ -51,6 +54,7 @@ class TaskSource:
         members: tasks per group, redundant ones included; of several kinds by name, of any other under the empty one.
         kind_of: the kind of the problem with this seed; one kind for all by default.
         cursor: where a former incarnation stopped.
+        samplings: how they are sampled; by kind as `members`.
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class TaskSource:
         members: int | Mapping[str, int],
         kind_of: Callable[[int], str] = lambda seed: "",
         cursor: Cursor | None = None,
+        samplings: Mapping[str, Sampling] = PLAIN_FOR_ALL,
     ) -> None:
         self._run_seed = run_seed
         self._members: Mapping[str, int] = {"": members} if isinstance(members, int) else members
         self._kind_of = kind_of
+        self._samplings = samplings
         self.cursor = cursor or Cursor()
 
     def next_problem(self, domain: str | None = None) -> Problem:
@@ -99,7 +105,8 @@ class TaskSource:
         self.cursor.next_group += 1
         first, members = self.cursor.next_task, self._members.get(problem.kind, self._members[""])
         self.cursor.next_task += members
-        return [Task(first + i, group_id, i, problem.seed, kind=problem.kind) for i in range(members)]
+        kind, sampling = problem.kind, self._samplings.get(problem.kind, self._samplings[""])
+        return [Task(first + i, group_id, i, problem.seed, kind=kind, sampling=sampling) for i in range(members)]
 
     def quarantine(self, kind: str) -> None:
         """Issue no more problems of this kind."""
@@ -112,10 +119,12 @@ class TaskSource:
         return kinds
 
 
-def held_out_tasks(problems: int, samples: int, kind_of: Callable[[int], str] = lambda seed: "") -> list[Task]:
+def held_out_tasks(
+    problems: int, samples: int, kind_of: Callable[[int], str] = lambda seed: "", sampling: Sampling = PLAIN
+) -> list[Task]:
     """The tasks of one evaluation: always the same problems, each with `samples` members."""
     return [
-        Task(problem * samples + sample, problem, sample, seed, split="eval", kind=kind_of(seed))
+        Task(problem * samples + sample, problem, sample, seed, split="eval", kind=kind_of(seed), sampling=sampling)
         for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems))
         for sample in range(samples)
     ]

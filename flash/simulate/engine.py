@@ -203,7 +203,7 @@ class SimEngine:
 
     def _sequence(self, request: GenerateRequest) -> SimSequence:
         natural = max(1, self._response_tokens(request.key) - request.done)
-        limit = request.sampling.max_new_tokens
+        limit = request.max_new_tokens
         return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
 
     def _piece(self, sequence: SimSequence) -> Progress | None:

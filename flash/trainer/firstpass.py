@@ -94,18 +94,20 @@ class Models:
 def policy_logprobs(
     model: PreTrainedModel,
     micro: MicroBatch,
-    temperature: float,
     *,
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
-    """What a policy says of a micro-batch's action tokens, while somebody may look on. A collective."""
+    """What a policy says of a micro-batch's action tokens, at the temperatures they were sampled at. A collective.
+
+    `watch` may look on.
+    """
     return token_logprobs(
         model,
         micro,
         micro.keep_T,
         micro.target_T,
-        temperature=temperature,
+        temperature_T=micro.temperature_T,
         entropy_gradient=entropy_gradient,
         watch=watch,
     )
@@ -113,8 +115,7 @@ def policy_logprobs(
 
 def attend(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
     """Have somebody look on at a forward pass that says next to nothing: of one token. A collective."""
-    one = replace(micro, keep_T=micro.keep_T[:1], target_T=micro.target_T[:1])
-    policy_logprobs(model, one, temperature=1.0, watch=watch)
+    token_logprobs(model, micro, micro.keep_T[:1], micro.target_T[:1], watch=watch)
 
 
 def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[TokenFacts]]:
@@ -162,14 +163,14 @@ def asks_policy(plan: StepPlan, config: Config, method: Method) -> bool:
 @torch.no_grad()
 def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[Passes]]:
     """The forward passes, model by model."""
-    temperature, first = config.rollout.temperature, asks_policy(plan, config, method)
+    first = asks_policy(plan, config, method)
 
     def over(model: PreTrainedModel | None) -> list[list[Tensor | None]]:
         if model is None:
             return _each(plan.minibatches, lambda _: None)
 
         def says(micro: MicroBatch) -> Tensor | None:
-            return policy_logprobs(model, micro, temperature).logp_T
+            return policy_logprobs(model, micro).logp_T
 
         found = _each(plan.minibatches, says)
         reshard(model)
@@ -179,7 +180,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
         rhythm, logp_T = models.rhythm, None
         watch = None if rhythm is None else rhythm.watch(micro)
         if first:
-            logp_T = policy_logprobs(models.policy, micro, temperature, watch=watch).logp_T
+            logp_T = policy_logprobs(models.policy, micro, watch=watch).logp_T
         elif watch is not None:
             attend(models.policy, micro, watch)
         return logp_T, None if rhythm is None or watch is None else rhythm.seen(watch)

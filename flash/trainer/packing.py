@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from flash.errors import ContractError
 from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
-from flash.types import Shard, ShardSample, Trajectory
+from flash.types import PLAIN, Sampling, Shard, ShardSample, Trajectory
 
+Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -58,11 +60,18 @@ class MicroBatch:
     """How many branches of its sample are trained, itself among them."""
     kinds_S: tuple[str, ...]
     """The environment of each sequence, where a mixture has several."""
+    sampling_S: tuple[Sampling, ...]
+    """How each sequence was sampled."""
 
     @property
     def index_T(self) -> Int64Array:
         """Place in `Shard.batch` of each action token's sequence."""
         return self.index_S[self.sequence_T]
+
+    @property
+    def temperature_T(self) -> Float64Array:
+        """At which each action token was sampled."""
+        return np.array([sampling.temperature for sampling in self.sampling_S])[self.sequence_T]
 
     @property
     def sequences(self) -> int:
@@ -93,6 +102,7 @@ DUMMY = MicroBatch(
     index_S=np.zeros(1, dtype=np.int64),
     siblings_S=np.ones(1, dtype=np.int64),
     kinds_S=("",),
+    sampling_S=(PLAIN,),
 )
 """A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
 
@@ -199,7 +209,8 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         turn_T=micro.turn_T[keep_T],
         index_S=micro.index_S[keep_S],
         siblings_S=micro.siblings_S[keep_S],
-        kinds_S=tuple(kind for kind, keep in zip(micro.kinds_S, keep_S, strict=True) if keep),
+        kinds_S=tuple(compress(micro.kinds_S, keep_S)),
+        sampling_S=tuple(compress(micro.sampling_S, keep_S)),
     )
 
 
@@ -230,6 +241,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         index_S=np.array([sequence.index for sequence in sequences], dtype=np.int64),
         siblings_S=np.array([sequence.siblings for sequence in sequences], dtype=np.int64),
         kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
+        sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
     )
     _check_behaviour(micro, sequences)
     return micro
@@ -258,6 +270,8 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
     """int64: where in the sequence its action tokens are; log-probs and versions must fit them."""
     trajectory = sequence.trajectory
     positions = np.flatnonzero(trajectory.action_mask())
+    if trajectory.task.sampling.temperature <= 0:
+        raise ContractError(f"sample {sequence.index} was sampled greedily: at temperature 0 nothing can be trained")
     counts = (len(positions), trajectory.action_count, len(trajectory.action_versions()))
     if len(set(counts)) != 1:
         raise ContractError(

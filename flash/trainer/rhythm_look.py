@@ -36,12 +36,12 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def look(
-    model: PreTrainedModel, mesh: TrainerMesh, micros: Sequence[MicroBatch], options: Rhythm, temperature: float
+    model: PreTrainedModel, mesh: TrainerMesh, micros: Sequence[MicroBatch], options: Rhythm
 ) -> tuple[list[LayerHead], list[Seen]]:
     """The heads, told apart over all these responses, and the responses, in the order of the micro-batches.
 
     The passes are those of a step that begins with one: `model` comes from `shard_model`, over this `mesh`, entropies
-    are of the distributions at this temperature.
+    are of the distributions that tokens were drawn from.
 
     Raises:
         ConfigError: the model has no such layer, or one of them is not attention.
@@ -50,7 +50,7 @@ def look(
     passes: list[tuple[MicroBatch, MicroSignals, FloatArray]] = []
     for micro in micros:
         watch = rhythm.watch(micro)
-        says = policy_logprobs(model, micro, temperature, watch=watch)
+        says = policy_logprobs(model, micro, watch=watch)
         passes.append((micro, rhythm.seen(watch), says.entropy_T.double().cpu().numpy()))
     reshard(model)
     rhythm.choose_heads(mesh)

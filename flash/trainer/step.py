@@ -180,7 +180,7 @@ class Trainer:
         pairs: list[Tensor] = []
         for micro, facts in zip(minibatch.micro_batches, known, strict=True):
             if updated or facts.first_T is None:
-                now = policy_logprobs(self.model, micro, self._config.rollout.temperature)
+                now = policy_logprobs(self.model, micro)
             else:
                 now = TokenLogprobs(facts.first_T, torch.zeros_like(facts.first_T))
             tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=LossLimits())
@@ -215,11 +215,11 @@ class Trainer:
         along: RhythmPass | None,
     ) -> Tensor:
         """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
-        algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
+        algorithm = self._config.algorithm
         with torch.set_grad_enabled(not self._warming_up):
             entropy_gradient = algorithm.entropy_bonus > 0
             watch = None if along is None else along.watch(micro)
-            now = policy_logprobs(self.model, micro, temperature, entropy_gradient=entropy_gradient, watch=watch)
+            now = policy_logprobs(self.model, micro, entropy_gradient=entropy_gradient, watch=watch)
             if along is not None and watch is not None:
                 facts = facts_in_rhythm(facts, along, watch)
             tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=limits)

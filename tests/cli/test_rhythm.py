@@ -15,7 +15,7 @@ from flash.cli.main import main
 from flash.observe.rundir.rundir import RunDirectory
 from flash.trainer.model.tiny_model import save_tokenizer
 from flash.types import Batch, VersionRun
-from tests.trainer.trainer_cases import make_trajectory, write_model
+from tests.trainer.trainer_cases import at, make_trajectory, write_model
 
 TEXT = "12+34=46" * 9
 CONFIG = """
@@ -23,7 +23,7 @@ run = {{ name = "run" }}
 model = {{ path = "{model}", dtype = "float32", max_length = 64 }}
 env = {{ path = "envs.arithmetic:Arithmetic" }}
 cluster = {{ gpus_per_node = 0 }}
-rollout = {{ temperature = 0.8, max_new_tokens = 32 }}
+rollout = {{ max_new_tokens = 32 }}
 algorithm = {{ rhythm = {{ nearest = 2, farthest = 9, window = 4 }} }}
 """
 
@@ -45,7 +45,7 @@ def run_dir(tmp_path: Path, model: Path) -> Path:
     for step in (3, 4):
         versions = [[VersionRun(step, 16)] for _ in range(10)]
         versions[7], versions[8] = [VersionRun(0, 9)], [VersionRun(step, 1)]
-        batch = [make_trajectory(0, member, one, rng, reward=0.5) for member, one in enumerate(versions)]
+        batch = [at(0.8, make_trajectory(0, member, one, rng, reward=0.5)) for member, one in enumerate(versions)]
         run.write_batch(Batch(step, step - 1, batch, []), keep_all=True)
     return run.path
 

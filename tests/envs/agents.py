@@ -13,7 +13,7 @@ import msgspec
 
 from envs.agent import ENDPOINT, Agent, AgentEndpoint, AgentOptions
 from flash.environment import Environment, shared, sharing
-from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -26,8 +26,7 @@ ROLES = {"system": 258, "user": 259, "assistant": 260}
 
 SETTINGS = EpisodeSettings(
     seed=None,
-    train=SamplingSettings(24, 1.0),
-    eval=SamplingSettings(24, 0.0),
+    max_new_tokens=24,
     max_length=4000,
     max_turns=8,
     max_branches=8,
@@ -77,9 +76,9 @@ class Policy:
     async def generate(self, asked: EpisodeRequest) -> Completion:
         request = asked.request
         await anyio.sleep(self._seconds)
-        tokens = list(self._say(request))[: request.sampling.max_new_tokens]
+        tokens = list(self._say(request))[: request.max_new_tokens]
         finish = "stop" if tokens[-1] in self._ends else "length"
-        for stop in request.sampling.stop:
+        for stop in request.stop:
             at = bytes(token for token in tokens if token < 256).find(stop.encode())
             if at >= 0:
                 tokens, finish = tokens[: at + len(stop.encode())], "text"

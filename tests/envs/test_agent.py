@@ -17,7 +17,6 @@ from envs.agent import Agent, AgentOptions
 from envs.mixture import Mixture, MixtureOptions
 from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
-from flash.rollout.engine import SamplingSettings
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Message, Outcome, Trajectory
 from tests.envs.agents import (
@@ -511,7 +510,7 @@ async def needs_whole_answers(base_url: str, api_key: str, task: str) -> str:
 
 
 def test_an_agent_that_fails_for_an_answer_that_was_cut_off_is_truncated_and_not_tried_again() -> None:
-    cut = trajectory("needs_whole_answers", train=SamplingSettings(2, 1.0))
+    cut = trajectory("needs_whole_answers", max_new_tokens=2)
     assert (cut.outcome, cut.reward) == (Outcome.TRUNCATED, 0.0)
     failure("needs_whole_answers")
 

@@ -10,7 +10,7 @@ import pytest
 from envs.agent import ENDPOINT
 from flash.environment import shared, sharing
 from flash.errors import EngineError
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode.episode import KEYS_PER_TASK, Episode, EpisodeProgress
 from flash.rollout.episode.phases import LockStep
 from flash.simulate.clock import run_virtual
@@ -154,6 +154,6 @@ def test_an_engine_that_fails_what_was_asked_ahead_fails_the_episode() -> None:
             raise EngineError("no luck")
         return echo(request)
 
-    played = run_virtual(lambda: play(make(f"{__name__}:asks_at_once"), Policy(fails), train=SamplingSettings(24, 1.0)))
+    played = run_virtual(lambda: play(make(f"{__name__}:asks_at_once"), Policy(fails), max_new_tokens=24))
     assert isinstance(played, Failure)
     assert (played.outcome, played.message) == (Outcome.ENGINE_ERROR, "no luck")

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from flash.rollout.engine import SamplingSettings
 from flash.simulate.clock import run_virtual
 from flash.types import Outcome, Trajectory
 from tests.envs.agents import NODE, Policy, make, play
@@ -139,9 +138,7 @@ def test_whatever_is_asked_is_answered_or_refused_and_the_episode_goes_on(tmp_pa
     async def main() -> None:
         policy = Policy(lambda _: said, seconds=0.0, ends=(end,))
         many = {"max_turns": 10_000, "max_branches": 10_000, "max_tokens": 10**9, "max_length": 20_000}
-        played = await play(
-            make(f"{__name__}:attacks"), policy, tokenizer=tokenizer, train=SamplingSettings(24, 1.0), **many
-        )
+        played = await play(make(f"{__name__}:attacks"), policy, tokenizer=tokenizer, max_new_tokens=24, **many)
         assert isinstance(played, Trajectory), played
         assert played.outcome == Outcome.OK
         answers, _, asked = played.turns[-1].note.partition(" of ")

@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.types import Outcome, ToolCall, Trajectory
 from tests.envs.agents import Policy, make, play
 from tests.envs.forms import ADD, FORMS, HarmonyTokenizer
@@ -50,10 +50,9 @@ async def trained(name: str, tokenizer: HarmonyTokenizer) -> None:
     """One episode of an agent of this module: tokens trained are tokens sampled, in three turns."""
     ends = tokenizer.inner.convert_tokens_to_ids([FORM.end, FORM.call_end])
     policy = Policy(lambda request: sums(request, tokenizer), seconds=0.0, ends=ends)
-    sampling = SamplingSettings(1000, 1.0)
     with anyio.fail_after(60):
         agent = make(f"{__name__}:{name}")
-        played = await play(agent, policy, in_process=False, tokenizer=tokenizer, train=sampling)
+        played = await play(agent, policy, in_process=False, tokenizer=tokenizer, max_new_tokens=1000)
     assert isinstance(played, Trajectory), played
     assert played.outcome == Outcome.OK
     assert played.tokens()[played.action_mask()].tolist() == [token for said in policy.said for token in said.token_ids]

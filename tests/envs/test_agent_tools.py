@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Outcome, ToolCall, Trajectory
@@ -21,7 +21,7 @@ from tests.envs.forms import ADD, FORMS, Form, HarmonyTokenizer, is_object
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # imports most of vLLM
 
-SAMPLING = SamplingSettings(2000, 1.0)
+ROOM = 2000
 CLEAN = "ab the in \n'é🙂漢\u200b,."
 HOSTILE = [
     *CLEAN,
@@ -183,7 +183,7 @@ def test_of_a_thousand_conversations_with_tools_tokens_trained_are_tokens_sample
         told, speaker = Told(), Speaker(FORMS[name], tokenizer, random.Random(f"{name} {seed}"))
         policy = Policy(speaker, ends=speaker.ends)
         env = make(f"{__name__}:uses_tools")
-        played = await play(env, policy, seed, tokenizer=tokenizer, train=SAMPLING, max_length=100_000)
+        played = await play(env, policy, seed, tokenizer=tokenizer, max_new_tokens=ROOM, max_length=100_000)
         calls += check(played, policy, speaker)
         malformed += played.env_metrics().get("malformed_calls", 0) > 0
 

@@ -86,10 +86,10 @@ async def test_a_problem_comes_from_the_environment_of_its_kind():
 
 
 def test_each_kind_is_a_domain_with_what_it_says_of_itself():
-    limits = {"group_size": 16, "accuracy_bounds": [0.1, 0.9], "max_turns": 3, "max_new_tokens": 64}
+    limits = {"group_size": 16, "accuracy_bounds": [0.1, 0.9], "max_turns": 3, "max_new_tokens": 64, "temperature": 0.5}
     domains = Mixture.domains(MixtureOptions(kinds={**KINDS, "mine": BLOCKING | limits}))
     assert domains["easy"] == Domain(weight=3)
-    assert domains["mine"] == Domain(group_size=16, accuracy_bounds=(0.1, 0.9), max_turns=3, max_new_tokens=64)
+    assert domains["mine"] == Domain(**limits | {"accuracy_bounds": (0.1, 0.9)})
 
 
 @pytest.mark.anyio
@@ -163,6 +163,7 @@ def test_the_configurations_form_of_the_options_is_taken():
         ({"a": BLOCKING | {"group_size": 0}}, r"`kinds.a.group_size`: expected an integer above 0"),
         ({"a": BLOCKING | {"max_turns": 0}}, r"`kinds.a.max_turns`: expected an integer above 0"),
         ({"a": BLOCKING | {"max_new_tokens": 1.5}}, r"`kinds.a.max_new_tokens`: expected an integer"),
+        ({"a": BLOCKING | {"temperature": 0}}, r"`kinds.a.temperature`: expected a number from 0.01 to 100, got 0"),
         ({"a": BLOCKING | {"accuracy_bounds": [0.9, 0.1]}}, r"`kinds.a.accuracy_bounds`: expected \[low, high\]"),
         ({"a": BLOCKING | {"accuracy_bounds": [0.9]}}, r"`kinds.a.accuracy_bounds`"),
         ({"a": BLOCKING | {"group_sise": 4}}, r"`kinds.a.group_sise`: .*did you mean `group_size`"),

@@ -13,12 +13,12 @@ import torch
 
 from flash.config.load import load
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.trainer.model.canary import LEAST
 from flash.trainer.model.model import load_model
-from flash.types import Completion, Message
+from flash.types import Completion, Message, Sampling
 from tests.integration.whole_run import REPOSITORY, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -126,7 +126,7 @@ async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[
     try:
         for prompt in prompts:
             pieces = [
-                piece async for piece in engine.generate(GenerateRequest(prompt, SamplingSettings(24, 0.0), key=0))
+                piece async for piece in engine.generate(GenerateRequest(prompt, 24, key=0, sampling=Sampling(0.0)))
             ]
             said += [list(piece.token_ids) for piece in pieces if isinstance(piece, Completion)]
     finally:

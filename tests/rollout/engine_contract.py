@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from flash.errors import EngineDeadError, EngineRefusal
-from flash.rollout.engine import Engine, GenerateRequest, Progress, SamplingSettings
+from flash.rollout.engine import Engine, GenerateRequest, Progress
 from flash.types import Completion, Published, VersionRun
 
 LONG = 160
@@ -36,7 +36,7 @@ class Subject(Protocol):
 
 
 def ask(count: int, first: int = 5) -> GenerateRequest:
-    return GenerateRequest([first, 6, 7], SamplingSettings(count, 1.0), key=first)
+    return GenerateRequest([first, 6, 7], count, key=first)
 
 
 def each(versions: list[VersionRun]) -> list[int]:
@@ -96,7 +96,7 @@ async def a_response_streams_and_ends_at_its_limit(subject: Subject) -> None:
 
 async def an_empty_prompt_is_refused_and_the_engine_is_well(subject: Subject) -> None:
     with pytest.raises(EngineRefusal):
-        await complete(subject.engine, GenerateRequest([], SamplingSettings(4, 1.0), key=0))
+        await complete(subject.engine, GenerateRequest([], 4, key=0))
     assert len((await complete(subject.engine, ask(4))).token_ids) == 4
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from flash.environment import EpisodeView, Said, wrap
 from flash.errors import EngineError, EnvError, RewardError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.episode import (
     Episode,
     EpisodeProgress,
@@ -27,13 +27,12 @@ from flash.rollout.episode.episode import (
 from flash.rollout.episode.phases import FreePhases, LockStep, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.simulate.clock import run_virtual
-from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Tool, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Message, Outcome, Sampling, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
 SETTINGS = EpisodeSettings(
     seed=7,
-    train=SamplingSettings(8, 1.0),
-    eval=SamplingSettings(8, 0.0),
+    max_new_tokens=8,
     max_length=200,
     max_turns=10,
     max_branches=3,
@@ -222,7 +221,6 @@ def test_a_request_carries_the_lease_and_a_key_of_its_turn() -> None:
     run(env, proxy, lease=retried)
     assert [call[1:] for call in proxy.calls] == [(3, (7, 42), 40)] * 2
     assert [call[0].key for call in proxy.calls] == [response_key(LEASE.task, 0), response_key(LEASE.task, 1)]
-    assert all(call[0].sampling == SETTINGS.train for call in proxy.calls)
 
 
 def test_keys_differ_between_tasks_turns_and_splits() -> None:
@@ -252,11 +250,13 @@ def test_a_response_is_asked_for_with_its_seed_where_the_run_has_one() -> None:
     assert bare.calls[0][0].seed is None
 
 
-def test_evaluations_sample_with_their_own_settings() -> None:
-    proxy = Script(say("a"))
-    task = msgspec.structs.replace(LEASE.task, split="eval")
-    run(Env(end(1.0)), proxy, lease=msgspec.structs.replace(LEASE, task=task))
-    assert proxy.calls[0][0].sampling == SETTINGS.eval
+def test_each_response_is_sampled_as_its_task_says_and_the_trajectory_tells_it() -> None:
+    env, proxy = Env(go("x"), end(1.0)), Script(say("a"), say("b"))
+    task = msgspec.structs.replace(LEASE.task, sampling=Sampling(0.3))
+    trajectory = run(env, proxy, lease=msgspec.structs.replace(LEASE, task=task))
+    assert [call[0].sampling for call in proxy.calls] == [Sampling(0.3)] * 2
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.task.sampling == Sampling(0.3)
 
 
 def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
@@ -298,11 +298,11 @@ def test_what_follows_a_response_that_was_cut_off_is_told_so() -> None:
 
 
 def test_a_domain_has_limits_of_its_own() -> None:
-    own = msgspec.structs.replace(SETTINGS, max_turns=1, train=SamplingSettings(3, 1.0))
+    own = msgspec.structs.replace(SETTINGS, max_turns=1, max_new_tokens=3)
     script = Script(say("a"))
     trajectory = succeed(Env(go("x", 0.5)), script, domains={"game": own})
     assert (len(trajectory.turns), trajectory.outcome) == (1, Outcome.TRUNCATED)
-    assert script.calls[0][0].sampling.max_new_tokens == 3
+    assert script.calls[0][0].max_new_tokens == 3
     assert len(succeed(Env(go("x"), end(1.0)), Script(say("a"), say("b")), domains={"other": own}).turns) == 2
 
 
@@ -325,7 +325,7 @@ def test_an_observation_that_leaves_no_room_for_a_response_truncates_the_episode
 def test_a_response_gets_no_more_tokens_than_there_is_room_for() -> None:
     proxy = Script(say("a"), say("b"))
     run(Env(go("x"), end(1.0)), proxy, max_length=12)
-    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [7, 3]
+    assert [call[0].max_new_tokens for call in proxy.calls] == [7, 3]
 
 
 def test_the_last_observation_is_not_rendered() -> None:
@@ -498,13 +498,13 @@ def test_an_environment_that_wants_to_know_of_tokens_is_told_and_may_ask_for_few
         (Said(prompt_tokens=5, tokens=4, cut=False), 9, 200 - len("startabc0|after")),
         (Said(prompt_tokens=15, tokens=3, cut=True), 8, 200 - len("startabc0|afterdef/") - 400),
     ]
-    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [8, 3]
+    assert [call[0].max_new_tokens for call in proxy.calls] == [8, 3]
 
 
 def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
     env, proxy = Knowing(go("after"), go("on"), end(1.0)), Script(say("a"), say("b"), say("c"))
     succeed(env, proxy)
-    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [8, 3, 8]
+    assert [call[0].max_new_tokens for call in proxy.calls] == [8, 3, 8]
 
 
 class Branching(Env):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
@@ -89,7 +89,7 @@ class House:
         def progress(tokens: Sequence[int]) -> None:
             self.progress[task] = self.progress.get(task, 0) + len(tokens)
 
-        request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task, seed=seed)
+        request = GenerateRequest([task, length], 100, key=task, seed=seed)
         try:
             asked = EpisodeRequest(
                 request,
@@ -218,7 +218,7 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
         house = House(engine())
         await house.load_all()
         asked = EpisodeRequest(
-            GenerateRequest([1, 50], SamplingSettings(100, 1.0), key=0),
+            GenerateRequest([1, 50], 100, key=0),
             min_version=0,
             affinity=(0, 0),
             session=0,
@@ -251,7 +251,7 @@ def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> N
         assert house.progress == {1: 19}, "the last token comes with the completion"
         (moved,) = house.engines[1].requests
         assert moved.prompt == [1, 20, *answer([1, 5])]
-        assert (moved.done, moved.sampling.max_new_tokens, moved.key) == (5, 95, 1)
+        assert (moved.done, moved.max_new_tokens, moved.key) == (5, 95, 1)
         house.check_empty()
 
     run(scenario)

@@ -27,9 +27,9 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.engine import VLLMEngine
-from flash.types import Canary, Completion, Published
+from flash.types import Canary, Completion, Published, Sampling
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.update import decode_update, encode_update
 from tests.rollout import engine_contract as contract
@@ -148,7 +148,7 @@ class Served:
 
 
 def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()) -> GenerateRequest:
-    return GenerateRequest(prompt, SamplingSettings(count, temperature, stop), key=0)
+    return GenerateRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
 
 
 def make_config(folder: Path, dtype: str = "float32", **deadlines: float) -> Config:

@@ -13,8 +13,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from flash.errors import BreakerError, ContractError
+from flash.config.tree import RolloutConfig
+from flash.environment.interface import Domain
+from flash.errors import BreakerError, ConfigError, ContractError
 from flash.samples.buffer import SampleBuffer
 from flash.samples.domains import DomainShares
 from flash.samples.groups import GroupFilter
@@ -23,7 +26,7 @@ from flash.samples.replay import Replay
 from flash.samples.rules import AgeContract, BufferRules, DomainSettings
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
-from flash.types import Failure, Lease, Outcome, VersionRun
+from flash.types import Failure, Lease, Outcome, Sampling, VersionRun
 from tests.samples.cases import lease_all, trajectory, void
 
 ANY = GroupFilter()
@@ -55,7 +58,8 @@ def buffer_of(
     **more: Any,
 ) -> SampleBuffer:
     made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
-    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), None if state is None else state.cursor)
+    cursor = None if state is None else state.cursor
+    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), cursor, made.samplings())
     contract = AgeContract(alpha, 2 * groups, 2, steps)
     return SampleBuffer(contract, source, made, step=step, state=state, journal=journal or MemoryJournal())
 
@@ -167,6 +171,35 @@ def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
     assert buffer.samples.ledger.filtered == 4, "all rewards of b were equal"
     again = lease_all(buffer, 0)
     assert {lease.task.kind for lease in again} == {"b"}
+
+
+def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_restart_that_changes_it() -> None:
+    journal, run = MemoryJournal(), RolloutConfig(temperature=0.9)
+    domains = {"a": DomainSettings.of(Domain(temperature=0.3, group_size=2), run)}
+    domains["b"] = DomainSettings.of(Domain(group_size=2), run)
+    buffer = buffer_of(domains, alpha=0, journal=journal)
+    lent = lease_all(buffer, 0)
+    assert Counter((lease.task.kind, lease.task.sampling.temperature) for lease in lent) == {
+        ("a", 0.3): 4,
+        ("b", 0.9): 4,
+    }
+    replay = Replay(None, 0)
+    for event in journal.after(0):
+        replay.apply(event)
+    state = replay.state(until=0)
+    assert state is not None
+    hotter = {name: replace(domain, sampling=Sampling(1.2)) for name, domain in domains.items()}
+    resumed = buffer_of(hotter, alpha=1, state=state)
+    resumed.revoke([lease.lease_id for lease in lent])
+    again = {lease.task for lease in lease_all(resumed, 0)}
+    old = {task for task in again if task.sampling != Sampling(1.2)}
+    assert old == {lease.task for lease in lent}, "what was begun goes on as it began"
+    assert again > old
+
+
+def test_a_domain_cannot_have_a_temperature_of_which_nothing_is_trained() -> None:
+    with pytest.raises(ConfigError, match=r"a domain's temperature: expected a number from 0.01 to 100, got 0"):
+        DomainSettings.of(Domain(temperature=0.0), RolloutConfig())
 
 
 def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:

@@ -6,7 +6,7 @@ from itertools import count
 
 from flash.config.tree import EvalConfig
 from flash.samples.evaluation import Evaluations
-from flash.types import Failure, Lease, Outcome
+from flash.types import Failure, Lease, Outcome, Sampling
 from tests.samples.cases import trajectory
 
 
@@ -45,6 +45,10 @@ def begun(problems: int, retries: int = 1) -> Evaluations:
     evaluations = Evaluations(EvalConfig(problems=problems, samples=1), retries, 0, 8, lambda seed: "", count(100))
     evaluations.published(0)
     return evaluations
+
+
+def test_held_out_problems_have_a_temperature_of_their_own() -> None:
+    assert take(begun(1)).task.sampling == Sampling(0.0)
 
 
 def take(evaluations: Evaluations) -> Lease:

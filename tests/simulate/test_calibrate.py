@@ -25,7 +25,7 @@ from flash.config.tree import (
 )
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
@@ -66,7 +66,7 @@ class Machine:
     async def respond(self, group: int, key: int) -> None:
         prompt = tokens(group, 50 + group * 13 % 100)
         begun = anyio.current_time()
-        request = GenerateRequest(prompt, SamplingSettings(500, 1.0), key * 8192)
+        request = GenerateRequest(prompt, 500, key * 8192)
         done = [piece async for piece in self.engine.generate(request) if isinstance(piece, Completion)]
         spent = anyio.current_time() - begun
         self.turns.setdefault(group, {})[key] = TurnTimes(len(prompt), len(done[0].token_ids), begun, spent, 0.0, 0)

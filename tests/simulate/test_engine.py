@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
-from flash.rollout.engine import GenerateRequest, Progress, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Progress
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
 from flash.simulate.steps import PrefixCache
@@ -134,7 +134,7 @@ class Naive:
 
 def request(arrival: Arrival) -> GenerateRequest:
     prompt = [arrival.problem, *[0] * (arrival.prompt - 1)]
-    return GenerateRequest(prompt, SamplingSettings(NEVER, 1.0), key=arrival.key * 8192)
+    return GenerateRequest(prompt, NEVER, key=arrival.key * 8192)
 
 
 def published(version: int) -> Published:
@@ -242,7 +242,7 @@ def make(places: int = 4, length: int = 50, interval: int = 10, **constants: Any
 
 
 def ask(key: int, *, limit: int = NEVER, done: int = 0) -> GenerateRequest:
-    return GenerateRequest([key, *[0] * (9 + done)], SamplingSettings(limit, 1.0), key=key * 8192, done=done)
+    return GenerateRequest([key, *[0] * (9 + done)], limit, key=key * 8192, done=done)
 
 
 async def collect(engine: SimEngine, request: GenerateRequest) -> tuple[list[Progress], Completion]:
@@ -398,7 +398,7 @@ async def test_a_later_turn_on_the_same_engine_prefills_only_what_is_new() -> No
     await engine.load(published(0), keep_cache=False)
     await collect(engine, ask(1))
     start = anyio.current_time()
-    later = GenerateRequest([1, *[0] * 34], SamplingSettings(NEVER, 1.0), key=1 * 8192 + 2)
+    later = GenerateRequest([1, *[0] * 34], NEVER, key=1 * 8192 + 2)
     await collect(engine, later)
     assert anyio.current_time() - start == pytest.approx(20 * 0.1 + 5 * 0.01)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +93,23 @@ def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENG
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
-def packed_batch(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """Every token but the first of each sequence is predicted."""
+def packed_batch(sequences: Sequence[Tensor], *temperatures: float) -> dict[str, Any]:
+    """Every token but the first of each sequence is predicted, at the temperatures in turn; without any, at 1."""
     packed = in_one_row([ids.numpy() for ids in sequences])
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    return {"sequences": packed, "keep_T": keep_T, "target_T": np.concatenate([ids[1:].numpy() for ids in sequences])}
+    target_T = np.concatenate([ids[1:].numpy() for ids in sequences])
+    temperature_T = np.repeat(in_turn(temperatures, len(sequences)), [len(ids) - 1 for ids in sequences])
+    return {"sequences": packed, "keep_T": keep_T, "target_T": target_T, "temperature_T": temperature_T}
 
 
-def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+def in_turn(temperatures: Sequence[float], sequences: int) -> list[float]:
+    return list(islice(cycle(temperatures or (1.0,)), sequences))
+
+
+def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], *temperatures: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from whole logits of a separate forward pass per sequence."""
     logps, entropies = [], []
-    for ids in sequences:
+    for ids, temperature in zip(sequences, in_turn(temperatures, len(sequences)), strict=True):
         log_share = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
         logps.append(log_share.gather(-1, ids[1:, None])[:, 0])
         entropies.append(-(log_share.exp() * log_share).sum(-1))
@@ -121,8 +127,8 @@ def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Ten
 def gradient(model: PreTrainedModel, sequences: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
     """Of `weighted` · scale, summed over ranks by FSDP."""
     ids = random_sequences()
-    batch = packed_batch([ids[index] for index in sequences])
-    result = token_logprobs(model, **batch, temperature=0.8, entropy_gradient=True)
+    batch = packed_batch([ids[index] for index in sequences], 0.8)
+    result = token_logprobs(model, **batch, entropy_gradient=True)
     (weighted(*result, sequences) * scale).backward()
     grads: dict[str, Any] = {name: value.grad for name, value in model.named_parameters()}
     return {name: grad.full_tensor() for name, grad in grads.items()}

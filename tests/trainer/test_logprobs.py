@@ -61,14 +61,14 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, EVEN_LENGTHS, (5,)], ids=["ragged", "even", "one"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (0.6, 1.0, 1.4)])
 def test_packed_numbers_equal_those_of_whole_logits(
-    any_model: Path, temperature: float, lengths: tuple[int, ...]
+    any_model: Path, temperatures: tuple[float, ...], lengths: tuple[int, ...]
 ) -> None:
     sequences = random_sequences(lengths=lengths)
-    result = token_logprobs(sharded(any_model), **packed_batch(sequences), temperature=temperature)
+    result = token_logprobs(sharded(any_model), **packed_batch(sequences, *temperatures))
     with torch.no_grad():
-        logp_T, entropy_T = one_by_one(reference_model(any_model), sequences, temperature)
+        logp_T, entropy_T = one_by_one(reference_model(any_model), sequences, *temperatures)
     torch.testing.assert_close(result.logp_T.double(), logp_T, rtol=0, atol=6e-6)
     torch.testing.assert_close(result.entropy_T.double(), entropy_T, rtol=0, atol=5e-6)
     assert (result.logp_T.double() - logp_T).norm() < 1e-6 * logp_T.norm()
@@ -98,7 +98,7 @@ def test_several_chunks_give_what_one_gives(any_model: Path) -> None:
 def test_a_micro_batch_that_predicts_nothing_adds_nothing(model: Path) -> None:
     ours = sharded(model)
     nothing = {name: np.zeros(0, dtype=np.int64) for name in ("keep_T", "target_T")}
-    result = token_logprobs(ours, **packed_batch(random_sequences()) | nothing, temperature=1.0)
+    result = token_logprobs(ours, **packed_batch(random_sequences()) | nothing)
     assert result.logp_T.shape == result.entropy_T.shape == (0,)
     result.logp_T.sum().backward()
     assert all(not value.grad.full_tensor().any() for value in ours.parameters())
@@ -107,9 +107,9 @@ def test_a_micro_batch_that_predicts_nothing_adds_nothing(model: Path) -> None:
 def test_half_precision_runs_close_to_full_and_keeps_float32_weights(any_model: Path) -> None:
     batch = packed_batch(random_sequences())
     half = sharded(any_model, "bfloat16")
-    result = token_logprobs(half, **batch, temperature=1.0, entropy_gradient=True)
+    result = token_logprobs(half, **batch, entropy_gradient=True)
     (result.logp_T.sum() + result.entropy_T.sum()).backward()
-    full = token_logprobs(sharded(any_model), **batch, temperature=1.0)
+    full = token_logprobs(sharded(any_model), **batch)
     assert result.logp_T.dtype == result.entropy_T.dtype == torch.float32
     assert 0 < (result.logp_T - full.logp_T).abs().mean() < 0.1
     assert 0 < (result.entropy_T - full.entropy_T).abs().mean() < 0.1
@@ -127,7 +127,7 @@ def test_neither_whole_logits_nor_their_gradient_are_ever_held(tmp_path: Path, e
     assert isinstance(layer, OutputLayer)
     layer.chunk_bytes = chunk_rows * vocabulary * 4
     with Largest() as ours:
-        logp_T, entropy_T = token_logprobs(model, **batch, temperature=1.0, entropy_gradient=entropy_gradient)
+        logp_T, entropy_T = token_logprobs(model, **batch, entropy_gradient=entropy_gradient)
         (logp_T.sum() + entropy_T.sum()).backward()
     with Largest() as whole:
         torch.stack(one_by_one(reference_model(folder), [torch.cat(sequences)], 1.0)).sum().backward()

@@ -18,7 +18,7 @@ from tests.trainer.trainer_cases import VOCABULARY, reference_model, write_model
 def test_a_sliding_window_sees_only_its_window(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", tied=False, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     sequences = random_sequences()
-    result = token_logprobs(sharded(folder), **packed_batch(sequences), temperature=1.0)
+    result = token_logprobs(sharded(folder), **packed_batch(sequences))
     with torch.no_grad():
         logp_T, _ = one_by_one(reference_model(folder), sequences, 1.0)
     torch.testing.assert_close(result.logp_T.double(), logp_T, rtol=0, atol=5e-6)

@@ -13,8 +13,8 @@ ROW = VOCABULARY * 8
 """Bytes of one row of logits in float64."""
 
 
-def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Random hidden states, weight and bias with gradients, and targets."""
+def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float64, hot: float = 1.0) -> dict[str, Any]:
+    """Random hidden states, weight and bias with gradients, and targets; temperatures from 1 to `hot`, evenly."""
     generator = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:
@@ -25,31 +25,32 @@ def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float6
         "weight_VD": leaf(VOCABULARY, WIDTH),
         "bias_V": leaf(VOCABULARY) if bias else None,
         "target_T": torch.randint(0, VOCABULARY, (tokens,), generator=generator),
+        "temperature_T": torch.linspace(1.0, hot, tokens, dtype=torch.float64),
     }
 
 
-def whole_logits(factors: dict[str, Any], temperature: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Leaves in float64, and the log-probs and entropies that follow from them by way of all logits."""
     leaves = {
         name: value.detach().double().requires_grad_()
         for name, value in factors.items()
-        if value is not None and value.is_floating_point()
+        if name in ("hidden_TD", "weight_VD") or (name == "bias_V" and value is not None)
     }
     logits_TV = leaves["hidden_TD"] @ leaves["weight_VD"].T + leaves.get("bias_V", 0.0)
-    log_share_TV = (logits_TV / temperature).log_softmax(-1)
+    log_share_TV = (logits_TV / factors["temperature_T"][:, None]).log_softmax(-1)
     logp_T = log_share_TV.gather(-1, factors["target_T"][:, None])[:, 0]
     return leaves, logp_T, -(log_share_TV.exp() * log_share_TV).sum(-1)
 
 
-def plain(factors: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
+def plain(factors: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, in float64."""
-    _, logp_T, entropy_T = whole_logits(factors, temperature)
+    _, logp_T, entropy_T = whole_logits(factors)
     return logp_T.detach(), entropy_T.detach()
 
 
-def plain_gradients(factors: dict[str, Any], temperature: float, grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def plain_gradients(factors: dict[str, Any], grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Of Σ (log-prob · its grad + entropy · its grad), in float64."""
-    leaves, logp_T, entropy_T = whole_logits(factors, temperature)
+    leaves, logp_T, entropy_T = whole_logits(factors)
     (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
     return {name: value.grad for name, value in leaves.items() if value.grad is not None}
 
@@ -63,24 +64,23 @@ def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * ROW, 7 * ROW, 100 * ROW])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 10])
 def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(tokens: int, chunk_bytes: int) -> None:
-    given = factors(tokens)
+    given = factors(tokens, hot=0.3)
     grads = random_grads(tokens)
     logp_T, entropy_T = selected_logprobs(
         **given,
-        temperature=0.7,
         entropy_gradient=True,
         chunk_bytes=chunk_bytes,
     )
     (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
-    torch.testing.assert_close((logp_T, entropy_T), plain(given, 0.7), rtol=1e-12, atol=1e-13)
-    for name, expected in plain_gradients(given, 0.7, grads).items():
+    torch.testing.assert_close((logp_T, entropy_T), plain(given), rtol=1e-12, atol=1e-13)
+    for name, expected in plain_gradients(given, grads).items():
         torch.testing.assert_close(given[name].grad, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("hot", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_the_finite_differences(temperature: float, bias: bool) -> None:
-    given = factors(4, bias=bias)
+def test_gradients_are_the_finite_differences(hot: float, bias: bool) -> None:
+    given = factors(4, bias=bias, hot=hot)
 
     def numbers(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
         return selected_logprobs(
@@ -88,7 +88,7 @@ def test_gradients_are_the_finite_differences(temperature: float, bias: bool) ->
             weight_VD,
             bias_V,
             given["target_T"],
-            temperature=temperature,
+            temperature_T=given["temperature_T"],
             entropy_gradient=True,
             chunk_bytes=3 * ROW,
         )
@@ -103,17 +103,17 @@ def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float) -> N
         # Logits near 100 are known to 8e-6, and e¹⁰⁰ is no float32.
         given["bias_V"] += offset
     grads = random_grads(50)
-    numbers = selected_logprobs(**given, temperature=1.0, entropy_gradient=True, chunk_bytes=9 * ROW)
+    numbers = selected_logprobs(**given, entropy_gradient=True, chunk_bytes=9 * ROW)
     (numbers[0] @ grads[0].float() + numbers[1] @ grads[1].float()).backward()
-    for found, expected in zip(numbers, plain(given, 1.0), strict=True):
+    for found, expected in zip(numbers, plain(given), strict=True):
         assert (found.double() - expected).norm() < tolerance * expected.norm()
-    for name, gradient in plain_gradients(given, 1.0, grads).items():
+    for name, gradient in plain_gradients(given, grads).items():
         assert (given[name].grad.double() - gradient).norm() < tolerance * gradient.norm()
 
 
 def test_entropy_has_no_gradient_unless_asked_for() -> None:
     given = factors(5)
-    logp_T, entropy_T = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
+    logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=False)
     assert logp_T.requires_grad
     assert not entropy_T.requires_grad
 
@@ -121,18 +121,18 @@ def test_entropy_has_no_gradient_unless_asked_for() -> None:
 def test_a_frozen_weight_gets_no_gradient() -> None:
     given = factors(5)
     given["weight_VD"].requires_grad_(False)
-    logp_T, _ = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
+    logp_T, _ = selected_logprobs(**given, entropy_gradient=False)
     logp_T.sum().backward()
     assert given["weight_VD"].grad is None
     zero = torch.zeros(5, dtype=torch.float64)
-    expected = plain_gradients(given, 1.0, (torch.ones_like(zero), zero))
+    expected = plain_gradients(given, (torch.ones_like(zero), zero))
     torch.testing.assert_close(given["hidden_TD"].grad, expected["hidden_TD"])
 
 
 def test_bfloat16_factors_give_float32_numbers_within_the_rounding_of_their_logits() -> None:
     given = factors(40, dtype=torch.bfloat16)
-    logp_T, entropy_T = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
-    expected = plain(given, 1.0)
+    logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=False)
+    expected = plain(given)
     assert logp_T.dtype == entropy_T.dtype == torch.float32
     # Logits go to about 10, and bfloat16 has 8 bits.
     torch.testing.assert_close((logp_T.double(), entropy_T.double()), expected, rtol=0, atol=10 * 2**-8)
@@ -142,9 +142,9 @@ def test_the_weight_gradient_of_bfloat16_factors_does_not_lose_small_parts_of_lo
     tokens = 2000
     given = factors(tokens, dtype=torch.bfloat16)
     grads = (torch.ones(tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64))
-    logp_T, _ = selected_logprobs(**given, temperature=1.0, entropy_gradient=False, chunk_bytes=1)
+    logp_T, _ = selected_logprobs(**given, entropy_gradient=False, chunk_bytes=1)
     logp_T.sum().backward()
-    expected = plain_gradients(given, 1.0, grads)
+    expected = plain_gradients(given, grads)
     for name in ("weight_VD", "bias_V"):
         found = given[name].grad.double()
         assert (found - expected[name]).norm() < 2**-7 * expected[name].norm()
@@ -153,18 +153,18 @@ def test_the_weight_gradient_of_bfloat16_factors_does_not_lose_small_parts_of_lo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_wide_logits_are_rounded_nowhere(dtype: torch.dtype, bias: bool) -> None:
-    given = factors(40, dtype=dtype, bias=bias)
-    expected_T, expected_entropy_T = plain(given, 0.7)
-    found_T, entropy_T = selected_logprobs(**given, temperature=0.7, entropy_gradient=False, wide=True)
+    given = factors(40, dtype=dtype, bias=bias, hot=0.7)
+    expected_T, expected_entropy_T = plain(given)
+    found_T, entropy_T = selected_logprobs(**given, entropy_gradient=False, wide=True)
     torch.testing.assert_close(found_T.double(), expected_T, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy_T.double(), expected_entropy_T, rtol=0, atol=1e-5)
-    rounded_T, _ = selected_logprobs(**given, temperature=0.7, entropy_gradient=False)
+    rounded_T, _ = selected_logprobs(**given, entropy_gradient=False)
     assert (rounded_T.double() - expected_T).abs().max() > 1e-3
     found_T.sum().backward()
     weight = given["weight_VD"].grad
     assert weight.dtype == dtype
     grads = (torch.ones(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64))
-    wanted = plain_gradients(given, 0.7, grads)["weight_VD"]
+    wanted = plain_gradients(given, grads)["weight_VD"]
     assert (weight.double() - wanted).norm() < 2**-7 * wanted.norm()
 
 
@@ -180,7 +180,7 @@ def test_the_layer_has_the_parameters_of_the_one_it_replaces(bias: bool) -> None
 def test_a_selection_is_over_with_its_block_also_after_an_error() -> None:
     layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY), wide=False)
     hidden = torch.randn(1, 3, WIDTH)
-    selection = Selection(torch.tensor([1, 2, 3]), temperature=1.0, entropy_gradient=False)
+    selection = Selection(torch.tensor([1, 2, 3]), torch.ones(3), entropy_gradient=False)
     with layer.selecting(selection):
         assert layer(hidden).shape == (1, 3, 2)
     with pytest.raises(RuntimeError), layer.selecting(selection):

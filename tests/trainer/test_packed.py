@@ -27,6 +27,9 @@ from tests.trainer.trainer_cases import (
     write_model,
 )
 
+MIXED = (0.8, 1.0, 1.3)
+"""Temperatures of sequences, in turn."""
+
 
 def drawn_tree(rng: np.random.Generator) -> list[Tensor]:
     """Sequences that go on from beginnings of one another, some equal to one, some with nothing in common."""
@@ -54,18 +57,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("seed", range(12))
 def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Path, seed: int) -> None:
     sequences = drawn_tree(np.random.default_rng(seed))
-    batch = packed_batch(sequences)
+    batch = packed_batch(sequences, *MIXED)
     weight_T = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=len(batch["keep_T"]))).float()
     grads: list[dict[str, Tensor]] = []
     for packed in (batch["sequences"], unshared(batch["sequences"])):
         model = sharded(folder)
-        logp_T, entropy_T = token_logprobs(
-            model, **batch | {"sequences": packed}, temperature=0.8, entropy_gradient=True
-        )
+        logp_T, entropy_T = token_logprobs(model, **batch | {"sequences": packed}, entropy_gradient=True)
         (logp_T @ weight_T + entropy_T @ weight_T.flip(0)).backward()
         grads.append({name: value.grad.full_tensor() for name, value in model.named_parameters()})
         with torch.no_grad():
-            expected_T, _ = one_by_one(reference_model(folder), sequences, 0.8)
+            expected_T, _ = one_by_one(reference_model(folder), sequences, *MIXED)
         torch.testing.assert_close(logp_T.double(), expected_T, rtol=0, atol=2e-5)
     assert relative_error(*grads) < 1e-5
 
@@ -78,9 +79,9 @@ def test_every_model_of_a_step_computes_a_prompt_once(folder: Path, make: Any) -
         row = packed_row(micro, model.device)
         prompts = {tuple(micro.input_P[start : start + 1]) for start in micro.offset_S[:-1]}
         assert len(row.input_U) < len(micro.input_P) or len(prompts) == micro.sequences
-        seen = policy_logprobs(model, micro, 1.0).logp_T
+        seen = policy_logprobs(model, micro).logp_T
         whole = Sequences(micro.input_P, micro.position_P, micro.offset_S, micro.computed)
-        alone = token_logprobs(model, unshared(whole), micro.keep_T, micro.target_T, temperature=1.0).logp_T
+        alone = token_logprobs(model, unshared(whole), micro.keep_T, micro.target_T).logp_T
         torch.testing.assert_close(seen, alone, rtol=0, atol=2e-5)
 
 
@@ -95,7 +96,7 @@ def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> 
             seen.extend((query, key))
 
         with torch.no_grad():
-            token_logprobs(model, **batch | {"sequences": packed}, temperature=1.0, watch=watch)
+            token_logprobs(model, **batch | {"sequences": packed}, watch=watch)
         looks.append(seen)
     for shared, alone in zip(*looks, strict=True):
         torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ from msgspec.structs import astuple
 from flash.errors import ContractError
 from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
-from tests.trainer.trainer_cases import branched_shard, make_shard, make_trajectory, part_of, random_shard
+from tests.trainer.trainer_cases import branched_shard, make_shard, make_trajectory, part_of, random_shard, sampled_at
 
 
 def trained_tokens(micro_batches: list[MicroBatch]) -> list[tuple[int, float, int, int]]:
@@ -167,7 +167,7 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
 
 @given(st.lists(st.booleans(), min_size=13, max_size=13))
 def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: list[bool]) -> None:
-    shard = random_shard()
+    shard = sampled_at(random_shard(), 0.7, 1.0, 1.4)
     (micro,) = pack(shard.samples, min_version=0, max_tokens=10_000)
     part = only(micro, np.array(keep)[micro.index_S])
     if not any(keep):
@@ -180,13 +180,20 @@ def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: l
     assert [ids.tolist() for ids in found] == [part.input_P.tolist(), micro.input_P.tolist()]
 
 
+def test_what_was_sampled_greedily_cannot_be_trained() -> None:
+    shard = sampled_at(random_shard(), 0.0)
+    with pytest.raises(ContractError, match=r"sample \d was sampled greedily"):
+        pack(shard.samples, min_version=0, max_tokens=10_000)
+
+
 def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
     """All that is known of each sequence, in an order of their own: which comes first depends on what they share."""
     found: list[tuple[Any, ...]] = []
     for place, (start, stop) in enumerate(pairwise(micro.offset_S)):
         mine_T = micro.sequence_T == place
         whole = (micro.input_P[start:stop], micro.position_P[start:stop], micro.keep_T[mine_T] - start)
-        tokens = [getattr(micro, f"{name}_T")[mine_T] for name in ("target", "behaviour", "mask", "version", "turn")]
+        names = ("target", "behaviour", "mask", "version", "turn", "temperature")
+        tokens = [getattr(micro, f"{name}_T")[mine_T] for name in names]
         facts = (micro.index_S[place], micro.siblings_S[place], micro.kinds_S[place])
         found.append((*facts, *(array.tolist() for array in (*whole, *tokens))))
     return sorted(found)

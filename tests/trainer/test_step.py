@@ -26,6 +26,7 @@ from tests.trainer.trainer_cases import (
     random_shard,
     reference_model,
     relative_error,
+    sampled_at,
     trainer_at,
     unpacked_logprobs,
     weights_of,
@@ -45,15 +46,13 @@ def naive_advantages(shard: Shard) -> list[float]:
     return result
 
 
-def naive_loss(
-    model: Any, shard: Shard, objective: str, aggregation: str, temperature: float = 1.0, *, split: bool = False
-) -> torch.Tensor:
+def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str, *, split: bool = False) -> torch.Tensor:
     """The batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
     sequences = []
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
         branches = [one for one in sample.trajectory.sequences() if one.trained_tokens(shard.min_version)]
         for branch in branches:
-            losses = naive_losses(model, branch, shard.min_version, objective, advantage, temperature)
+            losses = naive_losses(model, branch, shard.min_version, objective, advantage)
             sequences.append(losses / (len(branches) if split else 1))
     if aggregation == "token_mean":
         return torch.cat(sequences).sum() / shard.total_tokens
@@ -63,10 +62,10 @@ def naive_loss(
 
 
 def naive_losses(
-    model: Any, trajectory: Trajectory, min_version: int, objective: str, advantage: float, temperature: float
+    model: Any, trajectory: Trajectory, min_version: int, objective: str, advantage: float
 ) -> torch.Tensor:
     """Of the trained tokens of one sequence."""
-    logp = unpacked_logprobs(model, trajectory, temperature)
+    logp = unpacked_logprobs(model, trajectory)
     losses = []
     for place, (behaviour, version) in enumerate(
         zip(trajectory.behaviour().tolist(), trajectory.action_versions().tolist(), strict=True)
@@ -105,12 +104,12 @@ def stale_shard(garbage: float) -> Shard:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_equals_a_naive_unpacked_float64_loop(model: Path, objective: str, aggregation: str) -> None:
-    shard = random_shard()
+    shard = sampled_at(random_shard(), 0.8, 1.0, 1.3)
     algorithm = {"objective": objective, "aggregation": aggregation}
-    trainer = Trainer(make_config(model, algorithm=algorithm, rollout={"temperature": 0.8}))
+    trainer = Trainer(make_config(model, algorithm=algorithm))
     metrics = trainer.train_step(shard)
     reference = reference_model(model)
-    loss = naive_loss(reference, shard, objective, aggregation, temperature=0.8)
+    loss = naive_loss(reference, shard, objective, aggregation)
     loss.backward()
     expected = {name: value.grad for name, value in reference.named_parameters()}
     assert relative_error(gradient_of(trainer), expected) < 1e-5

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from flash.config.tree import Config
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Sampling, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 
 VOCABULARY = 40
@@ -173,6 +173,18 @@ def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
     return trainer
 
 
+def sampled_at(shard: Shard, *temperatures: float) -> Shard:
+    """The shard, its groups sampled at these temperatures in turn."""
+    places = [sample.trajectory.task.group_id % len(temperatures) for sample in shard.samples]
+    heated = [at(temperatures[place], sample.trajectory) for place, sample in zip(places, shard.samples, strict=True)]
+    return replace(shard, samples=[ShardSample(index, one) for index, one in enumerate(heated)])
+
+
+def at(temperature: float, one: Trajectory) -> Trajectory:
+    """The same, sampled at another temperature."""
+    return replace(one, task=replace(one.task, sampling=Sampling(temperature)))
+
+
 def part_of(shard: Shard, indices: list[int]) -> Shard:
     """The shard of a rank that was dealt these samples."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
@@ -224,9 +236,9 @@ def relative_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> flo
     return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
 
 
-def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
-    """Log-prob of each action token from a forward pass over this sequence alone."""
+def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
+    """Log-prob of each action token, as it was sampled, from a forward pass over this sequence alone."""
     tokens = torch.tensor(trajectory.tokens().tolist())
-    logits = model(input_ids=tokens[None]).logits[0] / temperature
+    logits = model(input_ids=tokens[None]).logits[0] / trajectory.task.sampling.temperature
     positions = np.flatnonzero(trajectory.action_mask())
     return torch.stack([logits[at - 1].log_softmax(-1)[tokens[at]] for at in positions])

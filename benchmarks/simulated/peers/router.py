@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.simulate.engine import SimEngine
 from flash.types import Completion
 
@@ -106,8 +106,8 @@ class Router:
     async def _request(
         self, engine: PeerEngine, prompt: list[int], key: int, max_new_tokens: int, response: Response
     ) -> None:
-        sampling = SamplingSettings(max_new_tokens - response.tokens, 1.0)
-        request = GenerateRequest(prompt + [0] * response.tokens, sampling, key, done=response.tokens)
+        left = max_new_tokens - response.tokens
+        request = GenerateRequest(prompt + [0] * response.tokens, left, key, done=response.tokens)
         stream = engine.generate(request)
         try:
             async for piece in stream:

@@ -14,7 +14,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flash.errors import FlashError
-from flash.rollout.engine import SamplingSettings
 from flash.types import Completion
 
 
@@ -22,7 +21,10 @@ class Wanted(NamedTuple):
     """A response that an episode wants."""
 
     prompt: list[int]
-    sampling: SamplingSettings
+    tokens: int
+    """At most."""
+    stop: tuple[str, ...]
+    """Texts that end it."""
     hears: Callable[[Sequence[int]], None]
     """Told its tokens as they come."""
     name: str = ""
@@ -94,7 +96,7 @@ class Asking:
             EngineError, DeadlineError: there is none.
         """
         named = (one for one in self._expected if wanted.name and one.wanted.name == wanted.name)
-        asked = next((one for one in named if one.wanted[:2] == wanted[:2]), None)
+        asked = next((one for one in named if one.wanted[:3] == wanted[:3]), None)
         if asked is None:
             asked = self._new(wanted)
             return await self._generate(asked, ahead=False), asked.start

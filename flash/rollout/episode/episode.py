@@ -22,7 +22,7 @@ from flash.environment.calls import EnvTimeoutError, called, checked, made
 from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -58,8 +58,8 @@ class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     """Every response is drawn with a seed of its own that follows from this one. None: engines draw as they like."""
 
-    train: SamplingSettings
-    eval: SamplingSettings
+    max_new_tokens: int
+    """Longest response, in tokens."""
     max_length: int
     """Longest sequence of observations and responses, in tokens."""
     max_turns: int
@@ -141,7 +141,13 @@ class Episode:
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
-        limits = EpisodeLimits(settings.max_length, settings.max_turns, settings.max_branches, settings.max_tokens)
+        limits = EpisodeLimits(
+            length=settings.max_length,
+            turns=settings.max_turns,
+            branches=settings.max_branches,
+            tokens=settings.max_tokens,
+            response=settings.max_new_tokens,
+        )
         transcript = Transcript(self._tokenizer, limits)
         state = _EpisodeState(lease, progress, transcript)
         try:
@@ -191,7 +197,7 @@ class Episode:
     async def _turns(self, env: Environment, state: _EpisodeState, ahead: TaskGroup | None) -> Outcome:
         """Turn by turn, until the environment ends the episode or a limit does."""
         state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
-        state.transcript.asks(state.asking, self._sampling(state.task))
+        state.transcript.asks(state.asking)
         transcript, settings = state.transcript, self._settings.of(state.task.kind)
         observation = await self._reset(env, state)
         transcript.show(self._prompt(observation, transcript))
@@ -262,17 +268,15 @@ class Episode:
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
         return await state.asking.respond(wanted)
 
-    def _sampling(self, task: Task) -> SamplingSettings:
-        settings = self._settings.of(task.kind)
-        return settings.eval if task.split == "eval" else settings.train
-
     async def _sample(self, state: _EpisodeState, wanted: Wanted, number: int, *, ahead: bool) -> Completion:
         """The response of a number; one ahead has no part in what the engines keep for the episode."""
         task, settings = state.task, self._settings.of(state.task.kind)
         request = GenerateRequest(
             prompt=wanted.prompt,
-            sampling=wanted.sampling,
+            max_new_tokens=wanted.tokens,
             key=response_key(task, number),
+            sampling=task.sampling,
+            stop=wanted.stop,
             seed=None if settings.seed is None else response_seed(settings.seed, task, number),
             lost=state.lost,
         )

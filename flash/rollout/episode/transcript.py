@@ -20,7 +20,6 @@ import numpy as np
 
 from flash.environment.interface import Expected, Said, Spoken
 from flash.errors import EnvError
-from flash.rollout.engine import SamplingSettings
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.reading import PlainReading
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -53,6 +52,8 @@ class EpisodeLimits(NamedTuple):
     branches: int
     tokens: int
     """Most tokens of all branches together."""
+    response: int
+    """Most tokens of a response."""
 
 
 class _End(NamedTuple):
@@ -124,8 +125,6 @@ class Transcript:
         self._name = ""
         """By which the next response may be expected."""
         self._asking: Asking | None = None
-        self._settings = SamplingSettings(limits.length, 1.0)
-        """How the run samples."""
         self._rendered: tuple[Observation, list[int]] | None = None
 
     # -- EpisodeView -------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ class Transcript:
             hear = expected.hear
             hears = _unheard if hear is None else self._heard(prompt, form, hear, expected.calling)
             most = room if expected.tokens is None else min(expected.tokens, room)
-            self._asking.expect(Wanted(prompt, self._limited(most, expected.stop), hears, expected.name))
+            self._asking.expect(Wanted(prompt, min(most, self._limits.response), expected.stop, hears, expected.name))
 
     def comes(self, name: str) -> None:
         """What is shown next was expected by this name, or has none that was."""
@@ -238,9 +237,9 @@ class Transcript:
 
     # -- Episode -----------------------------------------------------------------------------------------------------
 
-    def asks(self, asking: Asking, settings: SamplingSettings) -> None:
-        """Responses are asked for here, and sampled so."""
-        self._asking, self._settings = asking, settings
+    def asks(self, asking: Asking) -> None:
+        """Responses are asked for here."""
+        self._asking = asking
 
     @property
     def _begins(self) -> bool:
@@ -282,16 +281,6 @@ class Transcript:
         self.tokens.extend(tokens)
         self._rendered = None
 
-    def _sampling(self) -> SamplingSettings:
-        """How the next response is sampled."""
-        most, stop = min(self._room(), self._most), self._stop
-        self._most, self._stop = self._limits.length, ()
-        return self._limited(most, stop)
-
-    def _limited(self, most: int, stop: tuple[str, ...]) -> SamplingSettings:
-        settings = self._settings
-        return SamplingSettings(min(settings.max_new_tokens, most), settings.temperature, stop)
-
     def _listening(self) -> Callable[[Sequence[int]], None]:
         """What is to be told the tokens of the next response as they come."""
         heard, self._hears = self._hears, None
@@ -315,8 +304,9 @@ class Transcript:
 
     def wanted(self) -> Wanted:
         """The next response."""
-        name, self._name = self._name, ""
-        return Wanted(list(self.tokens), self._sampling(), self._listening(), name)
+        most, stop, name = min(self._room(), self._most, self._limits.response), self._stop, self._name
+        self._most, self._stop, self._name = self._limits.length, (), ""
+        return Wanted(list(self.tokens), most, stop, self._listening(), name)
 
     def say(self, completion: Completion) -> None:
         """Append what the policy sampled."""

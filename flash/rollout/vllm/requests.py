@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from flash.errors import EngineError
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.types import VersionRun
+from flash.rollout.engine import GenerateRequest
+from flash.types import Sampling, VersionRun
 
 GOOD_ENDS = ("stop", "length")
 """vLLM's words for the ends that a response should have."""
@@ -20,17 +22,18 @@ class SamplingParameters:
     """vLLM's parameters of requests, made once for all that sample alike."""
 
     def __init__(self) -> None:
-        self._made: dict[SamplingSettings, Any] = {}
+        self._made: dict[tuple[Sampling, int], Any] = {}
 
     def of(self, request: GenerateRequest) -> Any:
         """Those of a request."""
-        sampling = request.sampling
-        made = self._made.get(sampling)
+        alike = request.sampling, request.max_new_tokens
+        made = None if request.stop else self._made.get(alike)
         if made is None:
-            made = vllm.sampling_parameters(sampling.temperature, sampling.max_new_tokens, sampling.stop)
-            if not sampling.stop:  # of which there are as many as agents think of
-                self._made[sampling] = made
-        if request.seed is None or sampling.temperature == 0:
+            distribution = msgspec.structs.asdict(request.sampling)
+            made = vllm.sampling_parameters(distribution, request.max_new_tokens, request.stop)
+            if not request.stop:  # of which there are as many as agents think of
+                self._made[alike] = made
+        if request.seed is None or request.sampling.temperature == 0:
             return made
         # A response that moved here goes on with other draws than those that its first tokens had.
         return vllm.seeded(made, (request.seed + request.done) % SEEDS)
@@ -63,6 +66,6 @@ def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Li
     said = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
     raise EngineError(
         f"{whose} was ended by vLLM, and nobody had asked for that: it says {said} after {tokens} of at most "
-        f"{asked.sampling.max_new_tokens} tokens, on a prompt of {len(asked.prompt)}; why may stand in vLLM's own "
+        f"{asked.max_new_tokens} tokens, on a prompt of {len(asked.prompt)}; why may stand in vLLM's own "
         "words above, of which VLLM_LOGGING_LEVEL=INFO shows more"
     )

@@ -102,7 +102,7 @@ def _draw(logits_V: Tensor, generator: torch.Generator) -> Tensor:
 def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
     """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
     ids_P = np.array(token_ids, dtype=np.int64)
-    result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:], temperature=1.0)
+    result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:])
     reshard(model)
     return result.logp_T.tolist()
 

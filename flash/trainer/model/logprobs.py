@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +17,8 @@ from flash.errors import ConfigError
 from flash.trainer.model.output_layer import OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, packed_row
 from flash.trainer.model.prefixes import Int64Array, PackedSequences
+
+Float64Array = npt.NDArray[np.float64]
 
 
 class TokenLogprobs(NamedTuple):
@@ -32,11 +36,11 @@ def token_logprobs(
     keep_T: Int64Array,
     target_T: Int64Array,
     *,
-    temperature: float,
+    temperature_T: Float64Array | None = None,
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
-    """Log-prob and entropy of each target under softmax(logits / temperature), in float32.
+    """Log-prob and entropy of each target under softmax(logits / temperature), in float32; None: at 1.
 
     `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
     from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
@@ -48,7 +52,9 @@ def token_logprobs(
     row = packed_row(sequences, model.device).watched(watch)
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
-    selection = Selection(torch.from_numpy(target_T).to(model.device), temperature, entropy_gradient)
+    scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
+    target, scale = (torch.from_numpy(each).to(model.device) for each in (target_T, scale_T))
+    selection = Selection(target, scale, entropy_gradient)
     kept = row.layout.row_P[torch.from_numpy(keep_T).to(model.device)]
     with layer.selecting(selection):
         output = model(

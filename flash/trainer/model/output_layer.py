@@ -37,7 +37,8 @@ class Selection:
 
     target_T: Tensor
     """int64: the token at each position whose log-prob is asked for."""
-    temperature: float
+    temperature_T: Tensor
+    """Float: which logits are divided by at each position."""
     entropy_gradient: bool
     answer: Tensor | None = None
     """[1, T, 2]: log-prob and entropy, once the layer has run."""
@@ -77,7 +78,7 @@ class OutputLayer(nn.Module):
             self.weight,
             self.bias,
             selection.target_T,
-            temperature=selection.temperature,
+            temperature_T=selection.temperature_T,
             entropy_gradient=selection.entropy_gradient,
             wide=self.wide,
             chunk_bytes=self.chunk_bytes,
@@ -112,7 +113,7 @@ def selected_logprobs(
     bias_V: Tensor | None,
     target_T: Tensor,
     *,
-    temperature: float,
+    temperature_T: Tensor,
     entropy_gradient: bool,
     wide: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
@@ -124,7 +125,7 @@ def selected_logprobs(
     entropy has a gradient only where asked for.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TD, weight_VD, bias_V, target_T, temperature, entropy_gradient, wide, chunk_bytes
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T, entropy_gradient, wide, chunk_bytes
     )
 
 
@@ -138,20 +139,21 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         target_T: Tensor,
-        temperature: float,
+        temperature_T: Tensor,
         entropy_gradient: bool,
         wide: bool,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
         norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        temperature_T1 = temperature_T.to(logp_T)[:, None]
         product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
         answers = fused(_answers, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
             logits_CV = product(hidden_TD[rows], weight_VD, bias_V)
-            logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature)
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T)
-        ctx.temperature, ctx.entropy_gradient, ctx.chunk_bytes = temperature, entropy_gradient, chunk_bytes
+            logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature_T1[rows])
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
+        ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
         ctx.product = product
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
@@ -159,7 +161,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T = ctx.saved_tensors
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         # Sums over all tokens, so they are wide; the sum over one chunk is the matrix product's own.
@@ -168,11 +170,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
             logits_CV = ctx.product(hidden_TD[rows], weight_VD, bias_V)
-            grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -ctx.temperature for grad_T in grads_T)
+            temperature_C1 = temperature_T1[rows]
+            grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -temperature_C1 for grad_T in grads_T)
             index_C1 = target_T[rows, None]
             entropy_C1 = (entropy_T[rows, None], grad_entropy_C1) if ctx.entropy_gradient else None
             narrow_CV, target_C1 = grad_logits(
-                logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, ctx.temperature, weight_VD.dtype
+                logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, temperature_C1, weight_VD.dtype
             )
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
@@ -210,16 +213,16 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
     return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
 
 
-def _scaled_logits(logits_CV: Tensor, temperature: float) -> Tensor:
+def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
     """[C, V] logits / temperature, wide; in the memory of the logits where it can be."""
     if torch.compiler.is_compiling():
-        return logits_CV.to(_wide(logits_CV)) / temperature
-    return logits_CV.to(_wide(logits_CV)).div_(temperature)
+        return logits_CV.to(_wide(logits_CV)) / temperature_C1
+    return logits_CV.to(_wide(logits_CV)).div_(temperature_C1)
 
 
-def _answers(logits_CV: Tensor, target_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _answers(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[C] each: log-prob of the target, what a scaled logit exceeds its log-prob by, and entropy."""
-    scaled_CV = _scaled_logits(logits_CV, temperature)
+    scaled_CV = _scaled_logits(logits_CV, temperature_C1)
     # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
     peak_C = scaled_CV.amax(-1)
     scaled_CV -= peak_C[:, None]
@@ -237,11 +240,11 @@ def _grad_logits(
     index_C1: Tensor,
     grad_logp_C1: Tensor,
     entropy_C1: tuple[Tensor, Tensor] | None,
-    temperature: float,
+    temperature_C1: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """[C, V], but for what is at the targets, and [C, 1], what is there. `entropy_C1`: the entropy and its gradient."""
-    log_share_CV = _scaled_logits(logits_CV, temperature)
+    log_share_CV = _scaled_logits(logits_CV, temperature_C1)
     log_share_CV -= norm_C1
     if entropy_C1 is None:
         grad_CV = log_share_CV.exp_()

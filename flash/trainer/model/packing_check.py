@@ -89,7 +89,7 @@ def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     ids = [one.cpu().numpy() for one in sequences]
     packed = in_one_row(ids)
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    result = token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids]), temperature=1.0)
+    result = token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids]))
     reshard(model)
     return result.logp_T
 

@@ -9,7 +9,7 @@ import pytest
 from envs.tools import ToolEnv, ToolOptions
 from flash.config.tree import ModelConfig
 from flash.environment import sharing
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Outcome, ToolCall, Trajectory
@@ -43,9 +43,7 @@ def test_tools_are_rendered_calls_are_read_and_results_are_appended(tmp_path: Pa
 
     async def main() -> None:
         async with sharing("test"):
-            played = await live(
-                env, policy, 2, tokenizer=tokenizer, train=SamplingSettings(2000, 1.0), max_length=10_000
-            )
+            played = await live(env, policy, 2, tokenizer=tokenizer, max_new_tokens=2000, max_length=10_000)
         assert isinstance(played, Trajectory), played
         assert played.outcome == Outcome.OK
         assert sum(turn.reward for turn in played.turns) == 1.0
@@ -78,9 +76,7 @@ def test_a_lone_surrogate_in_a_call_is_a_malformed_call_and_no_new_try(tmp_path:
 
     async def main() -> None:
         async with sharing("test"):
-            played = await live(
-                env, policy, 2, tokenizer=tokenizer, train=SamplingSettings(2000, 1.0), max_length=10_000
-            )
+            played = await live(env, policy, 2, tokenizer=tokenizer, max_new_tokens=2000, max_length=10_000)
         assert isinstance(played, Trajectory), played
         assert played.outcome == Outcome.OK
         assert played.env_metrics()["malformed_calls"] == 2
