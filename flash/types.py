@@ -85,11 +85,11 @@ Observation = str | list[Message]
 """What an environment shows: plain text, or chat messages that go through the model's chat template."""
 
 
-class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What makes of the policy's logits the distribution that a sample's tokens are drawn from.
 
     It goes with the sample: the engine draws from this distribution, and the trainer takes log-probs under it. Fields
-    have the names that vLLM has for them.
+    have the names that vLLM has for them; new ones come last.
     """
 
     temperature: float = 1.0
