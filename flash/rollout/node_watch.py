@@ -60,15 +60,15 @@ class NodeWatch:
         )
 
     def _engine(self, record: EngineRecord, seconds: float) -> EngineNow:
-        view, place = record.view, record.view.index
+        place = record.index
         deaths = self._deaths.get(place)
         start, loaded_at = record.loaded or (0.0, None)
         return EngineNow(
             number=record.number,
             state=self._state(record, deaths),
-            version=record.engine.version if view.alive else -1,
+            version=record.engine.version if record.alive else -1,
             running=len(record.running),
-            limit=view.limit,
+            limit=record.limit,
             kv_used=record.engine.pressure.kv_used,
             tokens_per_second=(record.tokens - self._tokens[place]) / seconds if seconds > 0 else 0.0,
             loaded_at=loaded_at,
@@ -79,8 +79,8 @@ class NodeWatch:
         )
 
     def _state(self, record: EngineRecord, deaths: _Deaths | None) -> EngineState:
-        if not record.view.alive:
+        if not record.alive:
             return "gone" if deaths is not None and not deaths.returns else "returning"
-        if record.view.swapping:
+        if record.swapping:
             return "loading"
         return "serving" if record.engine.version >= 0 else "starting"

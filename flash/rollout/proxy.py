@@ -1,8 +1,8 @@
 """LLMProxy: one door to several engines.
 
-`flash.rollout.routing` decides who is served where, `flash.rollout.concurrency` how much an engine may hold; what is
-beyond that waits here. A request whose engine dies, fails it or is emptied for a swap goes on elsewhere with its tokens
-so far; where there is no other it waits with them for the next one. `flash.rollout.usage` keeps who was busy.
+`flash.rollout.routing` decides who is served where, as far as engines may hold more; what is beyond that waits here. A
+request whose engine dies, fails it or is emptied for a swap goes on elsewhere with its tokens so far; where there is no
+other it waits with them for the next one.
 
 Conservation: every `generate` call is waiting, held by exactly one engine, or over.
 """
@@ -83,16 +83,13 @@ class LLMProxy:
     ) -> None:
         self._settings = settings
         self._outages = outages
-        versions = [engine.version for engine in engines]
-        self._sessions = Sessions(settings.session_s)
-        self._router = Router(
-            settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=self._sessions
-        )
         self.records = [
-            EngineRecord(engine, first_index + view.index, view)
-            for engine, view in zip(engines, self._router.views, strict=True)
+            EngineRecord(engine, index, first_index + index, settings.max_sequences)
+            for index, engine in enumerate(engines)
         ]
         """Of each engine, what is known of it."""
+        self._sessions = Sessions(settings.session_s)
+        self._router = Router(self.records, bind_groups=settings.bind_groups, sessions=self._sessions)
         self._waits: dict[RoutedRequest, _Wait] = {}
         self._strays = itertools.count(-1, -1)
         """Names for requests that are of no session."""
@@ -149,7 +146,7 @@ class LLMProxy:
             record = await self._queued(routed)
             if record is None:
                 continue
-            if record.view.alive and not record.view.closed:
+            if record.alive and not record.closed:
                 return record
             # A swap or its death came between the choice and now.
             self._release(record, routed, ended=False)
@@ -195,8 +192,8 @@ class LLMProxy:
             self._died(record, error)
         except EngineError as error:
             self._failed(record, error)
-            routed.barred |= {record.view.index}
-            gone = not record.view.alive
+            routed.barred |= {record.index}
+            gone = not record.alive
             if not gone and (len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed)):
                 raise
         finally:
@@ -207,22 +204,21 @@ class LLMProxy:
     def _release(self, record: EngineRecord, routed: RoutedRequest, *, ended: bool) -> None:
         """A request has left an engine: the oldest that waits takes its place."""
         self._observe(record, ended=ended)
-        self._router.acquit(record.view.index, routed)
-        self._router.release(record.view.index)
-        if record.view.held == 0:
+        record.release(routed)
+        if record.held == 0:
             record.emptied.set()
         self._fill(record)
 
     def _observe(self, record: EngineRecord, *, ended: bool) -> None:
         """Let the engine's limit follow its pressure."""
         pressure = record.engine.pressure
-        record.limit.observe(pressure, record.view.held, ended=ended)
-        self._router.set_limit(record.view.index, record.limit.limit)
-        self._sessions.set_memory(record.view.index, pressure.kv_tokens)
+        record.concurrency.observe(pressure, record.held, ended=ended)
+        record.limit = record.concurrency.limit
+        self._sessions.caches[record.index].memory = pressure.kv_tokens
 
     def _fill(self, record: EngineRecord) -> None:
         self._sessions.at(self._now())
-        for routed in self._router.fill(record.view.index):
+        for routed in self._router.fill(record.index):
             wait = self._waits[routed]
             wait.engine = record
             wait.over.set()
@@ -235,14 +231,13 @@ class LLMProxy:
         record.failed_in_a_row += 1
         if record.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             times = f"{record.failed_in_a_row} requests in a row"
-            self.fail(record.view.index, EngineDeadError(f"engine {record.number} failed {times}; the last: {error}"))
+            self.fail(record.index, EngineDeadError(f"engine {record.number} failed {times}; the last: {error}"))
 
     def _whereabouts(self, min_version: int) -> str:
         states = [
-            f"engine {record.number} has version {record.engine.version} and {record.view.held} of "
-            f"{record.view.limit} requests"
+            f"engine {record.number} has version {record.engine.version} and {record.held} of {record.limit} requests"
             for record in self.records
-            if record.view.alive
+            if record.alive
         ]
         waiting = f"{self._router.waiting} requests wait; this one needs version {min_version}"
         return f"deadlines.generate and rollout.max_new_tokens ({'; '.join([*states, waiting])})"
@@ -261,7 +256,7 @@ class LLMProxy:
     async def load(self, engine: int, published: Published) -> None:
         """Swap one engine of this proxy to a version. Raises WeightsError, EngineError, DeadlineError."""
         record, mode = self.records[engine], self._settings.swap
-        self._router.begin_swap(engine, closed=mode in ("abort", "drain"))
+        record.begin_swap(closed=mode in ("abort", "drain"))
         if mode == "abort":
             self._move_all(record)
             await self._emptied(record, "to stop before its swap", self._settings.swap_s)
@@ -274,7 +269,7 @@ class LLMProxy:
         record.loaded = start, self._now()
         record.usage.begin(self._now(), busy=bool(record.running))
         record.usage.swapped(start, self._now())
-        self._router.end_swap(engine, record.engine.version)
+        record.end_swap(record.engine.version)
         self._outages.ends()
         self._fill(record)
         self._balance(record)
@@ -284,7 +279,7 @@ class LLMProxy:
 
         The youngest requests move, since the least has to be computed again for them.
         """
-        for giver, count in self._router.surplus(record.view.index):
+        for giver, count in self._router.surplus(record.index):
             running = self.records[giver].running.items()
             for scope, routed in [each for each in running if each[1].movable][-count:]:
                 routed.settled = False
@@ -294,10 +289,10 @@ class LLMProxy:
         """Wait until an engine that is closed holds no request."""
 
         def waited_for() -> str:
-            return f"{record.view.held} requests of engine {record.number} {what}"
+            return f"{record.held} requests of engine {record.number} {what}"
 
         with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
-            while record.view.held:
+            while record.held:
                 record.emptied = anyio.Event()
                 await record.emptied.wait()
 
@@ -310,7 +305,7 @@ class LLMProxy:
         routed.proven = True
         if routed.deaths:
             routed.deaths = 0
-            self._router.acquit(record.view.index, routed)
+            record.acquit(routed)
             self._fill(record)
 
     def _convict_group(self, group: int) -> None:
@@ -324,14 +319,15 @@ class LLMProxy:
 
     def _died(self, record: EngineRecord, error: EngineDeadError) -> None:
         """An engine is gone by itself, and not for what was done to it."""
-        if record.view.alive:
-            self._router.died_under(record.running.values(), str(error))
-        self.fail(record.view.index, error)
+        if record.alive:
+            for routed in record.running.values():
+                routed.died_under(str(error))
+        self.fail(record.index, error)
 
     def fail(self, engine: int, error: EngineDeadError) -> None:
         """An engine is gone: its requests, and those that wait for it, move to the others, or wait for the next."""
         record = self.records[engine]
-        if not record.view.alive:
+        if not record.alive:
             return
         record.death = error
         record.died.set()
@@ -372,11 +368,11 @@ class LLMProxy:
     def renumber(self, first: int) -> None:
         """From now on the first engine has this number in the run."""
         for record in self.records:
-            record.renumber(first + record.view.index)
+            record.renumber(first + record.index)
 
     def versions(self) -> list[int]:
         """Version of each engine, −1 for those that are dead or have none."""
-        return [record.engine.version if record.view.alive else -1 for record in self.records]
+        return [record.engine.version if record.alive else -1 for record in self.records]
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
@@ -397,7 +393,7 @@ class LLMProxy:
         statuses: list[EngineStatus] = []
         activities: list[Activity] = []
         for record in self.records:
-            if record.view.alive:
+            if record.alive:
                 idle_s, lifetime_s = record.usage.seconds(now)
                 version, canary_error = record.engine.version, record.canary_error
                 statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flash.rollout.sessions import Sessions
@@ -77,9 +77,14 @@ class RoutedRequest:
         """Whether it may be what kills engines."""
         return self.deaths >= SUSPECTED
 
+    def died_under(self, death: str) -> None:
+        """The engine that ran it has died by itself."""
+        if not self.proven:
+            self.deaths, self.death = self.deaths + 1, death
+
 
 class EngineView:
-    """One engine as the router sees it."""
+    """One engine as the router sees it: its owner says what becomes of it, the router what is placed on it."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
@@ -110,6 +115,24 @@ class EngineView:
         """How full it is, what waits for it included."""
         return (self.held + self.bound) / self.limit
 
+    def begin_swap(self, *, closed: bool) -> None:
+        """It begins to load a version; `closed`: nothing may start on it meanwhile."""
+        self.swapping, self.closed = True, closed
+
+    def end_swap(self, version: int) -> None:
+        """It has loaded this version."""
+        self.swapping, self.closed, self.version = False, False, version
+
+    def release(self, request: RoutedRequest) -> None:
+        """A request that was placed on it has left it."""
+        self.held -= 1
+        self.acquit(request)
+
+    def acquit(self, request: RoutedRequest) -> None:
+        """It has given a token of a request, or the request has left it: it may have another suspect."""
+        if self.suspect is request:
+            self.suspect = None
+
 
 class _Need(NamedTuple):
     """What a waiting request asks of its engine."""
@@ -129,11 +152,9 @@ _Entry = tuple[bool, tuple[int, int], int, RoutedRequest]
 class Router:
     """Places requests on engines. `sessions` counts whose cache they hold; its owner tells it the time."""
 
-    def __init__(
-        self, limit: int, versions: Sequence[int], *, bind_groups: bool, sessions: Sessions | None = None
-    ) -> None:
+    def __init__(self, views: Sequence[EngineView], *, bind_groups: bool, sessions: Sessions | None = None) -> None:
         self.sessions = sessions or Sessions(keep_s=0)
-        self.views = [EngineView(index, limit, version) for index, version in enumerate(versions)]
+        self.views = views
         self._bind = bind_groups
         self._queues: dict[_Need, list[_Entry]] = {}
         self._arrivals = 0
@@ -177,32 +198,12 @@ class Router:
         self._hold(view, request)
         return view.index
 
-    def withdraw(self, request: RoutedRequest) -> None:
-        """A waiting request is not wanted any more."""
-        self._leave(request)
-
-    def release(self, engine: int) -> None:
-        """A placed request has left its engine."""
-        self.views[engine].held -= 1
-
-    def acquit(self, engine: int, request: RoutedRequest) -> None:
-        """An engine has given a token of a request, or the request has left it: it may have another suspect."""
-        if self.views[engine].suspect is request:
-            self.views[engine].suspect = None
-
-    def died_under(self, requests: Iterable[RoutedRequest], death: str) -> None:
-        """An engine that ran these has died by itself."""
-        for request in requests:
-            if not request.proven:
-                request.deaths += 1
-                request.death = death
-
     def fill(self, engine: int) -> list[RoutedRequest]:
         """Place waiting requests on an engine that may have got room; the oldest first."""
         view = self.views[engine]
         placed: list[RoutedRequest] = []
         while view.open and self.waiting and (request := self._next(view)) is not None:
-            self._leave(request)
+            self.withdraw(request)
             self._hold(view, request)
             placed.append(request)
         return placed
@@ -231,19 +232,6 @@ class Router:
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    def set_limit(self, engine: int, limit: int) -> None:
-        """An engine may hold this many requests."""
-        self.views[engine].limit = limit
-
-    def begin_swap(self, engine: int, *, closed: bool) -> None:
-        """An engine begins to load a version; `closed`: nothing may start on it meanwhile."""
-        self.views[engine].swapping, self.views[engine].closed = True, closed
-
-    def end_swap(self, engine: int, version: int) -> None:
-        """An engine has loaded this version."""
-        view = self.views[engine]
-        view.swapping, view.closed, view.version = False, False, version
-
     def fail(self, engine: int) -> list[RoutedRequest]:
         """An engine is gone; returns the requests that it alone could serve, to be asked again."""
         self.views[engine].alive = False
@@ -270,7 +258,7 @@ class Router:
         for need in [need for need in self._queues if which(need)]:
             left += [entry[3] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
         for request in left:
-            self._leave(request)
+            self.withdraw(request)
         return left
 
     # -- choice ------------------------------------------------------------------------------------------------------
@@ -339,8 +327,8 @@ class Router:
         if bound is not None:
             bound.bound += 1
 
-    def _leave(self, request: RoutedRequest) -> None:
-        """A request stops waiting; its entry in the heap is cleared when it comes to the top."""
+    def withdraw(self, request: RoutedRequest) -> None:
+        """A request waits no more; its entry in the heap is cleared when it comes to the top."""
         assert request.place is not None, "only a waiting request can leave the queue"
         request.place = None
         self.waiting -= 1

@@ -15,13 +15,25 @@ Conservation: an engine's count is the sum over the sessions that are here.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 RECENT = 1 / 64
 """Weight of the newest turn in the means over turns: of sizes, growth and idle times."""
 
 PATIENCE = 4
 """How many times `keep_s` one of them may idle before it is held."""
+
+
+class EngineCache:
+    """The KV cache of one engine, in tokens."""
+
+    def __init__(self) -> None:
+        self.memory = 0
+        """That it holds; 0: as many as come."""
+        self.used = 0.0
+        """That are counted on it."""
+        self.idling = 0.0
+        """Of these, those of idle sessions."""
 
 
 class _Session:
@@ -47,13 +59,11 @@ class Sessions:
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._now = 0.0
-        self._memory: dict[int, int] = {}
-        self._used: dict[int, float] = {}
+        self.caches = defaultdict[int, EngineCache](EngineCache)
+        """By engine."""
         self._sessions: dict[int, _Session] = {}
         self._idle: OrderedDict[int, float] = OrderedDict()
         """Since when they idle, the longest first."""
-        self._idling: dict[int, float] = {}
-        """Tokens of theirs that are counted on each engine."""
         self._mean = 0.0
         """Tokens of a session at the end of a turn."""
         self._idle_s = 0.0
@@ -72,14 +82,6 @@ class Sessions:
         while self._idle and next(iter(self._idle.values())) + PATIENCE * self._keep_s <= now:
             self.hold(next(iter(self._idle)))
 
-    def set_memory(self, engine: int, tokens: int) -> None:
-        """An engine's KV cache holds so many tokens; 0: as many as come."""
-        self._memory[engine] = tokens
-
-    def used(self, engine: int) -> float:
-        """Tokens that are counted on an engine."""
-        return self._used.get(engine, 0.0)
-
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def begun(self, session: int) -> bool:
@@ -93,23 +95,23 @@ class Sessions:
 
     def fits(self, engine: int, session: int, prompt: int) -> bool:
         """Whether a turn may begin on an engine: one that is here may press idle ones out, another one may not."""
-        memory = self._memory.get(engine, 0)
-        if not self.counted or not memory:
+        cache = self.caches[engine]
+        if not self.counted or not cache.memory:
             return True
         # A new one will grow to the others' size: room for that keeps it from being held soon.
         known = self._sessions.get(session)
         grown = prompt + self._growth
-        needed = self.used(engine) + (max(grown, self._mean) if known is None else grown)
+        needed = cache.used + (max(grown, self._mean) if known is None else grown)
         if known is not None and known.engine == engine:
-            needed -= known.tokens + self._idling.get(engine, 0.0)
-        return needed <= memory
+            needed -= known.tokens + cache.idling
+        return needed <= cache.memory
 
     def room(self, engine: int) -> float:
         """How many sessions could begin on an engine."""
-        memory = self._memory.get(engine, 0)
-        if not self.counted or not memory or not self._mean:
+        cache = self.caches[engine]
+        if not self.counted or not cache.memory or not self._mean:
             return math.inf
-        return max(0.0, memory - self.used(engine)) // self._mean
+        return max(0.0, cache.memory - cache.used) // self._mean
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Sessions:
         elif known.engine is not None:
             self._move(known, known.engine, tokens)
             self._idle[session] = self._now
-            self._idling[known.engine] = self._idling.get(known.engine, 0.0) + known.tokens
+            self.caches[known.engine].idling += known.tokens
             self._press(known.engine)
 
     def hold(self, session: int) -> None:
@@ -170,19 +172,19 @@ class Sessions:
         if self._idle.pop(session, None) is not None:
             known = self._sessions[session]
             assert known.engine is not None, "who idles has a place"
-            self._idling[known.engine] -= known.tokens
+            self.caches[known.engine].idling -= known.tokens
 
     def _move(self, session: _Session, engine: int | None, tokens: float) -> None:
         if session.engine is not None:
-            self._used[session.engine] -= session.tokens
+            self.caches[session.engine].used -= session.tokens
         if engine is not None:
-            self._used[engine] = self.used(engine) + tokens
+            self.caches[engine].used += tokens
         session.engine, session.tokens = engine, tokens
 
     def _press(self, engine: int) -> None:
         """Hold those that have idled longest until the others fit."""
-        memory = self._memory.get(engine, 0)
-        while memory and self.used(engine) > memory:
+        cache = self.caches[engine]
+        while cache.memory and cache.used > cache.memory:
             idle = next((name for name in self._idle if self._sessions[name].engine == engine), None)
             if idle is None:
                 return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.rollout.concurrency import CUT, HIGH_WATER, LOW_WATER, ConcurrencyLimit
 from flash.rollout.engine import Pressure
+from flash.rollout.engine_record import CUT, HIGH_WATER, LOW_WATER, ConcurrencyLimit
 
 
 def pressure(kv_used: float, preemptions: int = 0) -> Pressure:

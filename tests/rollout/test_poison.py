@@ -14,6 +14,7 @@ from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.routing import RoutedRequest, Router
 from flash.types import Completion
 from tests.rollout.test_proxy import SLOTS, SWAP_S, House, answer, engine, published, run
+from tests.rollout.test_routing import views
 
 
 class Mortal(FakeEngine):
@@ -168,14 +169,15 @@ def test_failures_to_load_and_engines_that_only_fail_blame_no_request() -> None:
 
 
 def test_a_suspect_that_is_cancelled_or_ends_makes_room_for_the_next_one() -> None:
-    router = Router(4, [0], bind_groups=False)
+    router = Router(views(4, [0]), bind_groups=False)
     first, second = RoutedRequest((0, 0), 0), RoutedRequest((1, 1), 0)
-    router.died_under([first, second], "once")
+    for request in (first, second):
+        request.died_under("once")
     assert not first.suspected, "once may be chance"
-    router.died_under([first, second], "boom")
+    for request in (first, second):
+        request.died_under("boom")
     assert router.ask(first) == 0
     assert router.ask(second) is None
     assert router.ask(RoutedRequest((2, 2), 0)) == 0, "what is no suspect may run beside one"
-    router.acquit(0, first)
-    router.release(0)
+    router.views[0].release(first)
     assert router.fill(0) == [second]

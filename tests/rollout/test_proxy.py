@@ -794,7 +794,7 @@ def test_every_request_ends_exactly_once_with_all_its_tokens(
 
         async def load(index: int) -> None:
             async with loading[index]:
-                if house.engines[index].version >= 0 and house.proxy.records[index].view.alive:
+                if house.engines[index].version >= 0 and house.proxy.records[index].alive:
                     try:
                         await house.proxy.load(index, published(house.engines[index].version + 1))
                     except EngineDeadError as error:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flash.rollout.routing import TASK_SLACK, RoutedRequest, Router
+from flash.rollout.routing import TASK_SLACK, EngineView, RoutedRequest, Router
 
 ENGINES = 3
 LIMIT = 4
+
+
+def views(limit: int, versions: Sequence[int]) -> list[EngineView]:
+    """Engines that may hold so many requests, of these versions."""
+    return [EngineView(index, limit, version) for index, version in enumerate(versions)]
 
 
 def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
@@ -19,29 +25,29 @@ def place(router: Router, group: int, task: int, min_version: int = 0) -> int | 
 
 
 def test_requests_spread_over_the_engines() -> None:
-    router = Router(LIMIT, [0, 0, 0], bind_groups=False)
+    router = Router(views(LIMIT, [0, 0, 0]), bind_groups=False)
     assert sorted(place(router, task, task) or 0 for task in range(6)) == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_engine_that_served_the_task_or_else_the_group_is_preferred() -> None:
-    router = Router(16, [0, 0], bind_groups=False)
+    router = Router(views(16, [0, 0]), bind_groups=False)
     assert place(router, 0, 0) == 0
     assert place(router, 1, 100) == 1
     assert place(router, 1, 101) == 1, "its group's prompt is there"
-    router.release(1)
-    router.release(1)
+    router.views[1].held -= 1
+    router.views[1].held -= 1
     assert place(router, 1, 100) == 1, "its own tokens are there"
 
 
 def test_the_samples_of_a_prompt_are_spread_evenly() -> None:
-    router = Router(16, [0, 0], bind_groups=False)
+    router = Router(views(16, [0, 0]), bind_groups=False)
     for task in range(16):
         place(router, 0, task)
         assert abs(router.views[0].held - router.views[1].held) <= 1
 
 
 def test_the_preference_for_a_tasks_own_engine_ends_where_that_is_much_fuller() -> None:
-    router = Router(16, [0, 0], bind_groups=False)
+    router = Router(views(16, [0, 0]), bind_groups=False)
     assert place(router, 0, 0) == 0
     router.views[0].held = 8
     router.views[1].held = 6
@@ -51,51 +57,51 @@ def test_the_preference_for_a_tasks_own_engine_ends_where_that_is_much_fuller() 
 
 
 def test_a_request_goes_only_to_an_engine_that_is_recent_enough() -> None:
-    router = Router(LIMIT, [0, 3], bind_groups=False)
+    router = Router(views(LIMIT, [0, 3]), bind_groups=False)
     assert [place(router, 0, task, min_version=2) for task in range(LIMIT)] == [1] * LIMIT
     assert place(router, 0, LIMIT, min_version=2) is None
     assert place(router, 0, LIMIT + 1, min_version=0) == 0
 
 
 def test_a_swapping_engine_is_the_last_choice() -> None:
-    router = Router(LIMIT, [0, 0], bind_groups=False)
-    router.begin_swap(0, closed=False)
+    router = Router(views(LIMIT, [0, 0]), bind_groups=False)
+    router.views[0].begin_swap(closed=False)
     assert [place(router, task, task) for task in range(LIMIT + 1)] == [1] * LIMIT + [0]
 
 
 def test_what_waits_leaves_in_the_order_of_its_tasks() -> None:
-    router = Router(1, [0], bind_groups=False)
+    router = Router(views(1, [0]), bind_groups=False)
     place(router, 0, 0)
     requests = [RoutedRequest((task // 2, task), 0) for task in (5, 1, 3)]
     for request in requests:
         assert router.ask(request) is None
     order: list[int] = []
     for _ in requests:
-        router.release(0)
+        router.views[0].held -= 1
         order += [request.affinity[1] for request in router.fill(0)]
     assert order == [1, 3, 5]
 
 
 def test_a_bound_group_stays_on_its_engine_though_others_are_empty() -> None:
-    router = Router(2, [0, 0], bind_groups=True)
+    router = Router(views(2, [0, 0]), bind_groups=True)
     assert [place(router, 7, task) for task in range(3)] == [0, 0, None]
     assert place(router, 8, 10) == 1
-    router.release(0)
+    router.views[0].held -= 1
     assert [request.affinity for request in router.fill(0)] == [(7, 2)]
 
 
 def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -> None:
-    router = Router(1, [0, 0], bind_groups=True)
+    router = Router(views(1, [0, 0]), bind_groups=True)
     for task in range(4):
         place(router, 0, task)
     place(router, 1, 4)
     assert place(router, 2, 5) is None
-    router.release(1)
+    router.views[1].held -= 1
     assert [request.affinity for request in router.fill(1)] == [(2, 5)]
 
 
 def test_a_dead_engines_groups_are_bound_anew() -> None:
-    router = Router(1, [0, 0], bind_groups=True)
+    router = Router(views(1, [0, 0]), bind_groups=True)
     place(router, 0, 0)
     waiting = RoutedRequest((0, 1), 0)
     assert router.ask(waiting) is None
@@ -104,24 +110,24 @@ def test_a_dead_engines_groups_are_bound_anew() -> None:
 
 
 def test_what_no_living_engine_but_the_failed_ones_can_serve_gets_another_chance() -> None:
-    router = Router(1, [0, 0], bind_groups=False)
+    router = Router(views(1, [0, 0]), bind_groups=False)
     place(router, 0, 0)
     place(router, 1, 1)
     request = RoutedRequest((2, 2), 0)
     request.barred = frozenset({0})
     assert router.ask(request) is None
     assert router.fail(1) == [request]
-    router.release(0)
+    router.views[0].held -= 1
     assert router.ask(request) == 0
 
 
 def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
-    router = Router(LIMIT, [-1, 0], bind_groups=False)
+    router = Router(views(LIMIT, [-1, 0]), bind_groups=False)
     assert router.room() == LIMIT
     place(router, 0, 0)
     place(router, 0, 1, min_version=1)
     assert router.room() == LIMIT - 2
-    router.begin_swap(1, closed=True)
+    router.views[1].begin_swap(closed=True)
     assert router.room() == 0
 
 
@@ -132,7 +138,7 @@ class Traffic(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(LIMIT, [0] * ENGINES, bind_groups=self.bind)
+        self.router = Router(views(LIMIT, [0] * ENGINES), bind_groups=self.bind)
         self.held: dict[RoutedRequest, int] = {}
         self.waiting: list[RoutedRequest] = []
         self.tasks = 0
@@ -178,7 +184,7 @@ class Traffic(RuleBasedStateMachine):
 
     def take(self, request: RoutedRequest) -> int:
         engine = self.held.pop(request)
-        self.router.release(engine)
+        self.router.views[engine].held -= 1
         self.fill(engine)
         return engine
 
@@ -200,16 +206,17 @@ class Traffic(RuleBasedStateMachine):
     @rule(engine=st.integers(0, ENGINES - 1), closed=st.booleans())
     def swap(self, engine: int, closed: bool) -> None:
         if not self.router.views[engine].swapping:
-            self.router.begin_swap(engine, closed=closed)
+            self.router.views[engine].begin_swap(closed=closed)
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def swapped(self, engine: int) -> None:
-        self.router.end_swap(engine, self.router.views[engine].version + 1)
+        view = self.router.views[engine]
+        view.end_swap(view.version + 1)
         self.fill(engine)
 
     @rule(engine=st.integers(0, ENGINES - 1), limit=st.integers(1, LIMIT))
     def resize(self, engine: int, limit: int) -> None:
-        self.router.set_limit(engine, limit)
+        self.router.views[engine].limit = limit
         self.fill(engine)
 
     @rule(engine=st.integers(0, ENGINES - 1))
@@ -263,7 +270,7 @@ TestBoundTraffic = BoundTraffic.TestCase
 
 @given(st.lists(st.integers(0, 3), max_size=40))
 def test_without_limits_in_the_way_loads_differ_by_no_more_than_the_slack(groups: list[int]) -> None:
-    router = Router(64, [0, 0, 0], bind_groups=False)
+    router = Router(views(64, [0, 0, 0]), bind_groups=False)
     for task, group in enumerate(groups):
         place(router, group, task)
     held = [view.held for view in router.views]

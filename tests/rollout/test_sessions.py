@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flash.rollout.routing import RoutedRequest, Router
 from flash.rollout.sessions import PATIENCE, Sessions
+from tests.rollout.test_routing import views
 
 MEMORY = 100
 KEEP_S = 10.0
@@ -20,7 +21,7 @@ KEEP_S = 10.0
 def sessions_of(engines: int = 1) -> Sessions:
     sessions = Sessions(KEEP_S)
     for engine in range(engines):
-        sessions.set_memory(engine, MEMORY)
+        sessions.caches[engine].memory = MEMORY
     return sessions
 
 
@@ -48,7 +49,7 @@ def test_a_session_that_grows_presses_out_the_one_that_has_idled_longest() -> No
     assert [sessions.home(session) for session in (1, 2, 3)] == [0, 0, 0]
     turn(sessions, 3, 50, 50)
     assert [sessions.home(session) for session in (1, 2, 3)] == [None, 0, 0]
-    assert sessions.used(0) == 90
+    assert sessions.caches[0].used == 90
 
 
 def test_who_idles_for_too_long_is_held() -> None:
@@ -59,7 +60,7 @@ def test_who_idles_for_too_long_is_held() -> None:
     sessions.at(PATIENCE * KEEP_S)
     assert sessions.home(1) is None
     assert sessions.begun(1)
-    assert sessions.used(0) == 0
+    assert sessions.caches[0].used == 0
 
 
 def test_while_environments_are_slow_in_the_mean_nothing_is_counted_and_later_it_is_again() -> None:
@@ -104,12 +105,12 @@ def ask(router: Router, task: int, prompt: int) -> tuple[RoutedRequest, int | No
 
 def rest(router: Router, task: int, tokens: int, engine: int = 0) -> list[int]:
     router.sessions.rests(task, tokens)
-    router.release(engine)
+    router.views[engine].held -= 1
     return [request.session for request in router.fill(engine)]
 
 
 def test_those_that_have_begun_go_on_before_new_ones_start_whatever_their_age() -> None:
-    router = Router(8, [0], bind_groups=False, sessions=sessions_of())
+    router = Router(views(8, [0]), bind_groups=False, sessions=sessions_of())
     assert ask(router, 5, 60)[1] == 0
     assert ask(router, 7, 30)[1] == 0
     assert rest(router, 7, 30) == []
@@ -118,19 +119,19 @@ def test_those_that_have_begun_go_on_before_new_ones_start_whatever_their_age() 
     assert ask(router, 1, 30)[1] is None, "new, and older"
     assert ask(router, 7, 35)[1] is None
     router.sessions.ends(6)
-    router.release(0)
+    router.views[0].held -= 1
     assert [request.session for request in router.fill(0)] == [7]
 
 
 def test_a_smaller_new_session_does_not_overtake_a_larger_one_that_waits() -> None:
-    router = Router(8, [0], bind_groups=False, sessions=sessions_of())
+    router = Router(views(8, [0]), bind_groups=False, sessions=sessions_of())
     assert ask(router, 0, 70)[1] == 0
     assert ask(router, 1, 50)[1] is None
     assert ask(router, 2, 10)[1] is None
 
 
 def test_an_engine_that_runs_nothing_takes_what_waits_though_its_memory_is_kept() -> None:
-    router = Router(8, [0], bind_groups=False, sessions=sessions_of())
+    router = Router(views(8, [0]), bind_groups=False, sessions=sessions_of())
     ask(router, 0, 70)
     assert ask(router, 1, 70)[1] is None
     assert rest(router, 0, 90) == [1]
@@ -138,17 +139,17 @@ def test_an_engine_that_runs_nothing_takes_what_waits_though_its_memory_is_kept(
 
 
 def test_a_session_that_fits_elsewhere_moves_with_its_count() -> None:
-    router = Router(8, [0, 0], bind_groups=False, sessions=sessions_of(2))
+    router = Router(views(8, [0, 0]), bind_groups=False, sessions=sessions_of(2))
     first = ask(router, 0, 60)[1]
     second = ask(router, 1, 60)[1]
     assert {first, second} == {0, 1}
     assert first is not None
     rest(router, 0, 60, first)
     router.fail(first)
-    assert router.sessions.used(first) == 0
+    assert router.sessions.caches[first].used == 0
     assert ask(router, 0, 60)[1] is None
     assert rest(router, 1, 60, 1 - first) == [0]
-    assert router.sessions.used(1 - first) == 60, "the other one idles, and was pressed out"
+    assert router.sessions.caches[1 - first].used == 60, "the other one idles, and was pressed out"
 
 
 class Turns(RuleBasedStateMachine):
@@ -157,7 +158,7 @@ class Turns(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sessions = sessions_of(2)
-        self.router = Router(4, [0, 0], bind_groups=False, sessions=self.sessions)
+        self.router = Router(views(4, [0, 0]), bind_groups=False, sessions=self.sessions)
         self.tokens: dict[int, int] = {}
         self.running: dict[int, int] = {}
         self.waiting: dict[int, RoutedRequest] = {}
@@ -190,7 +191,7 @@ class Turns(RuleBasedStateMachine):
             engine = self.running.pop(session)
             self.tokens[session] += grown
             self.sessions.rests(session, self.tokens[session])
-            self.router.release(engine)
+            self.router.views[engine].held -= 1
             self.fill(engine)
 
     @rule(data=st.data(), shown=st.integers(0, 10))
@@ -221,12 +222,12 @@ class Turns(RuleBasedStateMachine):
     def an_engines_count_is_the_sum_over_its_sessions(self) -> None:
         for engine in (0, 1):
             here = [each.tokens for each in self.sessions._sessions.values() if each.engine == engine]
-            assert self.sessions.used(engine) == pytest.approx(sum(here))
+            assert self.sessions.caches[engine].used == pytest.approx(sum(here))
 
     @invariant()
     def only_what_runs_or_wants_to_exceeds_the_memory(self) -> None:
         for engine in (0, 1):
-            if self.sessions.used(engine) > MEMORY + 1e-6:
+            if self.sessions.caches[engine].used > MEMORY + 1e-6:
                 assert not [name for name in self.idle if self.sessions.home(name) == engine]
 
     @invariant()
