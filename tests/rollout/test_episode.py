@@ -24,7 +24,7 @@ from flash.rollout.episode.episode import (
     response_key,
     response_seed,
 )
-from flash.rollout.episode.phases import FreePhases, LockStep, Phases
+from flash.rollout.episode.phases import FreePhases, LockStep, RuledPhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Sampling, Span, Task, Tool, Trajectory, VersionRun
@@ -123,7 +123,7 @@ def end(reward: float, *, truncated: bool = False) -> Any:
     return "over", reward, not truncated, truncated, {}
 
 
-def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> Episode:
+def episode(env: Any, proxy: Responder, phases: FreePhases | None = None, **changes: Any) -> Episode:
     settings = msgspec.structs.replace(SETTINGS, **changes)
     return Episode(lambda kind: env, CharTokenizer(), proxy, settings, phases or FreePhases(), now=now)
 
@@ -386,7 +386,7 @@ def test_an_environment_that_cannot_be_made_is_an_error_of_the_environment() -> 
         raise RuntimeError(f"no {kind} here")
 
     async def main() -> Trajectory | Failure:
-        made = Episode(make, CharTokenizer(), Script(), SETTINGS, LockStep(), now=now)
+        made = Episode(make, CharTokenizer(), Script(), SETTINGS, RuledPhases(LockStep()), now=now)
         return await made.run(LEASE, EpisodeProgress())
 
     failure = run_virtual(main)
@@ -756,7 +756,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
             CharTokenizer(),
             Echo(),
             SETTINGS,
-            LockStep(),
+            RuledPhases(LockStep()),
             now=now,
         )
 

@@ -12,21 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
-from flash.rollout.episode.phases import (
-    FreePhases,
-    GroupBarrier,
-    GroupBarrierRule,
-    LockStep,
-    LockStepRule,
-    Phases,
-    phases,
-)
+from flash.rollout.episode.phases import FreePhases, GroupBarrier, LockStep, PhaseRule, RuledPhases, phases
 from flash.simulate.clock import run_virtual
-from flash.types import Lease, Task
+from flash.types import Lease, Split, Task
 
 
-def lease(number: int, group: int = 0) -> Lease:
-    return Lease(number, Task(number, group, number, seed=group), min_version=0)
+def lease(number: int, group: int = 0, split: Split = "train") -> Lease:
+    return Lease(number, Task(number, group, number, seed=group, split=split), min_version=0)
 
 
 def config(**rollout: Any) -> Config:
@@ -44,14 +36,16 @@ def config(**rollout: Any) -> Config:
     ],
 )
 def test_the_switches_choose_the_phases(switches: dict[str, bool], expected: type) -> None:
-    assert type(phases(config(**switches))) is expected
+    chosen = phases(config(**switches))
+    assert type(chosen.rule if isinstance(chosen, RuledPhases) else chosen) is expected
 
 
 class Crowd:
     """Episodes that do what a rule lets them: each resets, then generates and steps by turns until it leaves."""
 
-    def __init__(self, generated: Callable[[int], set[int]], stepped: Callable[[int], set[int]]) -> None:
-        self._generated, self._stepped = generated, stepped
+    def __init__(self, rule: PhaseRule) -> None:
+        self.rule = rule
+        self.leases: dict[int, Lease] = {}
         self.doing: dict[int, str] = {}
         self.responses: dict[int, int] = {}
 
@@ -60,22 +54,23 @@ class Crowd:
         if self.doing[episode] == "generate":
             self.doing[episode] = "wait to step"
             self.responses[episode] += 1
-            self.release(self._generated(episode))
+            self.release(self.rule.generated(self.leases[episode]))
         else:
             self.doing[episode] = "wait to generate"
-            self.release(self._stepped(episode))
+            self.release(self.rule.stepped(self.leases[episode]))
 
     def release(self, released: set[int]) -> None:
         for episode in released:
             self.doing[episode] = {"wait to step": "step", "wait to generate": "generate"}[self.doing[episode]]
 
-    def enter(self, episode: int) -> None:
-        self.doing[episode] = "reset"
-        self.responses[episode] = 0
+    def enter(self, new: Lease) -> None:
+        episode = new.lease_id
+        self.rule.enter(new)
+        self.leases[episode], self.doing[episode], self.responses[episode] = new, "reset", 0
 
-    def leave(self, episode: int, released: set[int]) -> None:
+    def leave(self, episode: int) -> None:
         del self.doing[episode], self.responses[episode]
-        self.release(released)
+        self.release(self.rule.leave(self.leases.pop(episode)))
 
     def active(self) -> list[int]:
         return [episode for episode, what in self.doing.items() if not what.startswith("wait")]
@@ -83,17 +78,14 @@ class Crowd:
 
 @given(st.data())
 def test_lock_step_never_deadlocks_and_never_steps_while_an_alive_episode_generates(data: st.DataObject) -> None:
-    rule = LockStepRule()
-    crowd = Crowd(rule.generated, rule.stepped)
+    crowd = Crowd(LockStep())
     for number in range(data.draw(st.integers(1, 60))):
         alive = list(crowd.doing)
         event = data.draw(st.sampled_from(["finish"] * 4 + ["enter", "leave"] if alive else ["enter"]))
         if event == "enter":
-            rule.enter(number)
-            crowd.enter(number)
+            crowd.enter(lease(number))
         elif event == "leave":
-            one = data.draw(st.sampled_from(alive))
-            crowd.leave(one, rule.leave(one))
+            crowd.leave(data.draw(st.sampled_from(alive)))
         else:
             crowd.finish(data.draw(st.sampled_from(crowd.active())))
         assert crowd.active() or not crowd.doing, "someone alive can always go on"
@@ -103,19 +95,16 @@ def test_lock_step_never_deadlocks_and_never_steps_while_an_alive_episode_genera
 
 @given(st.data())
 def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data: st.DataObject) -> None:
-    rule = GroupBarrierRule()
-    groups: dict[int, tuple[str, int]] = {}
-    crowd = Crowd(lambda one: rule.generated(groups[one], one), lambda one: {one})
+    groups: dict[int, tuple[Split, int]] = {}
+    crowd = Crowd(GroupBarrier())
     for number in range(data.draw(st.integers(1, 60))):
         alive = list(crowd.doing)
         event = data.draw(st.sampled_from(["finish"] * 4 + ["enter", "leave"] if alive else ["enter"]))
         if event == "enter":
-            groups[number] = data.draw(st.sampled_from([("train", 0), ("train", 1), ("eval", 0)]))
-            rule.enter(groups[number], number)
-            crowd.enter(number)
+            split, group = groups[number] = data.draw(st.sampled_from([("train", 0), ("train", 1), ("eval", 0)]))
+            crowd.enter(lease(number, group, split))
         elif event == "leave":
-            one = data.draw(st.sampled_from(alive))
-            crowd.leave(one, rule.leave(groups[one], one))
+            crowd.leave(data.draw(st.sampled_from(alive)))
         else:
             before = dict(crowd.doing)
             crowd.finish(data.draw(st.sampled_from(crowd.active())))
@@ -130,7 +119,9 @@ def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data:
         assert crowd.active() or not crowd.doing, "someone alive can always go on"
 
 
-async def live(room: Phases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]) -> None:
+async def live(
+    room: FreePhases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]
+) -> None:
     """An episode of sleeps: seconds to generate and to step, per turn. It ends by way of a task group, as real ones."""
     room.enter(me)
     try:
@@ -160,7 +151,7 @@ episodes = st.lists(
 
 
 def play(
-    room: Phases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
+    room: FreePhases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
 ) -> list[tuple[str, float, float]]:
     log: list[tuple[str, float, float]] = []
 
@@ -183,7 +174,7 @@ def play(
 def test_episodes_in_lock_step_all_end_and_their_phases_do_not_overlap(
     plan: list[tuple[float, list[tuple[float, float]], float | None]],
 ) -> None:
-    log = play(LockStep(), plan)
+    log = play(RuledPhases(LockStep()), plan)
     for what, start, stop in log:
         for other, begin, end in log:
             assert what == other or stop <= begin or end <= start
@@ -193,21 +184,21 @@ def test_episodes_in_lock_step_all_end_and_their_phases_do_not_overlap(
 def test_episodes_behind_a_group_barrier_all_end(
     plan: list[tuple[float, list[tuple[float, float]], float | None]],
 ) -> None:
-    log = play(GroupBarrier(), plan)
+    log = play(RuledPhases(GroupBarrier()), plan)
     turns = sum(len(delays) for _, delays, cancelled in plan if cancelled is None)
     assert len([what for what, _, _ in log if what == "step"]) >= turns
 
 
 def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_response_and_step() -> None:
     plan = [(0.0, [(1.0, 4.0), (3.0, 1.0)], None), (0.0, [(2.0, 1.0), (1.0, 5.0)], None)]
-    log = play(LockStep(), plan)
+    log = play(RuledPhases(LockStep()), plan)
     assert max(stop for _, _, stop in log) == (2 + 4) + (3 + 5)
     free = play(FreePhases(), plan)
     assert max(stop for _, _, stop in free) == 9
 
 
 def test_an_episode_that_enters_while_others_step_waits_for_the_next_phase_of_generation() -> None:
-    log = play(LockStep(), [(0.0, [(1.0, 4.0), (1.0, 1.0)], None), (2.0, [(1.0, 1.0)], None)])
+    log = play(RuledPhases(LockStep()), [(0.0, [(1.0, 4.0), (1.0, 1.0)], None), (2.0, [(1.0, 1.0)], None)])
     assert sorted(log) == [
         ("generate", 0.0, 1.0),
         ("generate", 5.0, 6.0),
@@ -219,28 +210,28 @@ def test_an_episode_that_enters_while_others_step_waits_for_the_next_phase_of_ge
 
 
 def test_an_environment_that_resets_while_others_step_does_not_keep_them_from_generating() -> None:
-    rule = LockStepRule()
-    rule.enter(1)
-    rule.stepped(1)
-    assert rule.generated(1) == {1}
-    rule.enter(2)
-    assert rule.stepped(1) == {1}
-    assert rule.generated(1) == set(), "it waits for the response of the one that has reset meanwhile"
-    assert rule.stepped(2) == {2}
-    assert rule.generated(2) == {1, 2}
+    rule = LockStep()
+    rule.enter(lease(1))
+    rule.stepped(lease(1))
+    assert rule.generated(lease(1)) == {1}
+    rule.enter(lease(2))
+    assert rule.stepped(lease(1)) == {1}
+    assert rule.generated(lease(1)) == set(), "it waits for the response of the one that has reset meanwhile"
+    assert rule.stepped(lease(2)) == {2}
+    assert rule.generated(lease(2)) == {1, 2}
 
 
 def test_an_episode_cancelled_while_others_wait_for_it_releases_them() -> None:
-    log = play(LockStep(), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
+    log = play(RuledPhases(LockStep()), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
     assert log == [("generate", 0.0, 1.0), ("step", 3.0, 4.0)]
 
 
-@pytest.mark.parametrize("make_room", [LockStep, GroupBarrier])
+@pytest.mark.parametrize("make_rule", [LockStep, GroupBarrier])
 def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has_left(
-    make_room: Callable[[], Phases],
+    make_rule: Callable[[], PhaseRule],
 ) -> None:
     async def main() -> None:
-        room, cancelled, other = make_room(), lease(1), lease(2)
+        room, cancelled, other = RuledPhases(make_rule()), lease(1), lease(2)
         other_left = anyio.Event()
 
         async def wait() -> None:
@@ -267,5 +258,5 @@ def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has
 
 def test_the_responses_of_a_group_come_home_together_and_other_groups_do_not_wait() -> None:
     plan = [(0.0, [(duration, 1.0)], None) for duration in (1.0, 2.0, 5.0, 3.0)]
-    log = play(GroupBarrier(), plan)
+    log = play(RuledPhases(GroupBarrier()), plan)
     assert sorted(start for what, start, _ in log if what == "step") == [3.0, 3.0, 5.0, 5.0]

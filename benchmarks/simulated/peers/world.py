@@ -16,7 +16,7 @@ from benchmarks.simulated.peers.router import PeerEngine, Router
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
-from flash.rollout.episode.phases import FreePhases, Phases
+from flash.rollout.episode.phases import FreePhases
 from flash.samples.tasks import TaskSource
 from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task
@@ -113,7 +113,7 @@ class World:
         self,
         task: Task,
         home: int | None = None,
-        phases: Phases | None = None,
+        phases: FreePhases | None = None,
         *,
         wait_for_reward: bool = True,
     ) -> Finished:
@@ -132,7 +132,7 @@ class World:
             await anyio.sleep(finished.reward_s)
         return finished
 
-    async def _try(self, task: Task, home: int | None, phases: Phases, lease: Lease) -> Finished | None:
+    async def _try(self, task: Task, home: int | None, phases: FreePhases, lease: Lease) -> Finished | None:
         work, deadline = self.workload, self.config.deadlines.env_step
         name = env_key(task.seed, self._environments[task.seed])
         self._environments[task.seed] += 1

@@ -24,7 +24,7 @@ from flash.environment.results import check_reset_result, check_step_result, met
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
 from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.asking import Asking, Wanted
-from flash.rollout.episode.phases import FreePhases, Phases
+from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.rollout.outage import OutageClock
@@ -125,7 +125,7 @@ class Episode:
         tokenizer: Tokenizer,
         proxy: Responder,
         settings: EpisodeSettings,
-        phases: Phases,
+        phases: FreePhases,
         outages: OutageClock | None = None,
         *,
         now: Callable[[], float],
@@ -185,7 +185,7 @@ class Episode:
 
     async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
         """Turn by turn, with what is asked for ahead beside it, where the environment can."""
-        if _informed(env) is None or not isinstance(self._phases, FreePhases):
+        if _informed(env) is None or not self._phases.free:
             return state.ended(await self._turns(env, state, None))
         outcome = Outcome.CANCELLED
         async with unwrapped_group() as group:
