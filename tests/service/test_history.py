@@ -28,7 +28,7 @@ from tests.envs.agents import ASSISTANT as SPEAKS
 from tests.envs.agents import END, ROLES, ByteTokenizer
 from tests.envs.forms import ADD
 
-ENOUGH = EpisodeLimits(length=1 << 20, turns=1 << 20, branches=1 << 20, tokens=1 << 20)
+ENOUGH = EpisodeLimits(length=1 << 20, turns=1 << 20, branches=1 << 20, tokens=1 << 20, response=1 << 20)
 WORDS = st.sampled_from(["a", "b", "ab", ""])
 OFFER = Message("system", "tools")
 ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}

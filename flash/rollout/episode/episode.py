@@ -26,7 +26,8 @@ from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.episode.transcript import EpisodeLimits, Transcript
+from flash.rollout.episode.transcript import EpisodeLimits
+from flash.rollout.episode.view import TranscriptView
 from flash.rollout.outage import OutageClock
 from flash.types import (
     Completion,
@@ -148,7 +149,7 @@ class Episode:
             tokens=settings.max_tokens,
             response=settings.max_new_tokens,
         )
-        transcript = Transcript(self._tokenizer, limits)
+        transcript = TranscriptView(self._tokenizer, limits)
         state = _EpisodeState(lease, progress, transcript)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
@@ -296,7 +297,7 @@ class Episode:
             raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
         return completion
 
-    def _prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
+    def _prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
         """Tokens of the first observation."""
         tokens = transcript.render(observation)
         if not tokens:
@@ -314,7 +315,7 @@ class _EpisodeState:
 
     asking: Asking
 
-    def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: Transcript) -> None:
+    def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView) -> None:
         self.lease = lease
         self.task = lease.task
         self.progress = progress
