@@ -11,9 +11,8 @@ cycle, and looking through a hundred thousand of them would stop the hub for hal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
-from itertools import islice, pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -142,23 +141,6 @@ def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None
         runs.append(run)
 
 
-def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
-    """The versions of the first `counts[0]` tokens, of the next `counts[1]`, and so on."""
-    left, parts = iter(runs), list[list[VersionRun]]()
-    version = rest = 0
-    for count in counts:
-        part: list[VersionRun] = []
-        while count > 0:
-            if rest == 0:
-                version, rest = msgspec.structs.astuple(next(left))
-                continue
-            taken = min(rest, count)
-            part.append(VersionRun(version, taken))
-            count, rest = count - taken, rest - taken
-        parts.append(part)
-    return parts
-
-
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Positions [start, stop) of `Trajectory.token_ids`."""
 
@@ -241,14 +223,6 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         """What the environment measured; of several turns the last word counts."""
         return {name: value for turn in self.turns for name, value in turn.metrics.items()}
 
-    def spans_by_turn(self) -> list[Span]:
-        """The span of each turn."""
-        if len(self.branches) == 1:
-            return self.action_spans
-        by_branch = sorted(range(len(self.turns)), key=lambda turn: self.turns[turn].branch)
-        of_turn = dict(zip(by_branch, self.action_spans, strict=True))
-        return [of_turn[turn] for turn in range(len(self.turns))]
-
     @property
     def length(self) -> int:
         """T, prompt and response, over all branches."""
@@ -287,47 +261,6 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     def trained_tokens(self, min_version: int) -> int:
         """How many action tokens are recent enough to be trained."""
         return sum(run.count for run in self.versions if run.version >= min_version)
-
-    def branch_tokens(self) -> list[int]:
-        """Action tokens of each branch."""
-        counts, number = [0] * len(self.branches), 0
-        for span in self.action_spans:
-            while number + 1 < len(counts) and span.start >= self.branches[number + 1]:
-                number += 1
-            counts[number] += span.stop - span.start
-        return counts
-
-    def trained_branches(self, min_version: int) -> int:
-        """How many branches have a token to train: the sequences that the trainer makes of it."""
-        if len(self.branches) == 1:
-            return int(self.trained_tokens(min_version) > 0)
-        parts = divide_versions(self.versions, self.branch_tokens())
-        return sum(any(run.version >= min_version for run in part) for part in parts)
-
-    def sequences(self) -> list[Trajectory]:
-        """Each branch on its own, its reward that of the whole; itself where there is one."""
-        if len(self.branches) == 1:
-            return [self]
-        counts = self.branch_tokens()
-        versions, spans = divide_versions(self.versions, counts), iter(self.action_spans)
-        made: list[Trajectory] = []
-        acted = 0
-        for number, (begin, end) in enumerate(pairwise((*self.branches, self.length))):
-            turns = [turn for turn in self.turns if turn.branch == number]
-            made.append(
-                msgspec.structs.replace(
-                    self,
-                    token_ids=self.token_ids[4 * begin : 4 * end],
-                    action_spans=[Span(span.start - begin, span.stop - begin) for span in islice(spans, len(turns))],
-                    logprobs=self.logprobs[4 * acted : 4 * (acted + counts[number])],
-                    versions=versions[number],
-                    turns=turns,
-                    lost_tokens=0,
-                    branches=(0,),
-                )
-            )
-            acted += counts[number]
-        return made
 
     @property
     def oldest_version(self) -> int:

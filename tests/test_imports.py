@@ -16,7 +16,7 @@ APART = {"agent", "project"}
 
 FLOORS = [
     {"errors", "types", "trained", "ages", "foreign"},
-    {"waiting", "config"},
+    {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "profile", "http"},
     {"weights", "samples", "service", "view"},
     {"hub"},
@@ -108,7 +108,7 @@ def test_rooms_are_small() -> None:
 
 
 def test_samples_know_no_peer_and_no_clock(graph: dict[str, set[str]]) -> None:
-    below = {"errors", "types", "ages", "config", "environment", "observe", "samples"}
+    below = {"errors", "types", "ages", "branches", "config", "environment", "observe", "samples"}
     known = {room(other) for module, others in graph.items() for other in others if module.startswith("flash.samples.")}
     assert known <= below
 

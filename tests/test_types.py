@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.types import Task, VersionRun, append_versions, divide_versions
+from flash.branches import branch_tokens, divide_versions, sequences, spans_by_turn, trained_branches
+from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
 from tests.samples.cases import trajectory
 
@@ -45,15 +46,15 @@ def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[lis
     task = Task(1, 1, 0, 1)
     parts = [trajectory(task, 0, sum(run.count for run in each), versions=each) for each in runs]
     whole = joined(parts)
-    alone = whole.sequences()
+    alone = sequences(whole)
     assert [one.tokens().tolist() for one in alone] == [part.tokens().tolist() for part in parts]
     assert [one.action_versions().tolist() for one in alone] == [part.action_versions().tolist() for part in parts]
     assert [one.action_spans for one in alone] == [part.action_spans for part in parts]
     assert [one.branches for one in alone] == [(0,)] * len(parts)
-    assert whole.branch_tokens() == [part.action_count for part in parts]
+    assert branch_tokens(whole) == [part.action_count for part in parts]
     for version in range(5):
         trained = [part.trained_tokens(version) for part in parts]
         assert whole.trained_tokens(version) == sum(trained)
-        assert whole.trained_branches(version) == np.count_nonzero(trained)
+        assert trained_branches(whole, version) == np.count_nonzero(trained)
     begins = accumulate((part.length for part in parts), initial=0)
-    assert [span.start for span in whole.spans_by_turn()] == [begin + 2 for begin in begins][:-1]
+    assert [span.start for span in spans_by_turn(whole)] == [begin + 2 for begin in begins][:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from flash.branches import branch_tokens
 from flash.hub.protocol import EngineStatus
 from flash.samples.ledger import Ledger
 from flash.samples.state import Samples
@@ -30,7 +31,7 @@ class Branches:
             self._episodes += 1
             self._branches += len(trajectory.branches)
             self._tokens += trajectory.action_count
-            self._later += sum(trajectory.branch_tokens()[1:]) if len(trajectory.branches) > 1 else 0
+            self._later += sum(branch_tokens(trajectory)[1:]) if len(trajectory.branches) > 1 else 0
             yield trajectory
 
     def metrics(self) -> dict[str, float]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from flash.branches import divide_versions
 from flash.rollout.engine import GenerateRequest, Progress
-from flash.types import Completion, VersionRun, append_versions, divide_versions
+from flash.types import Completion, VersionRun, append_versions
 
 
 class Response:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 import msgspec
 import numpy as np
 
+from flash.branches import trained_branches
 from flash.samples.groups import Group
 from flash.types import Batch, BatchSample, Shard, ShardSample
 
@@ -36,7 +37,7 @@ def deal(batch: Batch, shards: int, at_once: int = SAMPLES_AT_ONCE) -> Generator
         lengths.append(trajectory.length)
         entries.append(trajectory.entry(batch.min_version))
         tokens += trajectory.trained_tokens(batch.min_version)
-        sequences += trajectory.trained_branches(batch.min_version)
+        sequences += trained_branches(trajectory, batch.min_version)
         if len(entries) % at_once == 0:
             yield
     longest_first: list[int] = np.argsort(np.negative(lengths), kind="stable").tolist()

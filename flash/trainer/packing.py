@@ -18,6 +18,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from flash.branches import sequences
 from flash.errors import ContractError
 from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
 from flash.types import PLAIN, Sampling, Shard, ShardSample, Trajectory
@@ -131,7 +132,7 @@ class _Sequence:
 
 
 def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
-    branches = sample.trajectory.sequences()
+    branches = sequences(sample.trajectory)
     trained = [number for number, one in enumerate(branches) if one.trained_tokens(min_version) > 0]
     if len(branches) == 1:
         turns = [np.arange(len(branches[0].action_spans))]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import PackedTokens
+from flash.branches import spans_by_turn
 from flash.trained import TokenUse, TrainedSample, shown_places
 from flash.trainer.loss import TokenLoss
 from flash.trainer.mesh import TrainerMesh
@@ -84,5 +85,5 @@ class TokenLook:
 
 def _begin(trajectory: Trajectory, turn: int) -> int:
     """Where the action tokens of a turn begin among those of the sample."""
-    at = trajectory.spans_by_turn()[turn].start
+    at = spans_by_turn(trajectory)[turn].start
     return sum(span.stop - span.start for span in trajectory.action_spans if span.stop <= at)

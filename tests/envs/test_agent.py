@@ -15,6 +15,7 @@ import pytest
 
 from envs.agent import Agent, AgentOptions
 from envs.mixture import Mixture, MixtureOptions
+from flash.branches import branch_tokens, sequences, spans_by_turn
 from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
 from flash.simulate.clock import run_virtual
@@ -200,7 +201,7 @@ def test_of_hundreds_of_agents_tokens_trained_are_tokens_sampled() -> None:
         assert sorted(log.told) == sorted(tokenizer.decode(said.token_ids) for said in policy.said)
         tokens = played.tokens().tolist()
         sampled = [(asked.prompt, said.token_ids) for asked, said in zip(policy.asked, policy.said, strict=True)]
-        for span, turn in zip(played.spans_by_turn(), played.turns, strict=True):
+        for span, turn in zip(spans_by_turn(played), played.turns, strict=True):
             prompt = tokens[played.branches[turn.branch] : span.start]
             sampled.remove((prompt, tokens[span.start : span.stop]))
         assert played.action_count == sum(len(said.token_ids) for said in policy.said)
@@ -276,7 +277,7 @@ def test_a_text_after_a_chat_is_a_branch() -> None:
         (", and more", 1),
         ("user: what of 56?", 2),
     ]
-    assert played.sequences()[1].tokens().tolist() == [*b"a text fine", 256, *b", and more fine", 256]
+    assert sequences(played)[1].tokens().tolist() == [*b"a text fine", 256, *b", and more fine", 256]
 
 
 async def rewards_itself(base_url: str, api_key: str, task: str) -> str:
@@ -437,7 +438,7 @@ def test_an_agent_that_compacts_its_history_and_asks_for_help_is_trained_in_all_
         "user: three",
     ]
     assert played.action_count == 6 * 5
-    assert played.branch_tokens() == [15, 10, 5]
+    assert branch_tokens(played) == [15, 10, 5]
 
 
 async def asks_for_the_best(base_url: str, api_key: str, task: str) -> str:
@@ -455,9 +456,9 @@ async def asks_for_the_best(base_url: str, api_key: str, task: str) -> str:
 def test_several_answers_to_the_same_question_share_what_was_said_before_it_as_their_prompt() -> None:
     played = trajectory("asks_for_the_best")
     assert [turn.branch for turn in played.turns] == [0, 0, 1, 2]
-    one, two, three = (each.tokens().tolist() for each in played.sequences())
+    one, two, three = (each.tokens().tolist() for each in sequences(played))
     assert one == two == three
-    assert played.branch_tokens() == [10, 5, 5], "what they share is trained once"
+    assert branch_tokens(played) == [10, 5, 5], "what they share is trained once"
 
 
 async def goes_on(base_url: str, api_key: str, task: str) -> str:

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from envs.agent import ENDPOINT
+from flash.branches import spans_by_turn
 from flash.environment import shared, sharing
 from flash.errors import EngineError
 from flash.rollout.engine import GenerateRequest
@@ -64,7 +65,7 @@ def test_calls_at_once_are_sampled_at_once_and_booked_one_after_the_other() -> N
     assert len(policy.said) == 5
     assert played.lost_tokens == 0
     tokens, asked = played.tokens().tolist(), {tuple(one.prompt) for one in policy.asked}
-    for span, turn in zip(played.spans_by_turn(), played.turns, strict=True):
+    for span, turn in zip(spans_by_turn(played), played.turns, strict=True):
         assert tuple(tokens[played.branches[turn.branch] : span.start]) in asked
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from envs.agent import ENDPOINT
+from flash.branches import spans_by_turn
 from flash.environment import shared
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine
@@ -88,7 +89,7 @@ def check(run: World, shards: Sequence[Shard], first: int, tokens: int) -> None:
         for sample in shard.samples:
             made = sample.trajectory
             assert shard.step - made.oldest_version <= 1 or shard.min_version > made.oldest_version
-            for span, turn in zip(made.spans_by_turn(), made.turns, strict=True):
+            for span, turn in zip(spans_by_turn(made), made.turns, strict=True):
                 prompt = tuple(made.tokens()[made.branches[turn.branch] : span.start].tolist())
                 assert first or prompt in asked, "what is trained is what an engine was asked"
     rows = run.observer.steps

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash.branches import spans_by_turn
 from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.service.history import Continuation, History
 from flash.trainer.packing import pack
@@ -174,7 +175,7 @@ def test_tokens_trained_are_tokens_sampled_once_each_whatever_an_agent_makes_of_
     assert len(made.branches) == len(conversation.branches)
     tokens = made.tokens().tolist()
     for span, turn, prompt, said in zip(
-        made.spans_by_turn(), made.turns, conversation.prompts, conversation.said, strict=True
+        spans_by_turn(made), made.turns, conversation.prompts, conversation.said, strict=True
     ):
         assert tokens[made.branches[turn.branch] : span.start] == prompt
         assert tokens[span.start : span.stop] == said

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
+from flash.branches import spans_by_turn
 from flash.errors import ContractError
 from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
@@ -65,8 +66,8 @@ def test_branches_are_packed_as_sequences_with_the_place_of_their_sample() -> No
     expected = []
     for sample in shard.samples:
         one = sample.trajectory
-        turns = [turn for turn, span in enumerate(one.spans_by_turn()) for _ in range(span.start, span.stop)]
-        by_token = sorted(zip((at for span in one.spans_by_turn() for at in range(*astuple(span))), turns, strict=True))
+        turns = [turn for turn, span in enumerate(spans_by_turn(one)) for _ in range(span.start, span.stop)]
+        by_token = sorted(zip((at for span in spans_by_turn(one) for at in range(*astuple(span))), turns, strict=True))
         for (at, turn), logp, version in zip(by_token, one.behaviour(), one.action_versions(), strict=True):
             if version >= 2:
                 expected.append((int(one.tokens()[at]), float(logp), sample.index, turn))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from flash.branches import sequences
 from flash.config.tree import TrainConfig
 from flash.errors import ConfigError, ContractError
 from flash.trainer.optimizer import learning_rate
@@ -48,17 +49,17 @@ def naive_advantages(shard: Shard) -> list[float]:
 
 def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str, *, split: bool = False) -> torch.Tensor:
     """The batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
-    sequences = []
+    found = []
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
-        branches = [one for one in sample.trajectory.sequences() if one.trained_tokens(shard.min_version)]
+        branches = [one for one in sequences(sample.trajectory) if one.trained_tokens(shard.min_version)]
         for branch in branches:
             losses = naive_losses(model, branch, shard.min_version, objective, advantage)
-            sequences.append(losses / (len(branches) if split else 1))
+            found.append(losses / (len(branches) if split else 1))
     if aggregation == "token_mean":
-        return torch.cat(sequences).sum() / shard.total_tokens
+        return torch.cat(found).sum() / shard.total_tokens
     if aggregation == "seq_mean_token_mean":
-        return sum(one.mean() for one in sequences) / shard.total_sequences
-    return sum(one.sum() for one in sequences) / shard.total_sequences
+        return sum(one.mean() for one in found) / shard.total_sequences
+    return sum(one.sum() for one in found) / shard.total_sequences
 
 
 def naive_losses(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from flash.branches import branch_tokens, sequences
 from flash.trained import TokenUse, TrainedSample
 from flash.trainer.step import Trainer
 from flash.types import Shard, VersionRun
@@ -32,7 +33,7 @@ def floats(values: bytes) -> np.ndarray:
 def naive(model: Path, shard: Shard, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-prob and entropy of each action token: each branch through the plain model, alone."""
     reference, logprobs, entropies = reference_model(model), list[float](), list[float]()
-    for branch in shard.samples[index].trajectory.sequences():
+    for branch in sequences(shard.samples[index].trajectory):
         ids = torch.tensor(branch.tokens().tolist())
         with torch.no_grad():
             rows = reference(input_ids=ids[None]).logits[0].log_softmax(-1)
@@ -64,9 +65,7 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
     for seen in trainer.seen:
         trajectory = shard.samples[seen.index].trajectory
         mask = trajectory.action_versions() >= 2
-        part_of_one = np.repeat(
-            [one.trained_tokens(2) > 0 for one in trajectory.sequences()], trajectory.branch_tokens()
-        )
+        part_of_one = np.repeat([one.trained_tokens(2) > 0 for one in sequences(trajectory)], branch_tokens(trajectory))
         without += int((~part_of_one).any())
         logprobs, entropies = naive(tied_model, shard, seen.index)
         # The second minibatch is looked at after the first has moved the weights.

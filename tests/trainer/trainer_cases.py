@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from flash.branches import trained_branches
 from flash.config.tree import Config
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
@@ -109,7 +110,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
         batch=[one.entry(min_version) for one in trajectories],
         total_tokens=sum(one.trained_tokens(min_version) for one in trajectories),
-        total_sequences=sum(one.trained_branches(min_version) for one in trajectories),
+        total_sequences=sum(trained_branches(one, min_version) for one in trajectories),
     )
 
 

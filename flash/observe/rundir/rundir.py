@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from flash.branches import spans_by_turn
 from flash.errors import RunDirectoryError
 from flash.observe.rundir import recording
 from flash.observe.rundir.follow import NO_ROW, opened
@@ -80,7 +81,7 @@ class SampleTimes(msgspec.Struct, frozen=True):
 
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
     """Describe a trajectory that was trained at `step`."""
-    spans = trajectory.spans_by_turn()
+    spans = spans_by_turn(trajectory)
     oldest = _oldest_versions(trajectory)
     if spans is not trajectory.action_spans:
         of_span = dict(zip(trajectory.action_spans, oldest, strict=True))

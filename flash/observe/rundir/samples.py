@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from flash.ages import age_of
+from flash.branches import spans_by_turn
 from flash.trained import TrainedSample
 from flash.types import Outcome, Span, Trajectory, VersionRun
 
@@ -107,7 +108,7 @@ def readable(
         ],
         tokens=list(tokens),
         branches=list(trajectory.branches),
-        action_spans=trajectory.spans_by_turn(),
+        action_spans=spans_by_turn(trajectory),
         versions=trajectory.versions,
         ages=dict(sorted(ages.items())),
         values=_values(trajectory, seen),
