@@ -8,6 +8,7 @@ is used: importing this module needs none.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -277,6 +278,12 @@ def is_core_death(error: BaseException) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
+
+
+def worker_error(error: BaseException) -> str:
+    """What a worker has failed with, as it says itself."""
+    found = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
+    return found.group(1) if found else f"{type(error).__name__}: {error}"
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -39,9 +39,9 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.profiled_engine import ProfiledEngine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
+from flash.rollout.wrapped_engine import ProfiledEngine
 from flash.run.interrupt import cut_short, interrupt_on_signal
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host

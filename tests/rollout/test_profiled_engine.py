@@ -11,7 +11,7 @@ from flash.errors import EngineDeadError, EngineError
 from flash.profile.order import ProfileOrder
 from flash.profile.parts import read_part
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.profiled_engine import MOST_STEPS, ProfiledEngine
+from flash.rollout.wrapped_engine import MOST_STEPS, ProfiledEngine
 from flash.types import Canary, Published
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash.rollout.vllm.step_watch import StepWatch
+from flash.rollout.vllm.gauges import StepWatch
 
 
 def test_an_engine_hangs_when_it_has_requests_and_makes_no_step_for_the_limit() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flash.rollout.engine import Pressure
-from flash.rollout.vllm.pressure import PressureGauge
+from flash.rollout.vllm.gauges import PressureGauge
 
 
 def read(gauge: PressureGauge, resumed: int, *, waiting: int = 0) -> Pressure:

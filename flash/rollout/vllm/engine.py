@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -32,11 +31,10 @@ from flash.errors import (
 )
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
-from flash.rollout.vllm.pressure import PressureGauge
+from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import EngineProcesses
-from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, finish_of, version_runs
+from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, version_runs
 from flash.rollout.vllm.start import configure, engine_environment
-from flash.rollout.vllm.step_watch import StepWatch
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.canary import check_canary
@@ -50,8 +48,6 @@ CANARY_PRIORITY = -1
 
 SECOND_LOOK_S = 1.0
 """Between the moment in which an engine seems to hang and the verdict: a loop that was blocked has to read first."""
-
-_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
 
 
 class VLLMEngine:
@@ -98,7 +94,7 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
-        """The policy version loaded and verified; −1 before the first `load`."""
+        """See `Engine`."""
         return self._version
 
     @property
@@ -147,16 +143,12 @@ class VLLMEngine:
             self._answer_scope = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
+        """See `Engine`.
 
-        The response ends at the model's end-of-text token, at `max_new_tokens`, or at the end of the context. Its
-        deadline is the caller's, who owns the request; closing or cancelling the iterator aborts it in the engine.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-            EngineError: the engine refuses the request, or ends it for a reason of its own.
+        The response ends at the model's end-of-text token, at a limit, or at the end of the context.
         """
-        self._check_prompt(request.prompt)
+        self._check_alive()
+        check_prompt(request.prompt, self._config.model.max_length)
         llm = self._llm
         request_id = f"{self._index}.{next(self._request_ids)}"
         token_ids: list[int] = []
@@ -193,18 +185,10 @@ class VLLMEngine:
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Swap to a published version with sequences in flight; return the canary's mean difference.
+        """See `Engine`.
 
-        The engine pauses between two steps; sequences in flight keep their tokens. Their KV cache is forgotten and
-        made again under the new weights, or kept; new requests never share the cache of older weights. After an error
-        the engine's weights are undefined, and it stays paused if it was, until it is closed or has loaded a version.
-
-        Raises:
-            WeightsError: a tensor fails its checksum (named), the engine holds other weights than were published, or
-                the canary differs by more than the tolerance.
-            EngineDeadError: the engine died on the way.
-            EngineError: its worker failed.
-            DeadlineError: it took too long.
+        New requests never share the cache of older weights. After an error the engine's weights are undefined, and it
+        stays paused if it was, until it is closed or has loaded a version.
         """
         self._check_alive()
         version = published.version
@@ -212,11 +196,8 @@ class VLLMEngine:
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
-            with deadline(self._swap_seconds(info), waited_for, look_at) as self._answer_scope:
+            with self._waiting(self._swap_seconds(info), waited_for, look_at):
                 observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
-        except DeadlineError:
-            self._check_alive()  # its death cancels the swap too
-            raise
         except FlashError:
             raise
         except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
@@ -224,16 +205,9 @@ class VLLMEngine:
         except anyio.get_cancelled_exc_class():
             self._die("it was left in the middle of a swap")  # paused, with weights that nobody knows
             raise
-        finally:
-            self._answer_scope = None
         self._steps.goes_on(anyio.current_time())
         self._loaded.check(info.fingerprint, held, engine=self._index, version=version)
-        gap = check_canary(
-            published.canary,
-            observed,
-            engine=self._index,
-            version=version,
-        )
+        gap = check_canary(published.canary, observed, engine=self._index, version=version)
         self._version = version
         return gap
 
@@ -253,24 +227,34 @@ class VLLMEngine:
         asked = f"the workers of engine {self._index} to do `{method}`"
         self._steps.pauses()
         try:
-            with deadline(self._config.deadlines.swap, asked, "vLLM's log") as self._answer_scope:
+            with self._waiting(self._config.deadlines.swap, asked, "vLLM's log"):
                 return await vllm.ask_workers(self._llm, method, *arguments)
-        except DeadlineError:
-            self._check_death()  # its death cancels the wait too
+        except FlashError:
             raise
         except Exception as error:  # as in `load`
             raise self._typed(error) from error
         finally:
-            self._answer_scope = None
             self._steps.goes_on(anyio.current_time())
         raise AssertionError("a deadline that passes raises")
+
+    @contextmanager
+    def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
+        """Wait for vLLM's answers, for so long; the engine's death ends that too."""
+        try:
+            with deadline(seconds, what, look_at) as self._answer_scope:
+                yield
+        except DeadlineError:
+            self._check_alive()
+            raise
+        finally:
+            self._answer_scope = None
 
     def reassign(self, number: int) -> None:
         """See `Engine`. Not with nccl, where the number is its place in a group."""
         self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives.
+        """See `Engine`.
 
         Waits for the moment in which it could have made no step for too long.
         """
@@ -398,15 +382,6 @@ class VLLMEngine:
         if self._llm is None:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        self._check_alive()
-        longest = self._config.model.max_length
-        if not 0 < len(prompt) < longest:
-            raise EngineRefusal(
-                f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
-                f"1 more in the context of {longest} (model.max_length)"
-            )
-
     def _typed(self, error: Exception) -> FlashError:
         """Our name for an error of vLLM's."""
         if isinstance(error, FlashError):
@@ -422,10 +397,7 @@ class VLLMEngine:
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
         typed = self._typed(error)
-        if isinstance(typed, EngineDeadError):
-            return typed
-        found = _WORKER_ERROR.search(str(error))
-        return self._load_error(found.group(1) if found else f"{type(error).__name__}: {error}", version)
+        return typed if isinstance(typed, EngineDeadError) else self._load_error(vllm.worker_error(error), version)
 
     def _load_error(self, reason: str, version: int) -> FlashError:
         if NOT_HELD in reason:

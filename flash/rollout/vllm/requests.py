@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flash.errors import EngineError
+from flash.errors import EngineError, EngineRefusal
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest
 from flash.types import Sampling, VersionRun
@@ -37,6 +37,15 @@ class SamplingParameters:
             return made
         # A response that moved here goes on with other draws than those that its first tokens had.
         return vllm.seeded(made, (request.seed + request.done) % SEEDS)
+
+
+def check_prompt(prompt: Sequence[int], longest: int) -> None:
+    """Raise EngineRefusal for a prompt that does not fit a context of so many tokens."""
+    if not 0 < len(prompt) < longest:
+        raise EngineRefusal(
+            f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
+            f"1 more in the context of {longest} (model.max_length)"
+        )
 
 
 def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
