@@ -15,7 +15,7 @@ from flash.errors import ConfigError, WeightsError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.canary import BEYOND_ROUNDING, LEAST, CanaryMaker, CanaryText, canary_logprobs, draw_canary
 from flash.trainer.model.model import load_model, shard_model
-from flash.weights.canary import check_canary
+from flash.weights.verification import check_canary
 from tests.trainer.packed_cases import one_by_one
 from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, write_model
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flash.errors import WeightsError
 from flash.weights.fingerprint import CHUNK, Fingerprint
-from flash.weights.loaded import LoadedWeights
 from flash.weights.staging import stage
 from flash.weights.tcp import TcpPublisher
 from flash.weights.update import decode_update
+from flash.weights.verification import LoadedWeights
 from flash.weights.vllm_backends import IpcPublisher, NcclPublisher
 from tests.weights.test_vllm_backends import FakeExporter, FakeLink
 

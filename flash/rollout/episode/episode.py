@@ -53,29 +53,18 @@ class Responder(Protocol):
         ...
 
 
-class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     """What all episodes of a run share."""
 
     seed: int | None
     """Every response is drawn with a seed of its own that follows from this one. None: engines draw as they like."""
-
-    max_new_tokens: int
-    """Longest response, in tokens."""
-    max_length: int
-    """Longest sequence of observations and responses, in tokens."""
-    max_turns: int
-    """Responses after which an episode is truncated."""
-    max_branches: int
-    """Sequences that an episode may consist of."""
-    max_tokens: int
-    """Most tokens of all of these."""
     reset_s: float
     step_s: float
     close_s: float
     generate_s: float
     episode_s: float
     """Deadlines, in seconds."""
-    domains: dict[str, EpisodeSettings] = {}
+    domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
     """By kind of problem, where it has limits of its own."""
 
     def of(self, kind: str) -> EpisodeSettings:
@@ -142,14 +131,7 @@ class Episode:
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
-        limits = EpisodeLimits(
-            length=settings.max_length,
-            turns=settings.max_turns,
-            branches=settings.max_branches,
-            tokens=settings.max_tokens,
-            response=settings.max_new_tokens,
-        )
-        transcript = TranscriptView(self._tokenizer, limits)
+        transcript = TranscriptView(self._tokenizer, settings)
         state = _EpisodeState(lease, progress, transcript)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:

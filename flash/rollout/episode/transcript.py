@@ -37,18 +37,19 @@ LETTERS_PER_TOKEN = 32
 being tokenized: a node does nothing else while it tokenizes, for seconds where there are megabytes."""
 
 
-class EpisodeLimits(NamedTuple):
+class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How far an episode may go."""
 
-    length: int
-    """Longest sequence, in tokens."""
-    turns: int
-    """Most responses, over all branches."""
-    branches: int
-    tokens: int
-    """Most tokens of all branches together."""
-    response: int
-    """Most tokens of a response."""
+    max_length: int
+    """Longest sequence of observations and responses, in tokens."""
+    max_turns: int
+    """Responses, over all branches, after which an episode is truncated."""
+    max_branches: int
+    """Sequences that an episode may consist of."""
+    max_tokens: int
+    """Most tokens of all of these."""
+    max_new_tokens: int
+    """Longest response, in tokens."""
 
 
 class _End(NamedTuple):
@@ -116,12 +117,12 @@ class Transcript:
     @property
     def turns_left(self) -> int:
         """Responses that may still follow."""
-        return self.limits.turns - sum(len(branch.spans) for branch in self.branches)
+        return self.limits.max_turns - sum(len(branch.spans) for branch in self.branches)
 
     @property
     def branches_left(self) -> int:
         """Branches that may still begin."""
-        return self.limits.branches - len(self.branches)
+        return self.limits.max_branches - len(self.branches)
 
     def go_on(self, branch: int, responses: int) -> None:
         """Go on after so many responses of a branch: in it, where these are all; else in a new one."""
@@ -139,7 +140,7 @@ class Transcript:
         """Tokens that may follow, those to be shown included."""
         kept = self.branches[self.branch].until(self._responses)
         together = sum(len(branch.tokens) for branch in self.branches) + (kept if self._begins else 0)
-        return min(self.limits.length - kept, self.limits.tokens - together)
+        return min(self.limits.max_length - kept, self.limits.max_tokens - together)
 
     def offer(self, tools: Sequence[Tool]) -> None:
         """Let the policy call these functions in branches that begin from nothing. Raises EnvError."""

@@ -22,7 +22,7 @@ class TranscriptView(Transcript):
 
     def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
         super().__init__(tokenizer, limits)
-        self._most = limits.length
+        self._most = limits.max_length
         """Tokens that the next response may have."""
         self._stop: tuple[str, ...] = ()
         """Texts that end it."""
@@ -71,20 +71,21 @@ class TranscriptView(Transcript):
         if self._asking is None or (waiting := self._asking.waiting) is None:
             return
         under_way = waiting + 1
-        together = sum(len(branch.tokens) for branch in self.branches) + (under_way + 1) * self.limits.length
-        if together > self.limits.tokens or min(self.turns_left, self.branches_left) <= under_way:
+        longest, most = self.limits.max_length, self.limits.max_new_tokens
+        together = sum(len(branch.tokens) for branch in self.branches) + (under_way + 1) * longest
+        if together > self.limits.max_tokens or min(self.turns_left, self.branches_left) <= under_way:
             return
-        if least_tokens(expected.observation, expected.tools) > self.limits.length:
+        if least_tokens(expected.observation, expected.tools) > longest:
             return
         with suppress(EnvError):  # which the one who shows it will hear
             prompt, form = self._expected_prompt(expected)
-            room = self.limits.length - len(prompt)
+            room = longest - len(prompt)
             if room < 1:
                 return
             hear = expected.hear
             hears = _unheard if hear is None else self._heard(prompt, form, hear, expected.calling)
-            most = room if expected.tokens is None else min(expected.tokens, room)
-            self._asking.expect(Wanted(prompt, min(most, self.limits.response), expected.stop, hears, expected.name))
+            most = min(most, room, room if expected.tokens is None else expected.tokens)
+            self._asking.expect(Wanted(prompt, most, expected.stop, hears, expected.name))
 
     def comes(self, name: str) -> None:
         """What is shown next was expected by this name, or has none that was."""
@@ -129,8 +130,8 @@ class TranscriptView(Transcript):
 
     def wanted(self) -> Wanted:
         """The next response."""
-        most, stop, name = min(self.left(), self._most, self.limits.response), self._stop, self._name
-        self._most, self._stop, self._name = self.limits.length, (), ""
+        most, stop, name = min(self.left(), self._most, self.limits.max_new_tokens), self._stop, self._name
+        self._most, self._stop, self._name = self.limits.max_length, (), ""
         return Wanted(list(self.tokens), most, stop, self._listening(), name)
 
 

@@ -37,9 +37,8 @@ from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_pro
 from flash.rollout.vllm.start import configure, engine_environment
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
-from flash.weights.canary import check_canary
-from flash.weights.loaded import LoadedWeights
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
+from flash.weights.verification import LoadedWeights, check_canary
 
 FIRST_VERSION = -1
 """The version of an engine that loaded none: it serves whatever the model folder holds."""

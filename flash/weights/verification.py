@@ -1,8 +1,8 @@
-"""The canary: a short text whose log-probs engine and trainer must agree on after each swap.
+"""What an engine is held to once it has loaded a version.
 
-A fingerprint proves that the engine holds the weights that were published (`flash.weights.fingerprint`); the canary
-proves that it computes with them. How far apart two healthy ones are follows from the precision in which they compute,
-which the trainer has measured (`flash.trainer.model.canary`).
+Its fingerprint (`flash.weights.fingerprint`) proves that it holds the weights that were published. The canary, a short
+text whose log-probs engine and trainer must agree on, proves that it computes with them. How far apart two healthy ones
+are follows from the precision in which they compute, which the trainer has measured (`flash.trainer.model.canary`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,41 @@ from collections.abc import Sequence
 
 from flash.errors import WeightsError
 from flash.types import Canary
+
+
+class LoadedWeights:
+    """Follows what one engine holds, version by version.
+
+    Where a single worker holds exactly what was published first, it has to from then on. Where it does not (tensor
+    parallel shards, quantised or otherwise derived weights, tensors that the engine does not load), its weights have to
+    change whenever the published ones do.
+    """
+
+    def __init__(self) -> None:
+        self._exact: bool | None = None
+        self._published: list[int] = []
+        self._held: list[list[int]] = []
+
+    def check(self, published: list[int], held: list[list[int]], *, engine: int, version: int) -> None:
+        """Compare what was published as `version` with what each worker of the engine holds now.
+
+        Raises:
+            WeightsError: it holds something else.
+        """
+        if self._exact is None:
+            self._exact = held == [published]
+        if self._exact:
+            stale = held != [published]
+        else:
+            changed = published != self._published
+            stale = changed and any(old == new for old, new in zip(self._held, held, strict=False))
+        if stale:
+            kept = "the weights of the version before" if self._held == held else "other weights than were published"
+            raise WeightsError(
+                f"engine {engine}, version {version}: after loading it holds {kept} (fingerprint {held}, published "
+                f"{published}). vLLM has accepted the tensors and not put them all in place"
+            )
+        self._published, self._held = published, held
 
 
 def check_canary(canary: Canary, observed: Sequence[float], *, engine: int, version: int) -> float:
