@@ -1,4 +1,5 @@
 """Episodes: one environment's life each, the texts and tokens that pass between it and the policy.
 
-`episode` is the way in; `transcript` keeps the tokens, `tokenizer` makes them, `phases` says who may step when.
+`episode` is the way in; `transcript` keeps the tokens, `view` shows them to the environment, `tokenizer` makes them,
+`phases` says who may step when.
 """
