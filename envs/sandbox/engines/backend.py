@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 import msgspec
 
@@ -23,6 +24,19 @@ AGENT_SECRET = "flash.agent.secret"
 """Label with what a host must know to take over the sandbox. Labels cannot be read from inside."""
 AGENT_ADDRESS = "flash-agent"
 """Abstract socket on which an agent waits for a host that takes over; each container has a namespace for its own."""
+SNAPSHOT_NAME = "localhost/flash-snapshot"
+"""Name of the images that snapshots are; the tag tells them apart."""
+SNAPSHOT_LABEL = "flash.snapshot"
+"""On snapshots, with the sandbox that they were made of."""
+INSTANCE_LABEL = "flash.snapshot.life"
+"""On snapshots, with the process that made them: it alone could tell of them."""
+INSTANCE = uuid4().hex
+"""This process, as that label says it."""
+
+
+def from_snapshot(spec: Spec) -> bool:
+    """Whether a sandbox of this spec begins with the files of another one."""
+    return spec.image.startswith(SNAPSHOT_NAME)
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

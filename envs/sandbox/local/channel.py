@@ -6,23 +6,42 @@ result may or may not have been carried out.
 
 Nothing is lost between calls: a frame is written whole or not at all, also when its caller is cancelled. What a call
 may hold here is bounded: output by the credit that the host gave or by the cap of the result, input by the agent's.
+Whatever a sandbox sends is only ever decoded as the types that are expected. A frame is
+
+    length u32 | crc32 u32 | body (msgpack)
+
+To the agent the body is [call, operation, argument], from it [call, kind, value]; call 0 is the end of the channel.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from enum import IntEnum
 from typing import TypeVar
 
 import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Link
-from envs.sandbox.local.frames import PIECE, PIECE_COST, AgentFrameKind, Decoder, encode
 from flash import errors
-from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
+from flash.errors import (
+    SandboxError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 
+MAX_FRAME = 1 << 18
+"""Longest body in bytes, both ways. A longer one ends the channel."""
+PIECE = 1 << 16
+"""Bytes of data sent in one frame."""
+PIECE_COST = 64
+"""Bytes of credit that a piece of output takes beyond its data: many small pieces are more to hold than a large one."""
 INPUT_WINDOW = 4 * PIECE
 """Bytes of input that may be on their way to a command which does not read them."""
 OUTPUT_WINDOW = 8 * PIECE
@@ -32,14 +51,77 @@ CLOSE_SECONDS = 5.0
 
 T = TypeVar("T")
 
+_HEADER = struct.Struct(">II")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 _COUNT = msgspec.msgpack.Decoder(int)
 _REFUSALS: dict[str, type[SandboxError]] = {
     "file": errors.SandboxFileError,
     "limit": SandboxLimitError,
     "busy": errors.SandboxBusyError,
     "gone": errors.SandboxClosedError,
-    "request": errors.SandboxRefusedError,
+    "request": SandboxRefusedError,
 }
+
+
+class AgentFrameKind(IntEnum):
+    """What a frame of the agent is: the end of a call, well or badly, output, or room for more input."""
+
+    RESULT = 0
+    FAILURE = 1
+    CHUNK = 2
+    CREDIT = 3
+
+
+def encode(call: int, operation: str, argument: object) -> bytes:
+    """One frame to the agent.
+
+    Raises:
+        SandboxLimitError: it would be too long. SandboxRefusedError: something in it cannot be encoded.
+    """
+    try:
+        body = _ENCODER.encode((call, operation, argument))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise SandboxRefusedError(f"`{operation}` cannot be asked for: {error}") from None
+    if len(body) > MAX_FRAME:
+        raise SandboxLimitError(
+            f"`{operation}` needs {len(body)} bytes with all its arguments; a sandbox takes {MAX_FRAME} at once"
+        )
+    return _HEADER.pack(len(body), zlib.crc32(body)) + body
+
+
+class Decoder:
+    """Cuts what the agent sends into (call, kind, value)."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, int, msgspec.Raw]]:
+        """The frames that are complete now.
+
+        Raises:
+            SandboxLostError: this is not what an agent sends.
+        """
+        self._buffer += data
+        frames: list[tuple[int, int, msgspec.Raw]] = []
+        start, end = 0, len(self._buffer)
+        while end - start >= _HEADER.size:
+            length, checksum = _HEADER.unpack_from(self._buffer, start)
+            if length > MAX_FRAME:
+                raise SandboxLostError(f"the agent announces a frame of {length} bytes, more than {MAX_FRAME}")
+            stop = start + _HEADER.size + length
+            if stop > end:
+                break
+            body = bytes(memoryview(self._buffer)[start + _HEADER.size : stop])
+            if zlib.crc32(body) != checksum:
+                raise SandboxLostError("a frame of the agent was damaged")
+            try:
+                frames.append(_DECODER.decode(body))
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise SandboxLostError(f"the agent sent what is no frame: {error}") from error
+            start = stop
+        del self._buffer[:start]
+        return frames
 
 
 class AgentCall:
@@ -90,7 +172,7 @@ class AgentCall:
         if kind == AgentFrameKind.CHUNK:
             return decode(value, tuple[str, msgspec.Raw])
         code, message = decode(value, tuple[str, str])
-        raise _REFUSALS.get(code, errors.SandboxRefusedError)(message)
+        raise _REFUSALS.get(code, SandboxRefusedError)(message)
 
     async def result(self, result_type: type[T]) -> tuple[T, dict[str, bytes]]:
         """The result, and the output that came before it, by stream."""
@@ -136,21 +218,18 @@ class Channel:
 
     Args:
         link: closed by its owner.
+        rest: what was read from it already.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, rest: bytes = b"") -> None:
         self._link = link
+        self._rest = rest
         self._decoder = Decoder()
         self._calls: dict[int, AgentCall] = {}
         self._numbers = 0
         self._broken: SandboxError | None = None
         self.heard = anyio.Event()
         """Set, and replaced, whenever something comes."""
-
-    @property
-    def busy(self) -> int:
-        """How many calls are in progress."""
-        return len(self._calls)
 
     @property
     def broken(self) -> bool:
@@ -170,7 +249,8 @@ class Channel:
         """
         error = SandboxLostError("the channel to the sandbox was closed")
         try:
-            while data := await self._link.receive():
+            while data := self._rest or await self._link.receive():
+                self._rest = b""
                 for number, kind, value in self._decoder.feed(data):
                     if number == 0:
                         raise SandboxLostError(

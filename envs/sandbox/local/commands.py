@@ -11,8 +11,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Chunk, Command, Exec, JobStatus, Output, Result, Spec, StreamName
-from envs.sandbox.local.channel import OUTPUT_WINDOW, AgentCall, Channel, decode, in_time
-from envs.sandbox.local.frames import PIECE
+from envs.sandbox.local.channel import OUTPUT_WINDOW, PIECE, AgentCall, Channel, decode, in_time
 from envs.sandbox.text import check_path
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 

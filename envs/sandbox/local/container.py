@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,8 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.backend import AGENT_SECRET, Backend
-from envs.sandbox.local.snapshots import INSTANCE_LABEL, SNAPSHOT_LABEL
+from envs.sandbox.engines.backend import AGENT_SECRET, INSTANCE_LABEL, SNAPSHOT_LABEL, Backend
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 _log = logging.getLogger(__name__)
@@ -99,6 +99,16 @@ class SandboxContainer:
             return "its container was removed by somebody else"
         memory = ", for want of memory" if found.oom_killed else ""
         return "" if found.running else f"its container ended with exit code {found.exit_code}{memory}"
+
+    async def wait_layer_over(self, most: int, look_s: float) -> None:
+        """Return once it has written more than so many bytes to its layer: engines can seldom enforce that."""
+        while True:
+            await anyio.sleep(look_s)
+            # Who uses the link is told whether the sandbox is gone.
+            with suppress(SandboxError):
+                found = await self._backend.containers.inspect(self.id, size=True)
+                if found is not None and (found.layer_size or 0) > most:
+                    return
 
     async def remove(self) -> None:
         """Remove it, though the engine may fail meanwhile; by name when its creation was not answered."""

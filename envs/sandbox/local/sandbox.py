@@ -1,8 +1,8 @@
 """LocalSandbox: one container with its agent, from its creation to its removal.
 
-Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline, its idle time or its disk limit) or `lost` (its
-container or its agent is gone). One task owns it; leaving the block ends that task, which removes the container before
-anything else, also when it is cancelled at any await.
+Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline or its disk limit) or `lost` (its container or
+its agent is gone). One task owns it; leaving the block ends that task, which removes the container before anything
+else, also when it is cancelled at any await. Idle times, and forks, are the pool's.
 
 Law: no caller waits for a sandbox that is gone. The end of the link, a missed heartbeat and the end of the container
 each end every call in progress with an error that says why.
@@ -20,23 +20,29 @@ from typing import Any, Self, TypeVar, cast
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Snapshot, Spec, State
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.backend import Backend, Link, Surroundings
+from envs.sandbox.engines.backend import (
+    INSTANCE,
+    INSTANCE_LABEL,
+    SNAPSHOT_LABEL,
+    SNAPSHOT_NAME,
+    Backend,
+    Link,
+    Surroundings,
+    from_snapshot,
+)
 from envs.sandbox.engines.bundle import Options
-from envs.sandbox.local import commands, files, watches
+from envs.sandbox.local import commands, files
 from envs.sandbox.local.channel import Channel
 from envs.sandbox.local.container import FIRST_PAUSE, LAST_PAUSE, SandboxContainer
-from envs.sandbox.local.forks import Forks
-from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
+from envs.sandbox.local.greeting import Hello, greet
 from envs.sandbox.local.shell_channel import ShellChannel
-from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
 from envs.sandbox.sandbox import (
     GetArchive,
     ListFolder,
-    MakeForks,
     OpenSession,
     OpenTerminal,
     PutArchive,
@@ -57,8 +63,8 @@ from flash.errors import (
     SandboxClosedError,
     SandboxError,
     SandboxLostError,
-    SandboxRefusedError,
     SandboxStartError,
+    SandboxTimeoutError,
 )
 from flash.waiting import unwrapped_group
 
@@ -92,7 +98,7 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalSandbox(Sandbox):
-    """See the module. An asynchronous context manager; or a task: `await tasks.start(sandbox.keep)`.
+    """See the module. An asynchronous context manager.
 
     Args:
         backend: the engine.
@@ -122,19 +128,16 @@ class LocalSandbox(Sandbox):
         self._settings = settings or SandboxSettings()
         self._state: State = "starting"
         self._reason = "the sandbox was not started"
-        self._channel = Channel(NoLink())
+        self._channel: Channel | None = None
         self._surroundings = Surroundings(spec.workdir)
         self._connected = anyio.Event()
         self._ending = anyio.Event()
         self._ended = anyio.Event()
-        self._uses = 0
         self._unwanted: list[str] = []
-        self._forks: TaskGroup
         self._stack = AsyncExitStack()
 
     @property
-    def facts(self) -> SandboxFacts:
-        """How it stands now; its id is the name of its container."""
+    def facts(self) -> SandboxFacts:  # its id is the name of its container
         return SandboxFacts(self._container.name, self._spec, self._state)
 
     @property
@@ -142,20 +145,10 @@ class LocalSandbox(Sandbox):
         """The engine's id of its container; empty before it exists."""
         return self._container.id
 
-    @property
-    def reason(self) -> str:
-        """Why it is lost or closed."""
-        return self._reason
-
-    @property
-    def busy(self) -> bool:
-        """Whether calls are in progress."""
-        return self._channel.busy > 0
-
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(unwrapped_group())
-            await tasks.start(self._own)
+            await tasks.start(self._live)
             self._stack = stack.pop_all()
         return self
 
@@ -166,30 +159,21 @@ class LocalSandbox(Sandbox):
         # Without the block's own error: it is not the task group's.
         await self._stack.__aexit__(None, None, None)
 
-    async def keep(self, *, task_status: TaskStatus[LocalSandbox] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Live, as a task of the owner: started when ready, until it is closed or lost and its container removed."""
-        async with self:
-            task_status.started(self)
-            await self._ending.wait()
-
-    async def close(self) -> None:
-        """End it; returns when its container is removed, or was given up after its deadline."""
+    async def close(self) -> None:  # returns when its container is removed, or was given up after its deadline
         self._end("closed", "the sandbox was closed")
         await self._ended.wait()
 
     async def wait_ended(self) -> None:
-        """Wait until it is closed or lost, and its container removed."""
         await self._ended.wait()
 
     async def channel(self) -> Channel:
         """The channel to the agent; while that is being reached again, after that."""
-        if self._state == "ready" and self._channel.broken and self._connected.is_set():
+        if self._state == "ready" and self._channel is not None and self._channel.broken and self._connected.is_set():
             self._connected = anyio.Event()
         if self._state == "ready":
             await self._connected.wait()
-        if self._state != "ready":
+        if self._state != "ready" or self._channel is None:
             raise self._over()
-        self._uses += 1
         return self._channel
 
     def _over(self) -> SandboxError:
@@ -220,8 +204,6 @@ class LocalSandbox(Sandbox):
                 return await files.get_archive(self, path, archive, limits)
             case TakeSnapshot():
                 return await self._snapshot()
-            case MakeForks(count):
-                return await self._fork(count)
             case _:
                 raise refused(request)
 
@@ -265,28 +247,6 @@ class LocalSandbox(Sandbox):
             for name in self._unwanted:
                 with suppress(SandboxError):
                     await self._backend.images.remove(name)
-
-    async def _fork(self, count: int) -> list[LocalSandbox]:
-        if count < 1:
-            raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
-        spec = (await self._snapshot()).spec
-        forks = [
-            LocalSandbox(self._backend, spec, labels=self._container.labels, settings=self._settings)
-            for _ in range(count)
-        ]
-        group = Forks(self._backend.images, forks, self._settings.removal)
-        if self._ending.is_set():
-            await group.forget()
-            raise self._over()
-        self._forks.start_soon(group.keep)
-        await group.started()
-        return forks
-
-    async def _own(self, *, task_status: TaskStatus[None]) -> None:
-        """Own the container, and the forks that are made of it."""
-        async with unwrapped_group() as self._forks:
-            await self._live(task_status)
-            self._forks.cancel_scope.cancel()
 
     async def _live(self, task_status: TaskStatus[None]) -> None:
         """From no container to no container.
@@ -355,10 +315,10 @@ class LocalSandbox(Sandbox):
             address=around.address,
             secret=self._container.secret,
         )
-        kind, detail, rest = await with_deadline(link, options, self._settings.start, around.prelude)
+        kind, detail, rest = await greet(link, options, self._settings.start, around.prelude)
         if kind == "shell":
-            return ShellChannel(rest, around.workdir, options.lifetime, int(detail))
-        return Channel(rest)
+            return ShellChannel(link, rest, around.workdir, options.lifetime, int(detail))
+        return Channel(link, rest)
 
     async def _serve(self, channel: Channel, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
         """Use this channel until it breaks or the sandbox ends."""
@@ -391,19 +351,40 @@ class LocalSandbox(Sandbox):
             if self._state == "starting":
                 self._state = "ready"
                 task_status.started()
-            tasks.start_soon(watches.heart, channel, self._settings.heartbeat, self._settings.silence, self._end)
-            tasks.start_soon(watches.lifetime, self.hello.lifetime - LIFE_MARGIN, self._spec.deadline_s, self._end)
-            if self._spec.idle_s is not None:
-                tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
+            tasks.start_soon(self._watch_heart, channel)
+            tasks.start_soon(self._watch_life, self.hello.lifetime - LIFE_MARGIN)
             if not self._surroundings.disk_enforced:
-                layer = (self._backend.containers, self._container.id, profiles.disk_mib(self._spec))
-                tasks.start_soon(watches.disk, *layer, self._settings.disk_look, self._end)
+                tasks.start_soon(self._watch_disk)
         if not self._connected.is_set():
             channel.check()
 
-    def _use(self) -> tuple[int, bool]:
-        """How often it was used, and whether it is now."""
-        return self._uses, self.busy
+    # ---- what ends it, with the reason, while it is used
+
+    async def _watch_heart(self, channel: Channel) -> None:
+        """Break the channel off when the agent is silent although it is asked."""
+        while True:
+            heard = False
+            with anyio.move_on_after(self._settings.heartbeat):
+                await channel.heard.wait()
+                heard = True
+            if heard:
+                await anyio.sleep(self._settings.heartbeat)
+                continue
+            try:
+                await channel.ask("ping", None, int, self._settings.silence)
+            except SandboxTimeoutError:
+                self._end("lost", f"its agent did not answer for {self._settings.silence:g} s")
+            except SandboxError:
+                return
+
+    async def _watch_life(self, left: float) -> None:
+        await anyio.sleep(max(0.0, left))
+        self._end("closed", f"its deadline of {self._spec.deadline_s:g} s was over")
+
+    async def _watch_disk(self) -> None:
+        most = profiles.disk_mib(self._spec)
+        await self._container.wait_layer_over(most * profiles.MIB, self._settings.disk_look)
+        self._end("closed", f"it wrote more than {most} MiB")
 
     def _end(self, state: State, reason: str) -> None:
         """Decide how it ends; the first decision stands."""
@@ -413,4 +394,5 @@ class LocalSandbox(Sandbox):
         self._ending.set()
         self._connected.set()
         error = SandboxLostError if state == "lost" else SandboxClosedError
-        self._channel.break_off(error(self._reason))
+        if self._channel is not None:
+            self._channel.break_off(error(self._reason))

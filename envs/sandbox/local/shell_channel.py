@@ -22,10 +22,8 @@ import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Link
-from envs.sandbox.local.channel import AgentCall, Channel
+from envs.sandbox.local.channel import PIECE, AgentCall, AgentFrameKind, Channel
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending
-from envs.sandbox.local.frames import PIECE, AgentFrameKind
-from envs.sandbox.local.greeting import NoLink
 from flash.errors import SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 PROTOCOL = 1
@@ -40,18 +38,18 @@ class ShellChannel(Channel):
 
     Args:
         link: to the agent, after its greeting.
+        rest: what was read from it already.
         workdir: where commands start.
         lifetime: seconds that the sandbox may live.
         uid: whom commands run as.
     """
 
-    def __init__(self, link: Link, workdir: str, lifetime: float, uid: int) -> None:
-        super().__init__(NoLink())
-        self._shell = link
+    def __init__(self, link: Link, rest: bytes, workdir: str, lifetime: float, uid: int) -> None:
+        super().__init__(link)
         self._workdir = workdir
         self._lifetime = lifetime
         self._uid = uid
-        self._buffer = bytearray()
+        self._buffer = bytearray(rest)
         self._room = LINE_BYTES
         """Bytes that may come before they are taken."""
         self._waiting: deque[tuple[int, str, dict[str, object]]] = deque()
@@ -119,7 +117,7 @@ class ShellChannel(Channel):
 
     async def _read(self, scope: anyio.CancelScope) -> None:
         try:
-            while data := await self._shell.receive():
+            while data := await self._link.receive():
                 self._buffer += data
                 if len(self._buffer) > self._room:
                     break
@@ -171,7 +169,7 @@ class ShellChannel(Channel):
         self._room = LINE_BYTES + 2 * (limit + 1)
         if self._buffer:
             raise SandboxLostError("something in the sandbox wrote where only its agent may")
-        await self._shell.send(f"RUN {word} {max(1, round(seconds))} {limit} {len(data)} {encoded}\n".encode())
+        await self._link.send(f"RUN {word} {max(1, round(seconds))} {limit} {len(data)} {encoded}\n".encode())
         code, timed, out_size, err_size = _ending(await self._line(), word, limit + 1)
         out, err = await self._bytes(out_size), await self._bytes(err_size)
         ending = Ending(

@@ -10,14 +10,12 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.backend import SNAPSHOT_LABEL, Backend
 from envs.sandbox.engines.machine import MachineLoad, MachineMeter
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
-from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX
@@ -56,14 +54,12 @@ class EngineMaker:
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         return await self._keep(
-            LocalSandbox(self._backend, _unlimited(spec), name=sandbox_id, labels=labels, settings=self._settings)
+            LocalSandbox(self._backend, spec, name=sandbox_id, labels=labels, settings=self._settings)
         )
 
     async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         """Take over a running container."""
-        return await self._keep(
-            LocalSandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings)
-        )
+        return await self._keep(LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings))
 
     async def containers(self) -> list[Container]:
         """Every container and snapshot of ours."""
@@ -101,11 +97,6 @@ class EngineMaker:
             _log.exception("sandbox %s failed", sandbox.sandbox_id)
             if not started:
                 task_status.started(SandboxStartError(f"sandbox {sandbox.sandbox_id} failed; the log says why"))
-
-
-def _unlimited(spec: Spec) -> Spec:
-    """Without the idle limit: the pool keeps it, since a sandbox that waits for a holder is not idle."""
-    return msgspec.structs.replace(spec, idle_s=None)
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Spec
+from envs.sandbox.engines.backend import from_snapshot
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.local.snapshots import from_snapshot
 from envs.sandbox.pool.failures import Quarantine
 from envs.sandbox.pool.host import (
     Container,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
-from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL
+from envs.sandbox.engines.backend import INSTANCE, INSTANCE_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity, Maker, Ticket
 from envs.sandbox.pool.ownership import PREFIX, Labels, OwnerAlive, OwnerVerdict, verdict
 from flash.errors import SandboxError

@@ -18,8 +18,8 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Exec, Result, Snapshot, Spec, State
+from envs.sandbox.engines.backend import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.sandbox import (

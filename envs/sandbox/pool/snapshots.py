@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import anyio
 
-from envs.sandbox.local.snapshots import SNAPSHOT_NAME
+from envs.sandbox.engines.backend import SNAPSHOT_NAME
 from envs.sandbox.pool.journal import KeptSnapshot
 
 _ANY_SPELLING = re.compile(rf"(.*/)?{re.escape(SNAPSHOT_NAME.rpartition('/')[2])}([:@].*)?", re.IGNORECASE | re.DOTALL)

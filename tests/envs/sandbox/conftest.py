@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -103,6 +104,17 @@ class Bench:
         settings = options.pop("settings", None)
         spec = Spec(image=options.pop("image", IMAGE), **options)
         return LocalSandbox(self.backend, spec, labels=self.labels, settings=settings)
+
+    @asynccontextmanager
+    async def copy(self, sandbox: LocalSandbox) -> AsyncIterator[LocalSandbox]:
+        """Another one with the same files, as the pool's forks are made."""
+        snapshot = await sandbox.snapshot()
+        try:
+            async with LocalSandbox(self.backend, snapshot.spec, labels=self.labels) as copied:
+                yield copied
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.backend.images.remove(snapshot.spec.image)
 
 
 @pytest.fixture(params=["fake", pytest.param("containers", marks=pytest.mark.integration)])

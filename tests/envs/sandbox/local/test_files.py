@@ -14,7 +14,7 @@ from envs.sandbox.engines.fake import FakeBackend, FakeImages
 from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxClosedError, SandboxError, SandboxFileError, SandboxLimitError
-from tests.envs.sandbox.conftest import IMAGE
+from tests.envs.sandbox.conftest import IMAGE, Bench
 
 pytestmark = pytest.mark.anyio
 
@@ -178,13 +178,14 @@ async def test_a_snapshot_holds_a_tree_however_deep_and_names_what_it_cannot_hol
     engine, labels = containers
     async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
         await sandbox.run(DEEP, timeout=LIMIT)
-        (fork,) = await sandbox.fork(1)
-        found = await fork.run("find . -name file | tr -cd / | wc -c; find . -name file -exec cat {} +", timeout=LIMIT)
+        async with Bench(engine, labels).copy(sandbox) as copied:
+            found = await copied.run(
+                "find . -name file | tr -cd / | wc -c; find . -name file -exec cat {} +", timeout=LIMIT
+            )
         assert found.stdout.split() == [b"1102", b"bottom"]
         await sandbox.run("mkdir closed; chmod 0 closed", timeout=LIMIT)
-        for keep in (sandbox.snapshot, lambda: sandbox.fork(1)):
-            with pytest.raises(SandboxFileError, match="Permission denied: '/work/closed'"):
-                await keep()
+        with pytest.raises(SandboxFileError, match="Permission denied: '/work/closed'"):
+            await sandbox.snapshot()
 
 
 class LateImages(FakeImages):
@@ -212,7 +213,6 @@ async def test_a_snapshot_beside_the_end_of_its_sandbox_says_that_it_ended():
     ):
         backend.images = LateImages(backend)
         tasks.start_soon(keep, sandbox.snapshot)
-        tasks.start_soon(keep, lambda: sandbox.fork(2))
         await anyio.sleep(0.05)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
 from envs.sandbox.engines import bundle
-from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
+from envs.sandbox.local.channel import MAX_FRAME, Decoder, encode
 from envs.sandbox.local.greeting import greet
 from flash.errors import SandboxLostError, SandboxStartError
 
@@ -95,4 +95,4 @@ class Silent:
 async def test_an_image_that_says_something_else_is_named_with_what_it_said():
     options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
     with pytest.raises(SandboxStartError, match="exec format error"):
-        await greet(Silent(b"exec format error"), options)
+        await greet(Silent(b"exec format error"), options, 10.0)

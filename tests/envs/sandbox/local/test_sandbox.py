@@ -6,13 +6,12 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Result
+from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.local.commands import AgentJob
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
-from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
-    SandboxError,
     SandboxLimitError,
     SandboxLostError,
     SandboxRefusedError,
@@ -168,15 +167,6 @@ async def test_a_deadline_closes_the_sandbox_and_says_so(bench):
         assert sandbox.state == "closed"
 
 
-async def test_an_idle_sandbox_is_closed_and_a_used_one_is_not(bench):
-    async with bench.sandbox(idle_s=0.6) as sandbox:
-        assert (await sandbox.run("sleep 1.5", timeout=LIMIT)).ok
-        with anyio.fail_after(LIMIT):
-            await sandbox.wait_ended()
-        with pytest.raises(SandboxClosedError, match="idle"):
-            await sandbox.run("true", timeout=LIMIT)
-
-
 async def test_closing_ends_calls_in_progress_and_removes_the_container(bench):
     async with bench.sandbox() as sandbox, anyio.create_task_group() as tasks:
 
@@ -210,7 +200,8 @@ async def test_cancelling_at_each_await_leaves_nothing(bench, step):
             await session.run("true", timeout=LIMIT)
             await sandbox.write("file", b"x" * 100_000)
             await sandbox.run("cat", stdin=b"y" * 100_000, timeout=LIMIT)
-            await sandbox.fork(1)
+            async with bench.copy(sandbox):
+                pass
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(use)
@@ -263,28 +254,14 @@ async def test_a_silent_agent_is_given_up(bench):
             await sandbox.run("true", timeout=LIMIT)
 
 
-async def test_forks_have_the_files_and_go_their_own_ways(bench):
+async def test_a_snapshot_has_the_files_and_outlives_its_sandbox(bench):
     async with bench.sandbox() as sandbox:
         await sandbox.run("mkdir -p a/b; echo one > a/b/file; chmod 700 a/b/file; ln -s b/file a/link", timeout=LIMIT)
-        forks = await sandbox.fork(2)
-        for number, fork in enumerate(forks):
-            assert (await fork.run("cat a/link; stat -c %a a/b/file", timeout=LIMIT)).stdout == b"one\n700\n"
-            await fork.write("a/b/file", str(number).encode())
-        assert [await fork.read("a/b/file") for fork in forks] == [b"0", b"1"]
-        assert await sandbox.read("a/b/file") == b"one\n"
-        await forks[0].close()
-        assert forks[1].state == "ready"
-    assert forks[1].state == "closed"
-    assert not await bench.backend.images.list(bench.labels)
-
-
-async def test_a_snapshot_outlives_its_sandbox(bench):
-    async with bench.sandbox() as sandbox:
-        await sandbox.write("kept", b"data")
         snapshot = await sandbox.snapshot()
+        await sandbox.write("a/b/file", b"two")
     try:
         async with LocalSandbox(bench.backend, snapshot.spec, labels=bench.labels) as again:
-            assert await again.read("kept") == b"data"
+            assert (await again.run("cat a/link; stat -c %a a/b/file", timeout=LIMIT)).stdout == b"one\n700\n"
     finally:
         await bench.backend.images.remove(snapshot.spec.image)
 
@@ -294,17 +271,15 @@ async def test_the_own_layer_of_a_build_sandbox_is_in_its_snapshot_and_limited(b
     settings = SandboxSettings(disk_look=0.2)
     async with bench.sandbox(profile="build", disk_mib=8, settings=settings) as sandbox:
         await sandbox.write("kept", b"data")
-        (fork,) = await sandbox.fork(1)
-        assert await fork.read("kept") == b"data"
+        async with bench.copy(sandbox) as copied:
+            assert await copied.read("kept") == b"data"
         with pytest.raises(SandboxClosedError, match="more than 8 MiB"):
             await sandbox.run("head -c 20000000 /dev/zero > big; sleep 60", timeout=90)
 
 
 @CONTAINERS
 async def test_another_host_takes_over_with_jobs_and_files_as_they_were(bench):
-    sandbox = bench.sandbox()
-    async with anyio.create_task_group() as tasks:
-        first = await tasks.start(sandbox.keep)
+    async with bench.sandbox() as first:
         job = await first.start("echo working; while [ ! -e go ]; do sleep 0.05; done; echo done")
         await first.write("file", b"kept")
         await first.session("left").__aenter__()
@@ -320,27 +295,24 @@ async def test_another_host_takes_over_with_jobs_and_files_as_they_were(bench):
             # Nobody could close the shell of the host before.
             async with second.session("left") as session:
                 assert (await session.run("echo new", timeout=LIMIT)).stdout == b"new\n"
-        tasks.cancel_scope.cancel()
 
 
 @CONTAINERS
 async def test_what_is_made_of_a_sandbox_that_was_taken_over_is_found_by_its_labels(bench):
-    async with anyio.create_task_group() as tasks:
-        first = await tasks.start(bench.sandbox().keep)
-        async with LocalSandbox(bench.backend, first.spec, adopt=first.container_id) as second:
-            (fork,) = await second.fork(1)
-            (image,) = (await bench.backend.images.list(bench.labels)).values()
-            assert image[SNAPSHOT_LABEL] == first.sandbox_id
-            found = {sandbox.name for sandbox in await bench.backend.containers.list(bench.labels)}
-            assert found == {first.sandbox_id, fork.sandbox_id}
-        tasks.cancel_scope.cancel()
+    async with (
+        bench.sandbox() as first,
+        LocalSandbox(bench.backend, first.spec, adopt=first.container_id) as second,
+        bench.copy(second),
+    ):
+        (image,) = (await bench.backend.images.list(bench.labels)).values()
+        assert image[SNAPSHOT_LABEL] == first.sandbox_id
 
 
 @CONTAINERS
 async def test_a_broken_link_is_replaced(bench):
     async with bench.sandbox() as sandbox:
         await sandbox.write("file", b"kept")
-        sandbox._channel._link._link._stream._resp.connection.transport.abort()
+        sandbox._channel._link._stream._resp.connection.transport.abort()
         with anyio.fail_after(LIMIT):
             while True:
                 try:
@@ -377,25 +349,6 @@ async def test_a_required_runtime_that_the_engine_ignores_fails_closed(bench):
     with pytest.raises((SandboxRefusedError, SandboxStartError)):
         async with bench.sandbox(runtime="runsc"):
             raise AssertionError
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5])
-async def test_a_fork_whose_origin_ends_meanwhile_is_answered_and_leaves_nothing(bench, delay):
-    answers = []
-
-    async def fork(sandbox) -> None:
-        try:
-            answers.append(await sandbox.fork(2))
-        except SandboxError as error:
-            answers.append(error)
-
-    with anyio.fail_after(LIMIT):
-        async with anyio.create_task_group() as tasks, bench.sandbox() as sandbox:
-            tasks.start_soon(fork, sandbox)
-            await anyio.sleep(delay)
-    assert len(answers) == 1
-    assert not await bench.backend.containers.list(bench.labels)
-    assert not await bench.backend.images.list(bench.labels)
 
 
 @FAKE

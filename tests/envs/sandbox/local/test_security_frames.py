@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
 from envs.sandbox.api import Result
-from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel
+from envs.sandbox.local.channel import MAX_FRAME, OUTPUT_WINDOW, Channel, Decoder, encode
 from envs.sandbox.local.commands import Ending
 from envs.sandbox.local.files import list_folder
-from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
 from envs.sandbox.local.shell_channel import ShellChannel
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.services import SPEC
@@ -237,7 +236,7 @@ def test_a_frame_of_ours_is_never_too_long():
 )
 async def test_a_command_cannot_answer_for_the_agent_of_a_shell(answer):
     """Its words must be those that only the agent was told, and no more of them than were asked for."""
-    channel = ShellChannel(Scripted(answer), "/work", 60.0, 1000)
+    channel = ShellChannel(Scripted(answer), b"", "/work", 60.0, 1000)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(channel.run)
         with pytest.raises(SandboxLostError):

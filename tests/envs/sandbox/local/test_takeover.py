@@ -76,7 +76,7 @@ async def test_a_sandbox_whose_programs_may_be_root_is_not_taken_over(bench):
 @CONTAINERS
 async def test_a_broken_link_to_such_a_sandbox_ends_it(bench):
     async with bench.sandbox(profile="compat") as sandbox:
-        sandbox._channel._link._link._stream._resp.connection.transport.abort()
+        sandbox._channel._link._stream._resp.connection.transport.abort()
         with anyio.fail_after(LIMIT):
             await sandbox.wait_ended()
         assert sandbox.state == "lost"

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
+from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
 from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, SandboxLease
