@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, TypeVar
 
 import anyio
 import msgspec
 
 from envs.textworld.game import GameOptions, TextGame
-from envs.textworld.games import KINDS, GameOf, Turn, generate
-from envs.textworld.player import COMMAND
+from envs.textworld.games import KINDS, GameOf, Turn, generate, walk
 from envs.workers import in_worker
 from flash.environment import HELD_OUT, Info, SolvedExample, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
+from flash.waiting import run_apart
+
+_T = TypeVar("_T")
 
 MOST_GAMES = 1_000_000
 
@@ -92,12 +94,7 @@ class TextWorld(TextGame[TextWorldOptions]):
 
     async def _generated(self, game: GameOf) -> str:
         """The file of a game, once it is there."""
-        try:
-            return await in_worker(GENERATE_S, generate, game, self._options.place)
-        except TimeoutError:
-            raise EnvError(f"the game was not generated within {GENERATE_S:g} s") from None
-        except anyio.BrokenWorkerProcess:
-            raise EnvError("the process that generates the game died") from None
+        return await _made(generate, game, self._options.place)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training games, each by its own solution. Generates and plays them in a process of its own."""
@@ -117,16 +114,15 @@ class TextWorld(TextGame[TextWorldOptions]):
 
 @functools.cache
 def _walked(game: GameOf, folder: str) -> list[Turn]:
-    """Blocks while a process walks the game.
+    """Blocks while a process walks the game. Raises EnvError."""
+    return run_apart(_made, walk, game, folder)
 
-    Raises:
-        EnvError: it failed.
-    """
-    command, given = [*COMMAND, folder], msgspec.msgpack.encode(game)
+
+async def _made(make: Callable[[GameOf, str], _T], game: GameOf, folder: str) -> _T:
+    """What a worker makes of a game. Raises EnvError."""
     try:
-        done = subprocess.run(command, input=given, capture_output=True, check=False, timeout=GENERATE_S)
-    except subprocess.TimeoutExpired:
-        raise EnvError(f"{game.name} was not walked within {GENERATE_S:g} s") from None
-    if done.returncode:
-        raise EnvError(f"{game.name} cannot be walked: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return msgspec.msgpack.decode(done.stdout, type=list[Turn])
+        return await in_worker(GENERATE_S, make, game, folder)
+    except TimeoutError:
+        raise EnvError(f"{game.name} was not generated within {GENERATE_S:g} s") from None
+    except anyio.BrokenWorkerProcess:
+        raise EnvError(f"the process that generates {game.name} died") from None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Generic, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar, Generic, Literal, TypeVar
 
+import anyio
 import msgspec
 
+from envs.textworld import games
 from envs.textworld.games import ShownGame
-from envs.textworld.player import Player, open_player
-from flash.environment import StepResult, shared
+from envs.workers import in_worker
+from flash.environment import StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
@@ -22,8 +25,8 @@ MOST_MOVES = 1000
 COMMAND_LENGTH = 100
 """Characters of a command; no game knows a longer one."""
 
-PLAYER = "envs.textworld"
-"""What the episodes of a node share their process under."""
+LOAD_S = 180.0
+"""Seconds for a worker to load TextWorld, which takes one of an idle core."""
 
 _episodes = itertools.count()
 
@@ -53,11 +56,29 @@ class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
 
 
+async def played(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+    """What a game shows after these commands. The deadline counts from when a worker is free and has loaded TextWorld.
+
+    Raises:
+        EnvError: it did not answer in time, or its worker died over it, or does not load TextWorld.
+    """
+    last = repr(commands[-1]) if commands else "its start"
+    try:
+        return await in_worker(LOAD_S + timeout, games.play, episode, file, commands, timeout)
+    except anyio.BrokenWorkerProcess:
+        raise EnvError(f"the game did not answer {last} within {timeout:g} s, or its process died over it") from None
+    except TimeoutError:
+        raise EnvError(f"no worker loaded TextWorld within {LOAD_S:g} s: is the machine overloaded?") from None
+
+
 _Options = TypeVar("_Options", bound=GameOptions)
 
 
 class TextGame(Generic[_Options]):
     """One game. `reset` gives the file of it to `_begin`."""
+
+    player: ClassVar[Callable[[int, str, Sequence[str], float], Awaitable[ShownGame]]] = staticmethod(played)
+    """Plays."""
 
     def __init__(self, options: _Options) -> None:
         self._options = options
@@ -68,12 +89,15 @@ class TextGame(Generic[_Options]):
 
     @classmethod
     async def prepare(cls, options: _Options) -> None:
-        """Start the process that plays, which takes its time.
+        """Load TextWorld in a worker, which takes its time.
 
         Raises:
-            EnvError: it does not load TextWorld.
+            EnvError: it cannot be loaded.
         """
-        await (await shared(PLAYER, open_player)).load()
+        try:
+            await in_worker(LOAD_S, games.load_library)
+        except (ImportError, TimeoutError, anyio.BrokenWorkerProcess) as error:
+            raise EnvError(f"no worker loads TextWorld: {type(error).__name__} {error}") from None
 
     async def _begin(self, file: str) -> Observation:
         self._file, self._commands = file, []
@@ -96,11 +120,10 @@ class TextGame(Generic[_Options]):
         return self._show(shown, first=False), reward, False, False, {}
 
     async def close(self) -> None:
-        """Nothing to release: the player closes games that are not played any more."""
+        """Nothing to release: workers close games that are not played any more."""
 
     async def _play(self) -> ShownGame:
-        player: Player = await shared(PLAYER, open_player)
-        return await player.play(self._episode, self._file, self._commands, self._options.timeout)
+        return await type(self).player(self._episode, self._file, self._commands, self._options.timeout)
 
     def _show(self, shown: ShownGame, *, first: bool) -> Observation:
         text = self._text(shown, first=first)

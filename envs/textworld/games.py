@@ -1,33 +1,28 @@
-"""Generate games of TextWorld; play these, and ALFWorld's. Only in processes of its own: `python -m envs.textworld` is
-a player.
+"""Generate games of TextWorld; play these, and ALFWorld's. In worker processes only: see `envs.workers`.
 
-A player loads TextWorld and writes an empty message. Then it reads requests from its standard input and writes what a
-game shows to its standard output, each a msgpack message after its length. What a game comes to is a function of its
-file and the commands so far: a player that has not seen the earlier ones plays them first, so that any player can go on
-where another one ended.
+What a game comes to is a function of its file and the commands so far: a worker that has not seen the earlier ones
+plays them first, so that any worker can go on where another one ended, or died.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import shutil
-import struct
-import sys
+import signal
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 
-LENGTH: Final = struct.Struct("<I")
-"""Before each message: its bytes."""
-
 OPEN_GAMES = 64
-"""Of a player; the one that was played longest ago is closed for the next, and would be played anew."""
+"""Of a worker; the one that was played longest ago is closed for the next, and would be played anew."""
 
 PDDL: Final = ".tw-pddl"
 """What the names of ALFWorld's games end with."""
@@ -50,20 +45,9 @@ class GameOf(msgspec.Struct, frozen=True):
         return f"{self.kind}-{self.level}-{self.seed}"
 
 
-class Play(msgspec.Struct, frozen=True):
-    """Say what a game shows after these commands."""
-
-    number: int
-    """Of the request; the answer has it too."""
-    episode: int
-    file: str
-    commands: list[str]
-
-
 class ShownGame(msgspec.Struct, frozen=True):
     """What a game shows."""
 
-    number: int
     text: str
     commands: list[str]
     """That do something here."""
@@ -133,39 +117,72 @@ Turn = tuple[ShownGame, str]
 
 def walk(game: GameOf, folder: str) -> list[Turn]:
     """A whole game by its own solution."""
-    file, player = generate(game, folder), Games()
+    file, games = generate(game, folder), Games()
     commands: list[str] = []
     turns: list[Turn] = []
-    shown = player.play(Play(0, 0, file, []))
-    while shown.solution and not (shown.won or shown.lost):
-        turns.append((shown, shown.solution[0]))
-        commands.append(shown.solution[0])
-        shown = player.play(Play(0, 0, file, list(commands)))
+    with _quiet():
+        shown = games.play(0, file, [])
+        while shown.solution and not (shown.won or shown.lost):
+            turns.append((shown, shown.solution[0]))
+            commands.append(shown.solution[0])
+            shown = games.play(0, file, commands)
     return turns
+
+
+def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+    """What a game shows after these commands. A worker of which it takes more than `timeout` seconds dies."""
+    with _quiet():
+        games = _games()
+        # Only now: loading TextWorld takes a second, and on a busy machine many.
+        signal.setitimer(signal.ITIMER_REAL, timeout)
+        return games.play(episode, file, commands)
+
+
+def load_library() -> None:
+    """Load TextWorld, so that no game has to wait for it."""
+    with _quiet():
+        _library()
+
+
+@functools.cache
+def _games() -> Games:
+    _library()
+    return Games()
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """What the games' interpreter prints must not get between what a worker says to its owner."""
+    said = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(said, 1)
+        os.close(said)
 
 
 class Games:
     """The open games of a process."""
 
     def __init__(self) -> None:
-        _library()  # now, and not within the deadline of the first game
         self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
         """For each episode its game, its file, the commands so far, and its state."""
 
-    def play(self, request: Play) -> ShownGame:
+    def play(self, episode: int, file: str, commands: Sequence[str]) -> ShownGame:
         """Give a game the commands that it has not had."""
-        game, file, had, state = self._open.pop(request.episode, (None, "", [], None))
-        if game is None or file != request.file or had != request.commands[: len(had)]:
+        game, known, had, state = self._open.pop(episode, (None, "", [], None))
+        if game is None or known != file or had != commands[: len(had)]:
             if game is not None:
                 game.close()
-            game, state, had = _start(request.file), None, []
+            game, had = _start(file), []
             state = game.reset()
-        for command in request.commands[len(had) :]:
+        for command in commands[len(had) :]:
             state, _, _ = game.step(command)
-        self._open[request.episode] = (game, request.file, request.commands, state)
+        self._open[episode] = (game, file, [*commands], state)
         if len(self._open) > OPEN_GAMES:
             self._open.popitem(last=False)[1][0].close()
-        return _shown(request, state)
+        return _shown(state, begun=not commands)
 
 
 def _start(file: str) -> Any:
@@ -193,11 +210,10 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _shown(request: Play, state: Any) -> ShownGame:
-    whole = not request.commands and state.objective
+def _shown(state: Any, *, begun: bool) -> ShownGame:
+    whole = begun and state.objective
     text = f"{state.objective}\n\n{state.description}" if whole else PROMPT.sub("", state.feedback)
     return ShownGame(
-        request.number,
         re.sub(r"\n\s*\n+", "\n\n", text).strip().encode("ascii", "replace").decode(),
         list(state.admissible_commands),
         list(state.policy_commands or ()),
@@ -211,27 +227,3 @@ def _library() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("textworld")
-
-
-def serve(arguments: list[str], make: type[Games] = Games) -> None:
-    """Answer requests until there are no more; or walk the one game that is read, as its folder is named."""
-    # What the games' interpreter prints must not get between the messages.
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    if arguments:
-        turns = walk(msgspec.msgpack.decode(requests.read(), type=GameOf), arguments[0])
-        answers.write(msgspec.msgpack.encode(turns))
-        answers.close()
-        return
-    games, decoder = make(), msgspec.msgpack.Decoder(Play)
-    answers.write(LENGTH.pack(0))
-    answers.flush()
-    while (message := _read(requests)) is not None:
-        shown = msgspec.msgpack.encode(games.play(decoder.decode(message)))
-        answers.write(LENGTH.pack(len(shown)) + shown)
-        answers.flush()
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    head = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None

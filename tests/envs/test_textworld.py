@@ -1,120 +1,36 @@
-"""TextWorld: games that are generated and played in other processes, and what is done when those fail."""
+"""TextWorld: games that are generated and played in worker processes, and what is done when those fail."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
-from envs.textworld.game import command_of
-from envs.textworld.games import GameOf, Play, ShownGame
-from envs.textworld.player import Player, open_player
-from flash.environment import HELD_OUT, Environment, WarmStart, sharing
+from envs.textworld.game import command_of, played
+from envs.textworld.games import GameOf, ShownGame
+from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
-from tests.envs.players import played_by
-
-FAKE = (sys.executable, str(Path(__file__).parent / "textworld_fake.py"))
 
 
-@pytest.mark.integration
-@pytest.mark.anyio
-async def test_a_player_that_hangs_or_dies_is_replaced_and_its_games_go_on(tmp_path: Path) -> None:
-    async with open_player(FAKE) as player:
+@dataclass
+class Told:
+    """Shows what a test says."""
 
-        async def play(episode: int, *commands: str, timeout: float = 30) -> str:
-            return (await player.play(episode, str(tmp_path / "hung"), commands, timeout)).text
+    shown: list[ShownGame]
+    asked: list[tuple[str, list[str]]] = field(default_factory=list)
 
-        assert await play(1, "a") == "['a'] 1"
-        assert await play(2, "x") == "['x'] 2"
-        assert await play(1, "a", "b") == "['a', 'b'] 3"
-        with pytest.raises(EnvError, match=r"did not answer 'hang' within 1 s"):
-            await play(2, "x", "hang", timeout=1)
-        (tmp_path / "hung").touch()
-        assert await play(1, "a", "b", "c") == "['a', 'b', 'c'] 3"
-        assert await play(2, "x", "hang") == "['x', 'hang'] 5"
-        with pytest.raises(EnvError, match=r"died over 'die'"):
-            await play(2, "x", "die")
-        assert await play(2, "y") == "['y'] 1"
-        assert player.started == 3
-
-
-@pytest.mark.integration
-@pytest.mark.anyio
-async def test_a_player_that_has_died_is_ended_as_well() -> None:
-    async with open_player(FAKE) as player:
-        await player.play(1, "", ["a"], 30)
-        process = player._process
-        assert process is not None
-        process.kill()
-        await process.wait()
-
-
-@pytest.mark.integration
-@pytest.mark.anyio
-async def test_an_answer_to_a_request_that_was_cancelled_is_nobody_elses(tmp_path: Path) -> None:
-    async with open_player(FAKE) as player:
-        await player.play(1, "", ["a"], 30)
-        with anyio.move_on_after(0.1) as scope:
-            await player.play(1, "", ["a", "slow"], 30)
-        assert scope.cancelled_caught
-        assert (await player.play(2, "", ["x"], 30)).text == "['x'] 3"
-        assert player.started == 1
-
-
-@pytest.mark.integration
-@pytest.mark.anyio
-async def test_a_player_that_stops_in_the_middle_of_an_answer_is_replaced() -> None:
-    async with open_player(FAKE, message_s=0.5) as player:
-        with anyio.fail_after(60), pytest.raises(EnvError, match="in the middle of a message over 'half'"):
-            await player.play(1, "", ["half"], 30)
-        assert (await player.play(2, "", ["x"], 30)).text == "['x'] 1"
-
-
-@pytest.mark.integration
-@pytest.mark.anyio
-async def test_the_deadline_of_a_game_counts_from_when_its_process_is_loaded() -> None:
-    async with open_player((*FAKE, "slow")) as player:
-        with anyio.move_on_after(0.1) as scope:
-            await player.load()
-        assert scope.cancelled_caught
-        assert (await player.play(1, "", ["a"], 2.5)).text == "['a'] 1"
-        assert player.started == 1
-
-
-@pytest.mark.integration
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("loading", "message"),
-    [
-        ("hangs", "did not load TextWorld within 0.5 s"),
-        ("fails", "died while it loaded TextWorld: `.* fails` says why"),
-    ],
-)
-async def test_a_process_that_does_not_load_is_named_as_that(loading: str, message: str) -> None:
-    async with open_player((*FAKE, loading), start_s=0.5 if loading == "hangs" else 30) as player:
-        with anyio.fail_after(60), pytest.raises(EnvError, match=message):
-            await player.play(1, "", ["a"], 30)
-
-
-class Told(Player):
-    """A player that shows what a test says."""
-
-    def __init__(self, *shown: ShownGame) -> None:
-        self.shown = list(shown)
-        self.asked: list[Play] = []
-
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
-        self.asked.append(Play(0, episode, file, list(commands)))
+    async def __call__(self, episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+        self.asked.append((file, [*commands]))
         return self.shown.pop(0)
 
 
 def shown(text: str, score: float, *, won: bool = False, lost: bool = False) -> ShownGame:
-    return ShownGame(0, text, ["go east", "look"], [], score, won, lost)
+    return ShownGame(text, ["go east", "look"], [], score, won, lost)
 
 
 class Generated(TextWorld):
@@ -124,16 +40,20 @@ class Generated(TextWorld):
         return f"/games/{game.name}"
 
 
-async def episode(player: Player, commands: list[str], **options: Any) -> list[Any]:
+async def episode(player: Told, commands: list[str], **options: Any) -> list[Any]:
     """All that the environment says of one game."""
-    env = Generated(TextWorldOptions(template="plain", **options))
-    async with played_by(player):
-        return [await env.reset(7), *[await env.step(command) for command in commands]]
+
+    class Played(Generated):
+        pass
+
+    Played.player = player
+    env = Played(TextWorldOptions(template="plain", **options))
+    return [await env.reset(7), *[await env.step(command) for command in commands]]
 
 
 @pytest.mark.anyio
 async def test_progress_is_what_a_step_adds_to_the_score() -> None:
-    player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 0.25), shown("C", 1, won=True))
+    player = Told([shown("begin", 0), shown("A", 0.5), shown("B", 0.25), shown("C", 1, won=True)])
     first, *steps = await episode(player, ["think\n> go east \n", "look", "x"], games=5)
     assert first == ("begin\n\nCommands: go east, look\n> ", {})
     assert steps == [
@@ -141,20 +61,19 @@ async def test_progress_is_what_a_step_adds_to_the_score() -> None:
         ("\nB\n\nCommands: go east, look\n> ", -0.25, False, False, {}),
         ("", 0.75, True, False, {"metrics": {"won": 1.0, "moves": 3.0}}),
     ]
-    assert player.asked[-1].commands == ["go east", "look", "x"]
-    assert player.asked[-1].file == "/games/coin_collector-1-2"
+    assert player.asked[-1] == ("/games/coin_collector-1-2", ["go east", "look", "x"])
 
 
 @pytest.mark.anyio
 async def test_the_end_may_be_all_that_counts_and_moves_run_out() -> None:
-    player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 1, won=True))
+    player = Told([shown("begin", 0), shown("A", 0.5), shown("B", 1, won=True)])
     steps = await episode(player, ["x", "y"], reward="end", admissible=False)
     assert [step[1] for step in steps[1:]] == [0.0, 1.0]
     assert steps[1][0] == "\nA\n> "
-    player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 0.5))
+    player = Told([shown("begin", 0), shown("A", 0.5), shown("B", 0.5)])
     steps = await episode(player, ["x", "y"], max_moves=2)
     assert steps[2] == ("", 0.0, True, False, {"metrics": {"won": 0.0, "moves": 2.0}})
-    player = Told(shown("begin", 0), shown("burnt", 0.5, lost=True))
+    player = Told([shown("begin", 0), shown("burnt", 0.5, lost=True)])
     assert (await episode(player, ["cook"]))[1][1:3] == (0.5, True)
 
 
@@ -203,17 +122,21 @@ async def test_a_real_game_is_won_by_its_own_solution(tmp_path: Path) -> None:
     assert isinstance(env, Environment)
     assert isinstance(env, WarmStart)
     (example,) = env.solved_examples(1, 0)
-    async with sharing("test"):
-        (message,), _ = await env.reset(3)
-        assert isinstance(message, Message)
-        assert message.content == example.prompt
-        assert "Commands: " in message.content
-        (unknown,), reward, over, *_ = await env.step("dance with the coin")
-        assert isinstance(unknown, Message)
-        assert (reward, over) == (0.0, False)
-        earned = 0.0
-        for turn in (example, *example.later):
-            _, reward, over, _, info = await env.step(turn.answer)
-            earned += reward
-        assert (earned, over, info["metrics"]["won"]) == (1.0, True, 1.0)
+    await TextWorld.prepare(options)
+    (message,), _ = await env.reset(3)
+    assert isinstance(message, Message)
+    assert message.content == example.prompt
+    assert "Commands: " in message.content
+    (unknown,), reward, over, *_ = await env.step("dance with the coin")
+    assert isinstance(unknown, Message)
+    assert (reward, over) == (0.0, False)
+    turns = [example, *example.later]
+    _, earned, *_ = await env.step(turns[0].answer)
+    # In a worker that has seen nothing of it.
+    with pytest.raises(EnvError, match="did not answer 'look' within 1e-06 s, or its process died"):
+        await played(0, env._file, ["look"], 1e-6)
+    for turn in turns[1:]:
+        _, reward, over, _, info = await env.step(turn.answer)
+        earned += reward
+    assert (earned, over, info["metrics"]["won"]) == (1.0, True, 1.0)
     assert set(example.prompt + example.answer) <= set(env.alphabet())

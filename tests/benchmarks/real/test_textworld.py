@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
@@ -13,12 +13,10 @@ from benchmarks.real.remote_textworld import Delays, RemoteOptions, RemoteTextWo
 from benchmarks.real.textworld import ASYNC, LOCK_STEP, MODES, OWN, REDUNDANT, WORKLOAD, Round, rows_of
 from benchmarks.training import PINNED, Measured
 from envs.textworld.games import GameOf, ShownGame
-from envs.textworld.player import Player
 from flash.config.check import check
 from flash.config.load import load
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
-from tests.envs.players import played_by
 
 
 def test_the_modes_differ_in_nothing_but_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,26 +100,20 @@ class At(RemoteTextWorld):
     async def _generated(self, game: GameOf) -> str:
         return game.name
 
-
-class Over(Player):
-    """Plays it."""
-
-    def __init__(self) -> None: ...
-
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
-        return ShownGame(0, file, [], [], 0.0, False, bool(commands))
+    @staticmethod
+    async def player(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+        return ShownGame(file, [], [], 0.0, False, bool(commands))
 
 
 @pytest.mark.virtual
 @pytest.mark.anyio
 async def test_an_answer_is_waited_for_and_the_beginning_is_not() -> None:
     env = At(RemoteOptions(latency="constant(7)", template="plain"))
-    async with played_by(Over()):
-        begun = anyio.current_time()
-        await env.reset(3)
-        assert anyio.current_time() == begun
-        assert (await env.step("look"))[2]
-        assert anyio.current_time() == begun + 7
+    begun = anyio.current_time()
+    await env.reset(3)
+    assert anyio.current_time() == begun
+    assert (await env.step("look"))[2]
+    assert anyio.current_time() == begun + 7
 
 
 def test_a_delay_that_is_no_distribution_is_refused() -> None:

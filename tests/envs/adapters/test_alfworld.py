@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from envs.adapters.alfworld import Alfworld, AlfworldOptions
-from envs.textworld.games import Play, ShownGame, names_of
-from envs.textworld.player import Player
-from flash.environment import HELD_OUT, Environment, sharing
+from envs.textworld.games import ShownGame, names_of
+from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
 from tests.envs.adapters.alfworld_folder import write_game
-from tests.envs.players import played_by
 
 pytestmark = pytest.mark.anyio
 
 
-class Told(Player):
-    """A player whose games go on for ever."""
-
-    def __init__(self) -> None:
-        self.asked: list[Play] = []
-
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
-        self.asked.append(Play(0, episode, file, list(commands)))
-        return ShownGame(0, "a room", ["look"], [], 0.0, False, False)
+class Told(Alfworld):
+    """Whose games go on for ever."""
 
 
 @pytest.fixture
-async def player() -> AsyncIterator[Told]:
-    player = Told()
-    async with played_by(player):
-        yield player
+def asked() -> list[str]:
+    """The files that are played."""
+    files: list[str] = []
+
+    async def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+        files.append(file)
+        return ShownGame("a room", ["look"], [], 0.0, False, False)
+
+    Told.player = play
+    return files
 
 
-async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, player: Told) -> None:
+async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, asked: list[str]) -> None:
     train = {write_game(tmp_path, "train", f"pick-Apple-{number}") for number in range(3)}
     write_game(tmp_path, "train", "pick-AppleSliced-1")
     write_game(tmp_path, "train", "pick_and_place_with_movable_recep-1")
@@ -46,24 +42,24 @@ async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, pla
     seen, unseen = (write_game(tmp_path, side, "pick-Apple-1") for side in ("valid_seen", "valid_unseen"))
     options = AlfworldOptions(folder=str(tmp_path), max_moves=1)
     for seed in range(8):
-        env = Alfworld(options)
+        env = Told(options)
         shown, info = await env.reset(seed)
         assert isinstance(shown[0], Message)
         assert shown[0].content.endswith("a room\n\nCommands: look")
         assert info["game"].startswith("pick-Apple-")
         assert (await env.step("look"))[2]
-    assert {play.file for play in player.asked} == train
-    await Alfworld(options).reset(HELD_OUT)
-    await Alfworld(AlfworldOptions(folder=str(tmp_path), held_out="valid_seen")).reset(HELD_OUT)
-    assert [play.file for play in player.asked[-2:]] == [unseen, seen]
+    assert {*asked} == train
+    await Told(options).reset(HELD_OUT)
+    await Told(AlfworldOptions(folder=str(tmp_path), held_out="valid_seen")).reset(HELD_OUT)
+    assert asked[-2:] == [unseen, seen]
 
 
-async def test_games_that_nobody_can_solve_are_an_error(tmp_path: Path, player: Told) -> None:
+async def test_games_that_nobody_can_solve_are_an_error(tmp_path: Path, asked: list[str]) -> None:
     for side in ("train", "valid_unseen"):
         write_game(tmp_path, side, "pick-Apple-1", solvable=False)
     with pytest.raises(EnvError, match="can be solved"):
-        await Alfworld(AlfworldOptions(folder=str(tmp_path))).reset(1)
-    assert player.asked == []
+        await Told(AlfworldOptions(folder=str(tmp_path))).reset(1)
+    assert asked == []
 
 
 def test_what_is_missing_is_said_before_a_run(tmp_path: Path) -> None:
@@ -98,17 +94,15 @@ async def test_a_real_game_is_won_by_its_commands(tmp_path: Path) -> None:
     Alfworld.check(options)
     env = Alfworld(options)
     assert isinstance(env, Environment)
-    async with sharing("test"):
-        shown, _ = await env.reset(3)
-        begun = "You see sinkbasin 1, and table 1.\n\nTake an apple.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
-        assert shown == begun
-        assert (await env.step("dance"))[0] == "\nNothing happens.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
-        shown, reward, *_ = await env.step("go to sinkbasin 1")
-        assert (
-            shown
-            == "\nOn the sinkbasin 1, you see apple 1.\n\nCommands: go to table 1, take apple 1 from sinkbasin 1\n> "
-        )
-        assert reward == 0.0
-        won = {"metrics": {"won": 1.0, "moves": 3.0}}
-        assert await env.step("take apple 1 from sinkbasin 1") == ("", 1.0, True, False, won)
-        await env.close()
+    shown, _ = await env.reset(3)
+    begun = "You see sinkbasin 1, and table 1.\n\nTake an apple.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
+    assert shown == begun
+    assert (await env.step("dance"))[0] == "\nNothing happens.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
+    shown, reward, *_ = await env.step("go to sinkbasin 1")
+    assert (
+        shown == "\nOn the sinkbasin 1, you see apple 1.\n\nCommands: go to table 1, take apple 1 from sinkbasin 1\n> "
+    )
+    assert reward == 0.0
+    won = {"metrics": {"won": 1.0, "moves": 3.0}}
+    assert await env.step("take apple 1 from sinkbasin 1") == ("", 1.0, True, False, won)
+    await env.close()
