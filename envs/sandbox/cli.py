@@ -177,9 +177,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     from envs.sandbox.pool.ownership import OwnerLock
     from envs.sandbox.pool.pool import open_pool
     from envs.sandbox.protocol.tokens import Tokens, read_tokens
-    from envs.sandbox.service.logs import write_to_stderr
     from envs.sandbox.service.service import open_service
-    from envs.sandbox.service.web import make_app
+    from envs.sandbox.service.web import make_app, write_to_stderr
     from flash.http.server import open_socket, serving
 
     write_to_stderr()

@@ -7,10 +7,11 @@ it returns is encoded; what it raises becomes a problem. A client that leaves ca
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 from urllib.parse import parse_qsl
 
 import anyio
@@ -38,6 +39,7 @@ _KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _T = TypeVar("_T")
 
 Handler = Callable[["ApiCall"], Awaitable[Any]]
+_Handler = TypeVar("_Handler", bound=Handler)
 
 
 class ApiCall:
@@ -98,6 +100,45 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 200
     keyed: bool = False
     """Takes an idempotency key."""
+
+
+class Endpoints:
+    """A table of them."""
+
+    def __init__(self) -> None:
+        self.all: list[Endpoint] = []
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: type[Body] | None = None,
+        media_type: str = "",
+        status: int = 200,
+        keyed: bool = False,
+    ) -> Callable[[_Handler], _Handler]:
+        """Adds a handler: what it says of itself is the summary, what it returns the answer, unless that is bytes."""
+
+        def added(handler: _Handler) -> _Handler:
+            answer = media_type or get_type_hints(handler)["return"]
+            nothing = answer is type(None)
+            endpoint = Endpoint(
+                method=method,
+                path=path,
+                summary=inspect.getdoc(handler) or "",
+                handler=handler,
+                body=body,
+                query=query,
+                answer=None if nothing else answer,
+                status=204 if nothing else status,
+                keyed=keyed,
+            )
+            self.all.append(endpoint)
+            return handler
+
+        return added
 
 
 async def once(call: ApiCall, lease: SandboxLease, work: Callable[[], Awaitable[_T]]) -> _T:

@@ -31,12 +31,19 @@ from envs.sandbox.protocol.wire import (
     WaitQuery,
 )
 from envs.sandbox.sandbox import RunCommand, StartJob, StreamCommand
-from envs.sandbox.service.endpoint import ApiCall, Endpoint, once, problem_response
+from envs.sandbox.service.endpoint import ApiCall, Endpoints, once, problem_response
 from envs.sandbox.text import from_wire
 from flash.errors import FlashError
 
 ALIVE_S = 10.0
 """A stream that is silent for this long gets a line that says nothing, so that both ends know the other is there."""
+
+
+ENDPOINTS = Endpoints()
+
+_SANDBOX = "/v1/sandboxes/{id}"
+_SESSION = _SANDBOX + "/sessions/{name}"
+_JOB = _SANDBOX + "/jobs/{job}"
 
 
 def _awaited(call: ApiCall) -> Exec:
@@ -47,7 +54,9 @@ def _awaited(call: ApiCall) -> Exec:
     return exec.converted(from_wire)
 
 
+@ENDPOINTS.add("POST", _SANDBOX + "/run", body=Exec, keyed=True)
 async def _run(call: ApiCall) -> Result:
+    """Run a command. A client that leaves kills it, unless it gave an idempotency key."""
     sandbox, lease, exec = call.sandbox, call.lease, _awaited(call)
 
     async def run() -> Result:
@@ -56,11 +65,15 @@ async def _run(call: ApiCall) -> Result:
     return await once(call, lease, run)
 
 
+@ENDPOINTS.add("DELETE", _SANDBOX + "/calls/{key}")
 async def _cancel(call: ApiCall) -> None:
+    """Cancel the call with this idempotency key; its command is killed."""
     await call.work.cancel_call(call.path["key"])
 
 
+@ENDPOINTS.add("POST", _SANDBOX + "/stream", body=Exec, media_type=NDJSON)
 async def _stream(call: ApiCall) -> LineStream:
+    """Run a command with its output as lines of JSON. A client that leaves kills it."""
     return LineStream(call.sandbox.open(StreamCommand(_awaited(call))))
 
 
@@ -114,16 +127,22 @@ async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
+@ENDPOINTS.add("PUT", _SESSION, status=201)
 async def _open_session(call: ApiCall) -> SessionInfo:
+    """Open a shell."""
     session = await call.work.open_session(_name(call))
     return SessionInfo(session.name, session.restarts)
 
 
+@ENDPOINTS.add("GET", _SANDBOX + "/sessions")
 async def _sessions(call: ApiCall) -> list[SessionInfo]:
+    """Open shells."""
     return [SessionInfo(session.name, session.restarts) for session in call.work.sessions()]
 
 
+@ENDPOINTS.add("POST", _SESSION + "/run", body=RunInSession, keyed=True)
 async def _run_in_session(call: ApiCall) -> SessionResult:
+    """Run a command in a shell."""
     lease, body = call.lease, cast("RunInSession", call.body)
     session = call.service.work(lease).session(_name(call))
 
@@ -134,11 +153,15 @@ async def _run_in_session(call: ApiCall) -> SessionResult:
     return await once(call, lease, run)
 
 
+@ENDPOINTS.add("POST", _SESSION + "/interrupt")
 async def _interrupt(call: ApiCall) -> SessionInterrupted:
+    """Send SIGINT to the command of a shell."""
     return SessionInterrupted(await call.work.session(_name(call)).interrupt())
 
 
+@ENDPOINTS.add("DELETE", _SESSION)
 async def _close_session(call: ApiCall) -> None:
+    """Close a shell."""
     await call.work.close_session(_name(call))
 
 
@@ -149,7 +172,9 @@ def _name(call: ApiCall) -> str:
     return name
 
 
+@ENDPOINTS.add("POST", _SANDBOX + "/jobs", body=Exec, status=201, keyed=True)
 async def _start_job(call: ApiCall) -> JobInfo:
+    """Start a command in the background."""
     lease, sandbox, exec = call.lease, call.sandbox, cast("Exec", call.body)
     if exec.stdin:
         raise ProblemError(400, "body: a job has no `stdin`; write it to a file", "SandboxRefusedError")
@@ -163,7 +188,9 @@ async def _start_job(call: ApiCall) -> JobInfo:
     return await once(call, lease, start)
 
 
+@ENDPOINTS.add("GET", _JOB, query=WaitQuery)
 async def _poll(call: ApiCall) -> JobStatus:
+    """How a job stands. `wait` holds the answer back while it runs."""
     job = call.work.job(call.path["job"])
     if call.query.wait:
         with anyio.move_on_after(call.query.wait):
@@ -171,93 +198,15 @@ async def _poll(call: ApiCall) -> JobStatus:
     return await job.poll()
 
 
+@ENDPOINTS.add("POST", _JOB + "/signal", body=Signal)
 async def _signal(call: ApiCall) -> None:
+    """Signal a job."""
     await call.work.job(call.path["job"]).signal(call.body.name)
 
 
+@ENDPOINTS.add("GET", _JOB + "/output", query=OutputQuery)
 async def _output(call: ApiCall) -> Output:
+    """A range of a job's output."""
     job = call.work.job(call.path["job"])
     query = cast("OutputQuery", call.query)
     return await job.output(query.stream, offset=query.offset, limit=query.limit)
-
-
-_SANDBOX = "/v1/sandboxes/{id}"
-_SESSION = _SANDBOX + "/sessions/{name}"
-_JOB = _SANDBOX + "/jobs/{job}"
-
-ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path=_SANDBOX + "/run",
-        summary="Run a command. A client that leaves kills it, unless it gave an idempotency key.",
-        handler=_run,
-        body=Exec,
-        answer=Result,
-        keyed=True,
-    ),
-    Endpoint(
-        method="DELETE",
-        path=_SANDBOX + "/calls/{key}",
-        summary="Cancel the call with this idempotency key; its command is killed.",
-        handler=_cancel,
-        status=204,
-    ),
-    Endpoint(
-        method="POST",
-        path=_SANDBOX + "/stream",
-        summary="Run a command with its output as lines of JSON. A client that leaves kills it.",
-        handler=_stream,
-        body=Exec,
-        answer=NDJSON,
-    ),
-    Endpoint(
-        method="GET", path=_SANDBOX + "/sessions", summary="Open shells.", handler=_sessions, answer=list[SessionInfo]
-    ),
-    Endpoint(
-        method="PUT", path=_SESSION, summary="Open a shell.", handler=_open_session, answer=SessionInfo, status=201
-    ),
-    Endpoint(method="DELETE", path=_SESSION, summary="Close a shell.", handler=_close_session, status=204),
-    Endpoint(
-        method="POST",
-        path=_SESSION + "/run",
-        summary="Run a command in a shell.",
-        handler=_run_in_session,
-        body=RunInSession,
-        answer=SessionResult,
-        keyed=True,
-    ),
-    Endpoint(
-        method="POST",
-        path=_SESSION + "/interrupt",
-        summary="Send SIGINT to the command of a shell.",
-        handler=_interrupt,
-        answer=SessionInterrupted,
-    ),
-    Endpoint(
-        method="POST",
-        path=_SANDBOX + "/jobs",
-        summary="Start a command in the background.",
-        handler=_start_job,
-        body=Exec,
-        answer=JobInfo,
-        status=201,
-        keyed=True,
-    ),
-    Endpoint(
-        method="GET",
-        path=_JOB,
-        summary="How a job stands. `wait` holds the answer back while it runs.",
-        handler=_poll,
-        query=WaitQuery,
-        answer=JobStatus,
-    ),
-    Endpoint(method="POST", path=_JOB + "/signal", summary="Signal a job.", handler=_signal, body=Signal, status=204),
-    Endpoint(
-        method="GET",
-        path=_JOB + "/output",
-        summary="A range of a job's output.",
-        handler=_output,
-        query=OutputQuery,
-        answer=Output,
-    ),
-)

@@ -1,6 +1,9 @@
-"""The whole application: the API, its OpenAPI document and the terminals, behind the guard."""
+"""The whole application: the API, its OpenAPI document and the terminals, behind the guard; and its log."""
 
 from __future__ import annotations
+
+import logging
+import sys
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,15 +17,16 @@ from starlette.websockets import WebSocket
 
 from envs.sandbox.protocol.problems import TITLES, ProblemError
 from envs.sandbox.protocol.tokens import Tokens
-from envs.sandbox.service import routes, routes_commands, routes_files
+from envs.sandbox.service import routes, routes_commands
 from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.terminal import serve_terminal
+from envs.sandbox.text import one_line
 from flash.http.server import with_headers
 
-ENDPOINTS = (*routes.ENDPOINTS, *routes_commands.ENDPOINTS, *routes_files.ENDPOINTS)
+ENDPOINTS = (*routes.ENDPOINTS.all, *routes_commands.ENDPOINTS.all)
 
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """On every answer."""
@@ -86,3 +90,25 @@ class Guard:
         given = headers.getlist("authorization")
         scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         return self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
+
+
+class OneLine(logging.Formatter):
+    """Escapes what could look like another record, or move a terminal's cursor; tracebacks are indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        text = super().formatException(ei)  # type: ignore[arg-type]
+        return "\n".join(f"    {one_line(line)}" for line in text.splitlines())
+
+
+def write_to_stderr() -> None:
+    """Send what this process logs to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -24,3 +24,4 @@ def test_the_openapi_document_describes_every_endpoint():
     ids = [o["operationId"] for path in made["paths"].values() for o in path.values()]
     assert made["security"] == [{"token": []}]
     assert all(ids)
+    assert len({*ids}) == len(ids)

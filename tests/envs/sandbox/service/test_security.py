@@ -19,8 +19,7 @@ from websockets.exceptions import InvalidStatus
 from envs.sandbox import cli as sandboxcli
 from envs.sandbox.protocol.tokens import ADMIN
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.logs import OneLine
-from envs.sandbox.service.web import make_routes
+from envs.sandbox.service.web import OneLine, make_routes
 from flash.errors import (
     SandboxClosedError,
     SandboxError,
