@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from envs.sandbox.api import OnLost, Spec
-from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from flash.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -33,22 +31,12 @@ BUSY_S = 5.0
 """How long to wait for another reader of the file, seconds."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease, as it is remembered."""
+class Entry(LeaseOrder, frozen=True, kw_only=True):
+    """One lease, as it is remembered. A renewal begins anew after a restart: nobody could renew meanwhile."""
 
     lease: str
-    owner: str
-    token: str
-    """Name of the bearer token that may use it; "" inside one process."""
-    spec: Spec
-    priority: int
-    on_lost: OnLost
-    lease_s: float | None
-    """Seconds that a renewal lasts; None: for ever. After a restart it begins anew: nobody could renew meanwhile."""
     hard_until: float
     """Unix time at which it ends in any case."""
-    key: str = ""
-    """The request's idempotency key."""
     host: str = ""
     """Where the sandbox is; "" while it waits."""
     sandbox_id: str = msgspec.field(default="", name="box")
@@ -67,15 +55,9 @@ def entry_of(lease: SandboxLease, wall: float) -> Entry:
     """A lease as it is remembered; `wall` is the unix time."""
     left = lease.spec.deadline_s if math.isinf(lease.hard_until) else lease.hard_until - anyio.current_time()
     return Entry(
+        **msgspec.structs.asdict(lease.order),
         lease=lease.id,
-        owner=lease.owner,
-        token=lease.token,
-        spec=lease.spec,
-        priority=lease.priority,
-        on_lost=lease.on_lost,
-        lease_s=None if math.isinf(lease.lease_s) else lease.lease_s,
         hard_until=wall + left,
-        key=lease.key,
         host=lease.host if lease.sandbox_id else "",
         sandbox_id=lease.sandbox_id,
         ready=lease.sandbox is not None,
@@ -87,16 +69,7 @@ def entry_of(lease: SandboxLease, wall: float) -> Entry:
 
 def lease_of(entry: Entry, wall: float) -> SandboxLease:
     """A lease of an earlier run, as far as the journal knows it. It has no sandbox yet."""
-    lease = SandboxLease(
-        entry.lease,
-        entry.spec,
-        owner=entry.owner,
-        token=entry.token,
-        priority=entry.priority,
-        on_lost=entry.on_lost,
-        lease_s=math.inf if entry.lease_s is None else entry.lease_s,
-        key=entry.key,
-    )
+    lease = SandboxLease(entry.lease, msgspec.convert(entry, LeaseOrder, from_attributes=True))
     lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
     lease.snapshots = [*entry.snapshots]
     if entry.ready:
@@ -125,70 +98,112 @@ class KeptSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time at which it is removed."""
 
 
+class JournalTable(Protocol[_T]):
+    """Rows by their keys: each write is done when its call returns."""
+
+    async def put(self, key: str, row: _T) -> None:
+        """Remember a row, in place of an earlier one of the same key."""
+        ...
+
+    async def drop(self, key: str) -> None:
+        """Forget a row; nothing when there is none."""
+        ...
+
+    async def load(self) -> list[_T]:
+        """Every row that is remembered, in the order in which they were put."""
+        ...
+
+
 class PoolJournal(Protocol):
-    """Where the entries of leases are kept: each write is done when its call returns."""
+    """Where leases, and snapshots by their images, are remembered."""
 
-    async def put(self, entry: Entry) -> None:
-        """Remember an entry, in place of an earlier one of the same lease."""
-        ...
+    @property
+    def leases(self) -> JournalTable[Entry]: ...
 
-    async def drop(self, lease: str) -> None:
-        """Forget the entry of a lease; nothing when there is none."""
-        ...
-
-    async def load(self) -> list[Entry]:
-        """Every lease that is remembered."""
-        ...
-
-    async def put_snapshot(self, kept: KeptSnapshot) -> None:
-        """Remember a snapshot."""
-        ...
-
-    async def drop_snapshot(self, image: str) -> None:
-        """Forget a snapshot; nothing when there is none."""
-        ...
-
-    async def load_snapshots(self) -> list[KeptSnapshot]:
-        """Every snapshot that is remembered, in the order in which they were put."""
-        ...
+    @property
+    def snapshots(self) -> JournalTable[KeptSnapshot]: ...
 
 
-class MemoryPoolJournal:
+class MemoryTable(Generic[_T]):
     """Remembers for as long as the process lives."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.snapshots: dict[str, KeptSnapshot] = {}
+        self.rows: dict[str, _T] = {}
 
-    async def put(self, entry: Entry) -> None:
-        self.entries[entry.lease] = entry
+    async def put(self, key: str, row: _T) -> None:
+        self.rows[key] = row
 
-    async def drop(self, lease: str) -> None:
-        """Forget the entry of a lease; nothing when there is none."""
-        self.entries.pop(lease, None)
+    async def drop(self, key: str) -> None:
+        self.rows.pop(key, None)
 
-    async def load(self) -> list[Entry]:
-        """Every lease that is remembered."""
-        return list(self.entries.values())
+    async def load(self) -> list[_T]:
+        return list(self.rows.values())
 
-    async def put_snapshot(self, kept: KeptSnapshot) -> None:
-        self.snapshots[kept.image] = kept
 
-    async def drop_snapshot(self, image: str) -> None:
-        """Forget a snapshot; nothing when there is none."""
-        self.snapshots.pop(image, None)
+class MemoryPoolJournal:
+    """Both tables in memory."""
 
-    async def load_snapshots(self) -> list[KeptSnapshot]:
-        """Every snapshot that is remembered."""
-        return list(self.snapshots.values())
+    def __init__(self) -> None:
+        self.leases: MemoryTable[Entry] = MemoryTable()
+        self.snapshots: MemoryTable[KeptSnapshot] = MemoryTable()
+
+
+class SqliteTable(Generic[_T]):
+    """Rows of a file, whose calls run in a worker thread."""
+
+    def __init__(self, journal: SqliteJournal, name: str, key: str, kind: type[_T]) -> None:
+        self._journal = journal
+        self._name = name
+        self._key = key
+        self._kind = kind
+
+    async def put(self, key: str, row: _T) -> None:
+        await self._journal.run(f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)", key, msgspec.json.encode(row))
+
+    async def drop(self, key: str) -> None:
+        await self._journal.run(f"DELETE FROM {self._name} WHERE {self._key} = ?", key)
+
+    async def load(self) -> list[_T]:
+        """Those that this version of the code can read; the sandbox of another one's is removed."""
+        found: list[_T] = []
+        for (row,) in await self._journal.run(f"SELECT entry FROM {self._name} ORDER BY rowid"):
+            with suppress(msgspec.DecodeError):
+                found.append(msgspec.json.decode(row, type=self._kind))
+        return found
+
+
+class SqliteJournal:
+    """Both tables in a file. Calls run one at a time and in their order."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        self._limiter = anyio.CapacityLimiter(1)
+        self.leases = SqliteTable(self, "leases", "lease", Entry)
+        self.snapshots = SqliteTable(self, "snapshots", "image", KeptSnapshot)
+        path.touch(mode=0o600, exist_ok=True)
+        try:
+            self._connection = _connect(path)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the journal {path} cannot be opened: {error}; move it away to start without it"
+            ) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    async def run(self, query: str, *values: str | bytes) -> list[tuple[Any, ...]]:
+        """What a query gives."""
+        return await anyio.to_thread.run_sync(
+            lambda: self._connection.execute(query, values).fetchall(), limiter=self._limiter
+        )
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open or make the tables.
-
-    Raises:
-        sqlite3.Error: they cannot be; nothing stays open.
-    """
+    """Open or make the tables. Raises sqlite3.Error; nothing stays open then."""
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode=WAL")
@@ -199,61 +214,3 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-class SqliteJournal:
-    """Remembers in a file. Its calls run in a worker thread, one at a time and in their order."""
-
-    def __init__(self, path: Path) -> None:
-        """Open or make the file.
-
-        Raises:
-            ConfigError: it cannot be opened.
-        """
-        self._limiter = anyio.CapacityLimiter(1)
-        path.touch(mode=0o600, exist_ok=True)
-        try:
-            self._connection = _connect(path)
-        except sqlite3.Error as error:
-            raise ConfigError(
-                f"the journal {path} cannot be opened: {error}; move it away to start without it"
-            ) from error
-
-    async def put(self, entry: Entry) -> None:
-        row = (entry.lease, msgspec.json.encode(entry))
-        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", row))
-
-    async def drop(self, lease: str) -> None:
-        """Forget the entry of a lease; nothing when there is none."""
-        await self._run(lambda: self._connection.execute("DELETE FROM leases WHERE lease = ?", (lease,)))
-
-    async def load(self) -> list[Entry]:
-        """Every lease that is remembered. A row of another version of the code is left out: its sandbox is removed."""
-        return await self._read("SELECT entry FROM leases", Entry)
-
-    async def put_snapshot(self, kept: KeptSnapshot) -> None:
-        row = (kept.image, msgspec.json.encode(kept))
-        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", row))
-
-    async def drop_snapshot(self, image: str) -> None:
-        """Forget a snapshot; nothing when there is none."""
-        await self._run(lambda: self._connection.execute("DELETE FROM snapshots WHERE image = ?", (image,)))
-
-    async def load_snapshots(self) -> list[KeptSnapshot]:
-        """Every snapshot that is remembered, oldest first."""
-        return await self._read("SELECT entry FROM snapshots ORDER BY rowid", KeptSnapshot)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    async def _read(self, query: str, kind: type[_T]) -> list[_T]:
-        """The rows that this version of the code can read."""
-        rows = await self._run(lambda: self._connection.execute(query).fetchall())
-        found: list[_T] = []
-        for (row,) in rows:
-            with suppress(msgspec.DecodeError):
-                found.append(msgspec.json.decode(row, type=kind))
-        return found
-
-    async def _run(self, call: Callable[[], _T]) -> _T:
-        return await anyio.to_thread.run_sync(call, limiter=self._limiter)

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 import anyio
+import msgspec
 
 from envs.sandbox.api import OnLost, Result, Spec
 from envs.sandbox.pool.timeline import Timeline
@@ -32,29 +33,31 @@ PROBE_S = 5.0
 """Seconds for a sandbox to answer whether it was lost, or only its link broke."""
 
 
+class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    spec: Spec
+    owner: str
+    token: str = ""
+    """Name of the bearer token that may use it; "" inside one process."""
+    priority: int = 0
+    on_lost: OnLost = "fail"
+    lease_s: float | None = None
+    """Seconds that a renewal lasts; None: for ever."""
+    key: str = ""
+    """The request's idempotency key."""
+
+
 class SandboxLease:
     """One right to one sandbox. Times are seconds on the loop's clock."""
 
-    def __init__(
-        self,
-        id: str,
-        spec: Spec,
-        *,
-        owner: str,
-        token: str = "",
-        priority: int = 0,
-        on_lost: OnLost = "fail",
-        lease_s: float = math.inf,
-        key: str = "",
-    ) -> None:
+    def __init__(self, id: str, order: LeaseOrder) -> None:
         self.id = id
-        self.spec = spec
-        self.owner = owner
-        self.token = token
-        self.priority = priority
-        self.on_lost: OnLost = on_lost
-        self.lease_s = lease_s
-        self.key = key
+        self.order = order
+        self.spec = order.spec
+        self.owner = order.owner
+        self.token = order.token
+        self.lease_s = math.inf if order.lease_s is None else order.lease_s
         self.state: LeaseState = "queued"
         self.reason = ""
         """Why it is in this state."""
@@ -65,7 +68,7 @@ class SandboxLease:
         self.sandbox: Sandbox | None = None
         self.host = ""
         self.generation = 0
-        self.until = anyio.current_time() + lease_s
+        self.until = anyio.current_time() + self.lease_s
         self.hard_until = math.inf
         """Set when the sandbox is ready: its life begins then."""
         self.created_at = time.time()

@@ -9,19 +9,19 @@ Law: when a lease is `done`, its sandbox is closed, its place on its host is fre
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from envs.sandbox.api import OnLost, Snapshot, Spec
 from envs.sandbox.pool.host import Host
 from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJournal
-from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from envs.sandbox.pool.leased import LeasedSandbox
 from envs.sandbox.pool.recovery import Recovery
 from envs.sandbox.pool.serving import LeaseServer
@@ -57,7 +57,7 @@ class SandboxPool:
 
     async def begin(self, hosts: Sequence[Host]) -> None:
         """Know the snapshots and leases of an earlier run, and let the hosts work."""
-        self.snapshots.restore(await self._journal.load_snapshots())
+        self.snapshots.restore(await self._journal.snapshots.load())
         self._tasks.start_soon(self._forget_expired)
         retry_s = self._settings.recover_retry_s
         earlier = Recovery(self.state, self.snapshots, self._server, self._tasks, self._journal, self._wall, retry_s)
@@ -85,48 +85,32 @@ class SandboxPool:
         on_lost: OnLost = "fail",
     ) -> AsyncGenerator[LeasedSandbox]:
         """See `SandboxProvider`; the sandbox is this pool's until the block ends."""
-        lease = self.order(spec, owner=owner, priority=priority, on_lost=on_lost)
+        lease = self.order(LeaseOrder(spec=spec, owner=owner, priority=priority, on_lost=on_lost))
         try:
             await self.wait_ready(lease, deadline)
             yield LeasedSandbox(self, lease)
         finally:
             await self.release(lease)
 
-    def order(
-        self,
-        spec: Spec,
-        *,
-        owner: str,
-        token: str = "",
-        priority: int = 0,
-        on_lost: OnLost = "fail",
-        lease_s: float = math.inf,
-        key: str = "",
-        only: str | None = None,
-    ) -> SandboxLease:
-        """Ask for a sandbox, and return at once. The same `key` of the same token gives the same lease.
+    def order(self, order: LeaseOrder, *, only: str | None = None) -> SandboxLease:
+        """Ask for a sandbox, on one host `only` if that is named, and return at once.
+
+        The same key of the same token gives the same lease.
 
         Raises:
             SandboxRefusedError: no host could ever hold it, or the key was used for something else.
             SandboxStartError: this image only fails at the moment.
             SandboxBusyError: too many wait already.
         """
-        if only is None and (kept := self.snapshots.find(spec.image)) is not None:
+        if only is None and (kept := self.snapshots.find(order.spec.image)) is not None:
             only = kept.host
-        if (known := self.state.leases.find_by_key(token, key)) is not None:
-            if known.spec != spec:
-                raise SandboxRefusedError(f"the idempotency key {key!r} was used for another sandbox; use a new one")
+        if (known := self.state.leases.find_by_key(order.token, order.key)) is not None:
+            if known.spec != order.spec:
+                raise SandboxRefusedError(
+                    f"the idempotency key {order.key!r} was used for another sandbox; use a new one"
+                )
             return known
-        lease = SandboxLease(
-            uuid4().hex[:16],
-            spec,
-            owner=owner,
-            token=token,
-            priority=priority,
-            on_lost=on_lost,
-            lease_s=lease_s,
-            key=key,
-        )
+        lease = SandboxLease(uuid4().hex[:16], order)
         self.state.submit(lease, only)
         self._server.serve(lease)
         self.state.decide()
@@ -176,7 +160,7 @@ class SandboxPool:
                 until=now + self._settings.snapshot_s,
             )
             self.snapshots.add(kept)
-            await self._journal.put_snapshot(kept)
+            await self._journal.snapshots.put(kept.image, kept)
             return snapshot
 
     async def forget(self, kept: KeptSnapshot) -> None:
@@ -184,7 +168,7 @@ class SandboxPool:
         self.snapshots.remove(kept.image)
         if kept.host in {host.name for host in self.state.hosts()}:
             await self.state.host(kept.host).forget(kept.image)
-        await self._journal.drop_snapshot(kept.image)
+        await self._journal.snapshots.drop(kept.image)
 
     async def fork(self, parent: SandboxLease, count: int) -> list[SandboxLease]:
         """Sandboxes with the parent's files, on its host, which end with it at the latest.
@@ -221,14 +205,8 @@ class SandboxPool:
         return LeasedSandbox(self, lease)
 
     def _order_fork(self, parent: SandboxLease, spec: Spec) -> SandboxLease:
-        fork = self.order(
-            spec,
-            owner=parent.owner,
-            token=parent.token,
-            priority=parent.priority,
-            lease_s=parent.lease_s,
-            only=parent.host,
-        )
+        order = msgspec.structs.replace(parent.order, spec=spec, on_lost="fail", key="")
+        fork = self.order(order, only=parent.host)
         fork.parent = parent.id
         parent.children.append(fork)
         return fork

@@ -55,7 +55,7 @@ class Recovery:
 
     async def begin(self, hosts: Sequence[Host]) -> None:
         """Know the leases of an earlier run, and let the hosts work."""
-        entries = {entry.lease: entry for entry in await self._journal.load()}
+        entries = {entry.lease: entry for entry in await self._journal.leases.load()}
         leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
         for id, lease in leases.items():
@@ -131,7 +131,7 @@ class Recovery:
         lease.lost(None, error)
         lease.generation += 1
         lease.granted.set()
-        if lease.on_lost != "recreate":
+        if lease.order.on_lost != "recreate":
             lease.end(str(error), error)
 
     async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
@@ -153,5 +153,5 @@ class Recovery:
 
     async def _give_up(self, lease: SandboxLease) -> None:
         await self._server.forget_snapshots(lease)
-        await self._journal.drop(lease.id)
+        await self._journal.leases.drop(lease.id)
         lease.done.set()

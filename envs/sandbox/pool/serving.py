@@ -81,7 +81,7 @@ class LeaseServer:
             error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
             self._state.failures.failed(error, lease.host)
             lease.lost(sandbox, error)
-            if lease.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
+            if lease.order.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
                 raise error
             lease.generation += 1
             lease.set("starting", str(error))
@@ -145,7 +145,7 @@ class LeaseServer:
             await self._close_sandbox(lease.sandbox)
         lease.cleared = True
         await self.forget_snapshots(lease)
-        await self._journal.drop(lease.id)
+        await self._journal.leases.drop(lease.id)
         lease.sandbox = None
         self._state.remove(lease)
         lease.done.set()
@@ -171,4 +171,4 @@ class LeaseServer:
     async def note(self, lease: SandboxLease) -> None:
         """Write to the journal how the lease stands now."""
         if not lease.cleared:
-            await self._journal.put(entry_of(lease, self._wall()))
+            await self._journal.leases.put(lease.id, entry_of(lease, self._wall()))

@@ -87,8 +87,8 @@ class LeaseBook:
     def add(self, lease: SandboxLease) -> None:
         """Know a lease from now on."""
         self._leases[lease.id] = lease
-        if lease.key:
-            self._by_key[lease.token, lease.key] = lease
+        if lease.order.key:
+            self._by_key[lease.token, lease.order.key] = lease
 
     def end(self, lease: SandboxLease) -> None:
         """Know it as one that has ended, for a while."""
@@ -96,7 +96,7 @@ class LeaseBook:
         self._ended[lease.id] = lease
         while len(self._ended) > ENDED_KEPT:
             oldest = self._ended.pop(next(iter(self._ended)))
-            self._by_key.pop((oldest.token, oldest.key), None)
+            self._by_key.pop((oldest.token, oldest.order.key), None)
 
 
 class PoolState:
@@ -206,4 +206,4 @@ class PoolState:
 
 def request_of(lease: SandboxLease, only: str | None = None) -> PlaceRequest:
     """A lease, as admission sees it."""
-    return PlaceRequest(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
+    return PlaceRequest(lease.id, lease.owner, demand(lease.spec), lease.order.priority, warm_key(lease.spec), only)

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from envs.sandbox.api import Snapshot
 from envs.sandbox.pool.journal import KeptSnapshot
-from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from envs.sandbox.pool.pool import SandboxPool
 from envs.sandbox.pool.snapshots import names_snapshot
 from envs.sandbox.protocol.problems import ProblemError, problem_of
@@ -58,13 +58,15 @@ class Service:
         self._check_image(order.spec.image, token)
         owner = f"{token}/{order.owner}" if order.owner else token
         return self.pool.order(
-            order.spec,
-            owner=owner,
-            token=token,
-            priority=order.priority,
-            on_lost=order.on_lost,
-            lease_s=order.lease_s,
-            key=key,
+            LeaseOrder(
+                spec=order.spec,
+                owner=owner,
+                token=token,
+                priority=order.priority,
+                on_lost=order.on_lost,
+                lease_s=order.lease_s,
+                key=key,
+            )
         )
 
     def _check_image(self, image: str, token: str) -> None:
@@ -115,7 +117,7 @@ class Service:
             created_at=lease.created_at,
             lease_s=min(lease.lease_s, 1e9),
             position=state.position(lease),
-            key=lease.key,
+            key=lease.order.key,
             waiting_for=state.why_waiting(lease) if lease.state == "queued" and not lease.done.is_set() else "",
             problem=problem_of(lease.error) if lease.error is not None else None,
         )

@@ -57,13 +57,13 @@ class Crash:
         """From here on nothing that the dying process does has an effect."""
         for maker in self._makers:
             maker.frozen = True
-        self._entries = dict(self._journal.entries)
+        self._entries = dict(self._journal.leases.rows)
 
     def over(self) -> None:
         """The process is gone."""
         for maker in self._makers:
             maker.frozen = False
-        self._journal.entries = dict(self._entries)
+        self._journal.leases.rows = dict(self._entries)
 
 
 def sandbox_of(pool: SandboxPool, id: str) -> SimulatedSandbox:

@@ -26,13 +26,13 @@ async def test_the_journal_remembers_and_forgets(tmp_path):
         )
 
     journal = SqliteJournal(tmp_path / "j")
-    await journal.put(entry("a"))
-    await journal.put(entry("b"))
-    await journal.put(entry("a", "box"))
-    await journal.drop("b")
+    await journal.leases.put("a", entry("a"))
+    await journal.leases.put("b", entry("b"))
+    await journal.leases.put("a", entry("a", "box"))
+    await journal.leases.drop("b")
     # As after kill -9: nobody closed it.
     again = SqliteJournal(tmp_path / "j")
-    assert await again.load() == [entry("a", "box")]
+    assert await again.leases.load() == [entry("a", "box")]
     assert (tmp_path / "j").stat().st_mode & 0o077 == 0
     again.close()
     journal.close()

@@ -12,6 +12,7 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
+from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.ownership import Labels, OwnerAlive
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
@@ -105,7 +106,7 @@ def test_nothing_leaks_when_the_pool_itself_is_cancelled(milliseconds):
         async with pool_of(maker, journal=journal):
             await anyio.sleep(FEW_WARM.look_s + 1)
             assert maker.sandboxes == {}
-            assert journal.entries == {}
+            assert journal.leases.rows == {}
 
     run_virtual(main)
 
@@ -369,7 +370,7 @@ async def test_a_container_whose_removal_failed_is_removed_later():
 async def test_a_lease_that_nobody_renews_ends():
     maker = engine()
     async with pool_of(maker) as pool:
-        lease = pool.order(SPEC, owner="x", lease_s=10)
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x", lease_s=10))
         await pool.wait_ready(lease, 5)
         for _ in range(3):
             await anyio.sleep(8)
@@ -383,7 +384,7 @@ async def test_a_lease_that_nobody_renews_ends():
 
 async def test_a_lease_whose_holder_vanished_while_it_waited_ends_too():
     async with pool_of(engine(1)) as pool, pool.acquire(SPEC):
-        lease = pool.order(SPEC, owner="x", lease_s=10)
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x", lease_s=10))
         await anyio.sleep(11)
         assert lease.done.is_set()
         assert pool.state.admission.waiting() == {}
@@ -440,13 +441,13 @@ async def test_a_fork_that_finds_no_room_leaves_none():
 
 async def test_the_same_key_gives_the_same_lease_also_after_its_end():
     async with pool_of(engine()) as pool:
-        first = pool.order(SPEC, owner="x", token="t", key="k")
-        assert pool.order(SPEC, owner="x", token="t", key="k") is first
-        assert pool.order(SPEC, owner="x", token="other", key="k") is not first
+        first = pool.order(LeaseOrder(spec=SPEC, owner="x", token="t", key="k"))
+        assert pool.order(LeaseOrder(spec=SPEC, owner="x", token="t", key="k")) is first
+        assert pool.order(LeaseOrder(spec=SPEC, owner="x", token="other", key="k")) is not first
         await pool.release(first)
-        assert pool.order(SPEC, owner="x", token="t", key="k") is first
+        assert pool.order(LeaseOrder(spec=SPEC, owner="x", token="t", key="k")) is first
         with pytest.raises(SandboxRefusedError, match="was used for another"):
-            pool.order(msgspec.structs.replace(SPEC, image="other"), owner="x", token="t", key="k")
+            pool.order(LeaseOrder(spec=Spec(image="other"), owner="x", token="t", key="k"))
 
 
 # ---- restarts and orphans
@@ -459,7 +460,7 @@ def test_a_restarted_service_goes_on_with_its_sandboxes():
         crash = Crash(maker, journal=journal)
         async with pool_of(maker, journal=journal) as pool:
             leases = [
-                pool.order(SPEC, owner="x", token="t", key=f"k{n}", on_lost=how)
+                pool.order(LeaseOrder(spec=SPEC, owner="x", token="t", key=f"k{n}", on_lost=how))
                 for n, how in enumerate(["fail", "fail", "recreate"])
             ]
             for lease in leases:
@@ -474,7 +475,7 @@ def test_a_restarted_service_goes_on_with_its_sandboxes():
         async with pool_of(maker, journal=journal) as pool:
             await anyio.sleep(2)
             assert sandbox_of(pool, ids[0]) is sandboxes[0]
-            assert pool.order(SPEC, owner="x", token="t", key="k0").id == ids[0]
+            assert pool.order(LeaseOrder(spec=SPEC, owner="x", token="t", key="k0")).id == ids[0]
             lost = pool.state.leases.find(ids[1])
             assert lost is not None
             assert lost.state == "failed"
@@ -485,7 +486,7 @@ def test_a_restarted_service_goes_on_with_its_sandboxes():
             assert (await pool.handle(remade).run("true", timeout=1)).ok
             assert len(maker.sandboxes) == 2
         assert maker.sandboxes == {}
-        assert journal.entries == {}
+        assert journal.leases.rows == {}
 
     run_virtual(main)
 
@@ -497,8 +498,8 @@ def test_after_a_restart_a_lease_ends_unless_it_is_renewed_and_its_life_goes_on(
         crash = Crash(maker, journal=journal)
         short = msgspec.structs.replace(SPEC, deadline_s=100.0)
         async with pool_of(maker, journal=journal) as pool:
-            held = pool.order(short, owner="x", lease_s=30)
-            kept = pool.order(short, owner="x")
+            held = pool.order(LeaseOrder(spec=short, owner="x", lease_s=30))
+            kept = pool.order(LeaseOrder(spec=short, owner="x"))
             for lease in (held, kept):
                 await pool.wait_ready(lease, 5)
             crash.now()
@@ -518,7 +519,7 @@ async def test_containers_that_the_journal_does_not_know_are_removed_at_the_star
     maker = engine(4)
     crash = Crash(maker, journal=MemoryPoolJournal())
     async with pool_of(maker) as pool:
-        await pool.wait_ready(pool.order(SPEC, owner="x"), 5)
+        await pool.wait_ready(pool.order(LeaseOrder(spec=SPEC, owner="x")), 5)
         crash.now()
     crash.over()
     assert len(maker.sandboxes) == 1
@@ -532,7 +533,7 @@ async def test_while_a_host_cannot_be_reached_after_a_restart_its_leases_wait():
     journal = MemoryPoolJournal()
     crash = Crash(maker, journal=journal)
     async with pool_of(maker, journal=journal) as pool:
-        lease = pool.order(SPEC, owner="x")
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
         await pool.wait_ready(lease, 5)
         crash.now()
     crash.over()

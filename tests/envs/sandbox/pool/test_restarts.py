@@ -11,7 +11,7 @@ import pytest
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
-from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, SandboxLease
+from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, LeaseOrder, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
 from flash.errors import SandboxClosedError, SandboxLostError
 from flash.simulate.clock import run_virtual
@@ -43,7 +43,7 @@ class Instance:
             await anyio.sleep(2)
             yield pool
         assert self.maker.sandboxes == {}
-        assert self.journal.entries == {}
+        assert self.journal.leases.rows == {}
 
 
 def find(pool, id) -> SandboxLease:
@@ -56,7 +56,7 @@ def test_a_sandbox_outlives_any_number_of_restarts():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             await pool.wait_ready(lease, 5)
             sandbox = sandbox_of(pool, lease.id)
         for _ in range(3):
@@ -73,7 +73,7 @@ def test_a_sandbox_that_does_not_answer_after_a_restart_holds_up_nobody_else():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            stuck, other = pool.order(SPEC, owner="x"), pool.order(SPEC, owner="y")
+            stuck, other = pool.order(LeaseOrder(spec=SPEC, owner="x")), pool.order(LeaseOrder(spec=SPEC, owner="y"))
             await pool.wait_ready(stuck, 5)
             await pool.wait_ready(other, 5)
             hung = sandbox_of(pool, stuck.id).container_id
@@ -103,7 +103,7 @@ def test_forks_end_with_their_origin_also_after_a_restart():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             await pool.wait_ready(lease, 5)
             forks = [fork.id for fork in await pool.fork(lease, 2)]
             assert len(instance.maker.snapshots) == 1
@@ -121,7 +121,7 @@ def test_the_snapshots_of_a_sandbox_that_is_made_again_end_with_it_after_two_res
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x", on_lost="recreate")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
             await pool.wait_ready(lease, 5)
             await pool.fork(lease, 1)
             origin = sandbox_of(pool, lease.id).container_id
@@ -130,7 +130,7 @@ def test_the_snapshots_of_a_sandbox_that_is_made_again_end_with_it_after_two_res
         async with instance.service() as pool:
             while find(pool, lease.id).state != "starting":  # noqa: ASYNC110  # the virtual clock waits for nobody
                 await anyio.sleep(0.01)
-        entry = instance.journal.entries[lease.id]
+        entry = instance.journal.leases.rows[lease.id]
         assert not entry.ready
         assert entry.snapshots
         async with instance.last() as pool:
@@ -145,12 +145,12 @@ def test_a_lease_that_is_given_up_at_the_start_leaves_no_snapshot_and_holds_up_n
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             await pool.wait_ready(lease, 5)
             await pool.fork(lease, 1)
         # As if it had been lost and was to be made again.
-        entry = instance.journal.entries[lease.id]
-        instance.journal.entries = {lease.id: msgspec.structs.replace(entry, ready=False, host="", sandbox_id="")}
+        entry = instance.journal.leases.rows[lease.id]
+        instance.journal.leases.rows = {lease.id: msgspec.structs.replace(entry, ready=False, host="", sandbox_id="")}
         instance.maker.down = True
         began = anyio.current_time()
         async with pool_of(instance.maker, journal=instance.journal, max_waiting=0):
@@ -158,7 +158,7 @@ def test_a_lease_that_is_given_up_at_the_start_leaves_no_snapshot_and_holds_up_n
             instance.maker.down = False
             await anyio.sleep(10)
             assert instance.maker.snapshots == {}
-            assert instance.journal.entries == {}
+            assert instance.journal.leases.rows == {}
 
     run_virtual(main)
 
@@ -167,10 +167,10 @@ def test_forks_whose_origin_ended_before_the_restart_end_too():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             await pool.wait_ready(lease, 5)
             await pool.fork(lease, 2)
-        del instance.journal.entries[lease.id]
+        del instance.journal.leases.rows[lease.id]
         async with instance.last() as pool:
             assert pool.state.leases.all() == []
 
@@ -181,7 +181,7 @@ def test_after_a_restart_only_snapshots_that_somebody_knows_of_are_kept():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             await pool.wait_ready(lease, 5)
             told = await pool.handle(lease).snapshot()
             await pool.fork(lease, 1)
@@ -207,7 +207,7 @@ def test_a_snapshot_in_the_making_is_not_taken_for_its_sandbox():
         for holder_first in (True, False):
             instance = Instance()
             async with instance.service() as pool:
-                lease = pool.order(SPEC, owner="x")
+                lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
                 await pool.wait_ready(lease, 5)
                 sandbox = sandbox_of(pool, lease.id)
             holder = SimulatedSandbox(instance.maker, "holder", SPEC, {**sandbox.labels, SNAPSHOT_LABEL: "x"})
@@ -225,10 +225,10 @@ def test_a_sandbox_on_a_host_that_is_no_longer_ours_is_told_as_lost():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            leases = [pool.order(SPEC, owner="x", on_lost=how) for how in ("fail", "recreate")]
+            leases = [pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost=how)) for how in ("fail", "recreate")]
             for lease in leases:
                 await pool.wait_ready(lease, 5)
-        entries = instance.journal.entries
+        entries = instance.journal.leases.rows
         for id, entry in [*entries.items()]:
             entries[id] = msgspec.structs.replace(entry, host="sold")
         async with instance.last() as pool:
@@ -253,7 +253,7 @@ class Linked(SimulatedSandbox):
 
 
 def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> SandboxLease:
-    lease = SandboxLease("l", SPEC, owner="x", on_lost=on_lost)
+    lease = SandboxLease("l", LeaseOrder(spec=SPEC, owner="x", on_lost=on_lost))
     lease.sandbox = sandbox
     lease.set("ready")
     return lease
@@ -305,7 +305,7 @@ async def test_a_call_that_was_cancelled_has_not_told_of_the_loss():
 
 async def test_a_fork_whose_origin_ends_while_it_starts_says_so():
     async with pool_of(engine(4, start_s=10)) as pool:
-        lease = pool.order(SPEC, owner="x")
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
         await pool.wait_ready(lease, 50)
         async with anyio.create_task_group() as tasks:
 
@@ -335,7 +335,7 @@ class Doomed(SimulatedSandbox):
 async def test_a_fork_whose_origin_ends_meanwhile_leaves_nothing():
     maker = engine(4)
     async with pool_of(maker) as pool:
-        lease = pool.order(SPEC, owner="x")
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
         await pool.wait_ready(lease, 5)
         inner = sandbox_of(pool, lease.id)
         sandbox = Doomed(maker, inner.sandbox_id, SPEC, inner.labels)
@@ -353,7 +353,7 @@ def test_a_lease_whose_sandbox_was_being_made_waits_again_and_is_not_lost():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
             while lease.state != "starting":
                 await lease.change()
             await anyio.sleep(0.08)  # Its container exists, and is not ready.
@@ -371,7 +371,7 @@ def test_a_holder_is_told_again_when_the_restart_forgot_whether_it_was_told():
     async def main() -> None:
         instance = Instance()
         async with instance.service() as pool:
-            lease = pool.order(SPEC, owner="x", on_lost="recreate")
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
             await pool.wait_ready(lease, 5)
             sandbox_of(pool, lease.id).crash()
             await anyio.sleep(1)
@@ -390,7 +390,7 @@ async def test_forks_are_not_kept_ready_for_others():
     maker = engine(20)
     settings = msgspec.structs.replace(FEW_WARM, warm_max=4)
     async with pool_of(maker, host_options={"settings": settings}) as pool:
-        lease = pool.order(SPEC, owner="x")
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
         await pool.wait_ready(lease, 5)
         forks = await pool.fork(lease, 3)
         await anyio.sleep(5)
@@ -401,7 +401,7 @@ async def test_forks_are_not_kept_ready_for_others():
 async def test_a_snapshot_that_could_not_be_removed_is_removed_at_the_next_look():
     maker = engine(4)
     async with pool_of(maker, close_s=1) as pool:
-        lease = pool.order(SPEC, owner="x")
+        lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
         await pool.wait_ready(lease, 5)
         await pool.fork(lease, 1)
         maker.down = True

@@ -10,8 +10,8 @@ import pytest
 
 from envs.sandbox.api import Chunk, Result
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.remote.client import SandboxClient, trusting
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
@@ -37,12 +37,6 @@ async def eventually(happened) -> None:
 
 
 @asynccontextmanager
-async def local(folder):
-    async with FakeBackend() as backend, LocalSandbox(backend, SPEC) as sandbox:
-        yield sandbox
-
-
-@asynccontextmanager
 async def pooled(folder):
     async with running(folder) as world, world.pool.acquire(SPEC) as sandbox:
         yield sandbox
@@ -54,7 +48,7 @@ async def remote(folder):
         yield sandbox
 
 
-@pytest.fixture(params=[local, pooled, remote])
+@pytest.fixture(params=[pooled, remote])
 async def sandbox(request, tmp_path):
     async with request.param(tmp_path) as made:
         yield made
@@ -234,7 +228,7 @@ async def test_a_client_learns_that_its_sandbox_ended(tmp_path):
 
 async def test_a_client_that_vanishes_loses_its_sandboxes(tmp_path):
     async with running(tmp_path) as world:
-        lease = world.pool.order(SPEC, owner="x", token="admin", lease_s=1.0)
+        lease = world.pool.order(LeaseOrder(spec=SPEC, owner="x", token="admin", lease_s=1.0))
         await world.pool.wait_ready(lease, 10)
         with anyio.fail_after(10):
             await lease.done.wait()

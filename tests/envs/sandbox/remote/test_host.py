@@ -11,7 +11,7 @@ import pytest
 
 from envs.sandbox.pool.host import HostSettings, Ticket
 from envs.sandbox.pool.journal import MemoryPoolJournal
-from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
@@ -42,7 +42,7 @@ async def front(services: list[Running], journal: MemoryPoolJournal | None = Non
 
 
 async def held(pool: SandboxPool) -> SandboxLease:
-    lease = pool.order(SPEC, owner="x")
+    lease = pool.order(LeaseOrder(spec=SPEC, owner="x"))
     await pool.wait_ready(lease, 20)
     return lease
 
@@ -92,7 +92,7 @@ async def test_a_front_waits_for_a_host_that_is_not_done_with_its_own_restart(tm
         # Until there is room, the sandbox stands as one does whose host has not found its own engine yet.
         room = []
         while True:
-            lease = service.pool.order(SPEC, owner="room")
+            lease = service.pool.order(LeaseOrder(spec=SPEC, owner="room"))
             with anyio.move_on_after(3):
                 await service.pool.wait_ready(lease, 100)
                 room.append(lease)

@@ -29,9 +29,11 @@ class WatchedJournal(SqliteJournal):
         super().__init__(path)
         self.dropped = anyio.Event()
 
-    async def drop_snapshot(self, image: str) -> None:
-        await super().drop_snapshot(image)
-        self.dropped.set()
+    async def run(self, query: str, *values):
+        rows = await super().run(query, *values)
+        if query.startswith("DELETE FROM snapshots"):
+            self.dropped.set()
+        return rows
 
 
 def changed(**fields):
@@ -132,7 +134,7 @@ async def test_snapshots_are_known_after_a_restart_and_removed_when_their_time_i
                 await journal.dropped.wait()
             assert backend.images.kept == {}
             assert await world.client.snapshots() == []
-        assert await journal.load_snapshots() == []
+        assert await journal.snapshots.load() == []
         journal.close()
 
 

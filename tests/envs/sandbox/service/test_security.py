@@ -17,6 +17,7 @@ from websockets.asyncio.client import unix_connect
 from websockets.exceptions import InvalidStatus
 
 from envs.sandbox import cli as sandboxcli
+from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.protocol.tokens import ADMIN
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.web import OneLine, make_routes
@@ -127,7 +128,9 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
         async with SandboxClient(world.url, OTHER_TOKEN) as other:
             assert await other.list() == []
             whole = world.pool.state.hosts()[0].report.capacity.millicpus / 1000
-            full = world.pool.order(msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
+            full = world.pool.order(
+                LeaseOrder(spec=msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
+            )
             world.pool.state.failures.failed(SandboxError("of image private:1"), "here")
             status = await other.status()
             assert status.sandboxes == []
