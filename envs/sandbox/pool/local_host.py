@@ -152,6 +152,7 @@ class LocalHost:
         # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
         ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(made, key=lambda each: each.running)}
         adopted: dict[str, Sandbox] = {}
+        lost: set[str] = set()
         answered()
 
         async def adopt(ticket: Ticket, container: Container) -> None:
@@ -167,22 +168,28 @@ class LocalHost:
                     error or f"it did not answer within {self._settings.adopt_s:g} s",
                 )
                 self._known.pop(ticket.sandbox_id, None)
+                lost.add(ticket.sandbox_id)
             else:
                 self._watch(ticket.sandbox_id, adopted[ticket.sandbox_id])
             settled(ticket.sandbox_id, adopted.get(ticket.sandbox_id))
 
-        async with anyio.create_task_group() as tasks:
-            for ticket in tickets:
-                if (container := ours.get(ticket.sandbox_id)) is not None and container.running:
-                    tasks.start_soon(adopt, ticket, container)
-                else:
-                    how = "is gone" if container is None else "does not run"
-                    _log.warning("sandbox %s of lease %s: its container %s", ticket.sandbox_id, ticket.lease, how)
-                    settled(ticket.sandbox_id, None)
-        kept = {ours[sandbox_id].id for sandbox_id in adopted}
-        self._reaper.restored(tickets)
-        images = [each for each in containers if each.image and self._reaper.is_untold(each)]
-        await self._reaper.remove_all([*(each for each in made if each.id not in kept), *images])
+        try:
+            async with anyio.create_task_group() as tasks:
+                for ticket in tickets:
+                    if (container := ours.get(ticket.sandbox_id)) is not None and container.running:
+                        tasks.start_soon(adopt, ticket, container)
+                    else:
+                        how = "is gone" if container is None else "does not run"
+                        _log.warning("sandbox %s of lease %s: its container %s", ticket.sandbox_id, ticket.lease, how)
+                        lost.add(ticket.sandbox_id)
+                        settled(ticket.sandbox_id, None)
+        finally:
+            # Also when the pool ends meanwhile: the next start goes on with what leases have, and knows of no other.
+            with anyio.CancelScope(shield=True):
+                kept = {ours[id].id for id in {ticket.sandbox_id for ticket in tickets} - lost}
+                self._reaper.restored(tickets)
+                images = [each for each in containers if each.image and self._reaper.is_untold(each)]
+                await self._reaper.remove_all([*(each for each in made if each.id not in kept), *images])
         return adopted
 
     async def run(

@@ -199,13 +199,16 @@ async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(pla
     async with AsyncExitStack() as stack:
         async with place.serving(end=signal.SIGKILL):
             client = await stack.enter_async_context(place.client())
-            info = await client.order(SandboxOrder(spec=SPEC, lease_s=60), uuid4().hex)
+            key, order = uuid4().hex, SandboxOrder(spec=SPEC, lease_s=60)
+            info = await client.order(order, key)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(run, client.attach(info))
             await anyio.sleep(1)
         await stack.enter_async_context(place.serving())
         with anyio.fail_after(60):
             await ended.wait()
+            # Ended before it has its sandbox again, the service would leave that to its next start.
+            await client.wait_ready(await client.order(order, key), 30, 30)
     [answer] = outcome
     assert isinstance(answer, SandboxLostError)
     assert "may or may not" in str(answer)

@@ -528,6 +528,24 @@ async def test_containers_that_the_journal_does_not_know_are_removed_at_the_star
         assert maker.sandboxes == {}
 
 
+async def test_a_pool_that_ends_while_it_recovers_leaves_only_what_leases_have():
+    maker, journal = engine(4), MemoryPoolJournal()
+    crash = Crash(maker, journal=journal)
+    async with pool_of(maker, journal=journal) as pool:
+        held, forgotten = (pool.order(LeaseOrder(spec=SPEC, owner=owner)) for owner in "xy")
+        for lease in (held, forgotten):
+            await pool.wait_ready(lease, 5)
+        crash.now()
+    crash.over()
+    del journal.leases.rows[forgotten.id]
+    async with pool_of(maker, journal=journal):
+        await anyio.sleep(0.01)
+    assert [sandbox.sandbox_id for sandbox in maker.sandboxes.values()] == [held.sandbox_id]
+    async with pool_of(maker, journal=journal) as pool:
+        await anyio.sleep(1)
+        assert [(lease.id, lease.state) for lease in pool.state.leases.all()] == [(held.id, "ready")]
+
+
 async def test_while_a_host_cannot_be_reached_after_a_restart_its_leases_wait():
     maker = engine(4)
     journal = MemoryPoolJournal()
