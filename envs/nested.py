@@ -11,8 +11,8 @@ from flash.environment import Prepared
 from flash.errors import ConfigError
 
 
-class TasksTable(msgspec.Struct, frozen=True):
-    """The environment that gives tasks and judges answers."""
+class ClassTable(msgspec.Struct, frozen=True):
+    """A class, such as that of the environment that gives tasks and judges answers, and its options."""
 
     path: str
     """`module:Class`."""
@@ -25,7 +25,7 @@ def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     Raises:
         ConfigError: naming what is wrong in the table.
     """
-    tasks = TasksTable(**check_options(TasksTable, table, "tasks"))
+    tasks = ClassTable(**check_options(ClassTable, table, "tasks"))
     try:
         kind = load_environment(tasks.path)
     except ConfigError as error:

@@ -19,27 +19,18 @@ import msgspec
 from envs import nested
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, spec_of
-from envs.nested import load_tasks
+from envs.nested import ClassTable, load_tasks
 from envs.sandbox.explain import clipped
 from envs.sandbox.open import open_sandboxes
 from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
 from envs.tools.memory import Answers, Memory
-from envs.tools.place import ToolPlace, ToolSandboxes
-from envs.tools.runner import SANDBOX, Cut, Runner, Toolset
+from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, ToolSandboxes, Toolset
 from flash.config.objects import check_options, load_object
 from flash.environment import Environment, EpisodeView, Info, Informed, StepResult, shared, wrap
 from flash.environment.results import check_reset_result, check_step_result
 from flash.errors import ConfigError, encodable
 from flash.types import TOOL, Message, Observation, ToolCall
 from flash.waiting import first_error
-
-
-class Named(msgspec.Struct, frozen=True):
-    """A toolset of the configuration."""
-
-    path: str
-    """`module:Class`."""
-    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -230,7 +221,7 @@ class ToolEnv:
 
 def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     where = f"tools.{name}"
-    named = Named(**check_options(Named, table, where))
+    named = ClassTable(**check_options(ClassTable, table, where))
     try:
         found: Any = load_object(named.path)
     except ConfigError as error:

@@ -15,8 +15,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from envs.tools.place import ToolPlace
-from envs.tools.runner import Runner, within
+from envs.tools.runner import Runner, ToolPlace, within
 from flash.errors import ConfigError, EnvError
 from flash.waiting import first_error
 

@@ -10,8 +10,7 @@ import msgspec
 from envs.sandbox.api import Result
 from envs.sandbox.explain import result_text, unusable_command, unusable_path
 from envs.sandbox.sandbox import Sandbox
-from envs.tools.place import ToolPlace
-from envs.tools.runner import SANDBOX, Cut, Runner, schema, within
+from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
 READ_BYTES = 1 << 18

@@ -20,8 +20,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from envs.tools.place import ToolPlace
-from envs.tools.runner import Runner, within
+from envs.tools.runner import Runner, ToolPlace, within
 from flash.environment import shared
 from flash.errors import ConfigError
 

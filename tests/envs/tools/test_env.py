@@ -11,8 +11,7 @@ import anyio
 import pytest
 
 from envs.tools import ToolEnv, ToolOptions
-from envs.tools.place import ToolPlace
-from envs.tools.runner import Runner, schema, within
+from envs.tools.runner import Runner, ToolPlace, schema, within
 from flash.config.objects import check_options
 from flash.environment import Checked, Informed, Prepared, Spoken, sharing
 from flash.environment.results import metrics_of

@@ -12,7 +12,7 @@ import pytest
 from envs.judging.options import JudgePool
 from envs.sandbox.api import Spec
 from envs.tools.mcp_server import McpOptions, McpServer
-from envs.tools.place import ToolPlace, ToolSandboxes
+from envs.tools.runner import ToolPlace, ToolSandboxes
 from flash.environment import sharing
 from flash.errors import EnvError
 from tests.envs.sandboxes import ScriptedProvider
