@@ -1,6 +1,7 @@
 """What the host can ask for: one function per operation. Each answers its call, or leaves it to what it starts."""
 
 import _signal
+import binascii
 import os
 import sys
 
@@ -62,7 +63,8 @@ def start(agent: object, call: int, argument: dict) -> None:
             raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
     argument["keep"] = True
-    name = "{}-{}".format(agent.epoch, call)
+    # Of its own: a sandbox that is made again counts its calls from the beginning.
+    name = binascii.hexlify(os.urandom(6)).decode()
     agent.jobs[name] = Command(agent, lambda kind, body: None, argument)
     agent.reply(call, RESULT, name)
 

@@ -108,13 +108,12 @@ class SandboxAdmission:
         name: str,
         capacity: Demand,
         *,
-        others: Demand = NOTHING,
         accepts: bool = True,
         warm: dict[str, int] | None = None,
     ) -> None:
         """Add a host, or say what it is like now. What was granted there stays granted."""
         view = self._hosts.setdefault(name, HostView(name, capacity))
-        view.capacity, view.others, view.accepts, view.warm = capacity, others, accepts, dict(warm or {})
+        view.capacity, view.accepts, view.warm = capacity, accepts, dict(warm or {})
 
     def hosts(self) -> list[HostView]:
         """What is known of each host."""
@@ -221,9 +220,7 @@ class SandboxAdmission:
             and request.only in (None, host.name)
             and request.demand.fits(host.capacity)
         ]
-        return min(
-            large, key=lambda host: ((host.others + host.granted).share_of(host.capacity), host.name), default=None
-        )
+        return min(large, key=lambda host: (host.granted.share_of(host.capacity), host.name), default=None)
 
     def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
         """The owner with the smallest share first, each with its best request that fits somewhere."""

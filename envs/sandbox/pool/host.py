@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.ownership import OwnerLock, machine
-from envs.sandbox.pool.placement import NOTHING, Demand
+from envs.sandbox.pool.placement import Demand
 from envs.sandbox.sandbox import Sandbox
 
 
@@ -36,8 +36,6 @@ class HostReport(msgspec.Struct, frozen=True):
     """A host at one moment."""
 
     capacity: Demand
-    others: Demand = NOTHING
-    """Promised by somebody else."""
     accepts: bool = True
     why: str = ""
     """Why it does not accept."""

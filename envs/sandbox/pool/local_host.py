@@ -102,7 +102,6 @@ class LocalHost:
         policy = self._policy
         return HostReport(
             self._capacity,
-            NOTHING,
             not self._why,
             self._why,
             ready,

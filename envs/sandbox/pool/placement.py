@@ -44,8 +44,6 @@ class HostView(msgspec.Struct):
 
     name: str
     capacity: Demand
-    others: Demand = NOTHING
-    """Promised there by somebody else."""
     accepts: bool = True
     warm: dict[str, int] = {}
     """Sandboxes that wait there ready to use, by what they are (`warm_key`)."""
@@ -55,10 +53,10 @@ class HostView(msgspec.Struct):
     def has_room(self, demand: Demand) -> bool:
         """Whether this is left to promise."""
         # Without sums of `Demand`: this runs for every host at every decision.
-        used, others, whole = self.granted, self.others, self.capacity
+        used, whole = self.granted, self.capacity
         return (
-            demand.millicpus + used.millicpus + others.millicpus <= whole.millicpus
-            and demand.memory_mib + used.memory_mib + others.memory_mib <= whole.memory_mib
+            demand.millicpus + used.millicpus <= whole.millicpus
+            and demand.memory_mib + used.memory_mib <= whole.memory_mib
         )
 
 
@@ -96,7 +94,7 @@ def choose(
         key=lambda host: (
             host.name in avoid,
             host.warm.get(warm_key, 0) == 0,
-            (host.others + host.granted + demand).share_of(host.capacity),
+            (host.granted + demand).share_of(host.capacity),
             host.name,
         ),
     )

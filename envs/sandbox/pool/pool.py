@@ -10,23 +10,35 @@ Law: when a lease is `done`, its sandbox is closed, its place on its host is fre
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import OnLost, Snapshot, Spec
+from envs.sandbox.api import Chunk, OnLost, Result, Session, Snapshot, Spec, State
 from envs.sandbox.pool.host import Host
 from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJournal
-from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
-from envs.sandbox.pool.leased import LeasedSandbox
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease, Use
 from envs.sandbox.pool.recovery import Recovery
 from envs.sandbox.pool.serving import LeaseServer
 from envs.sandbox.pool.snapshots import SnapshotBook
 from envs.sandbox.pool.state import PoolSettings, PoolState
+from envs.sandbox.pool.timeline import described, shown
+from envs.sandbox.sandbox import (
+    MakeForks,
+    OpenSession,
+    Sandbox,
+    SandboxFacts,
+    SandboxOpening,
+    SandboxRequest,
+    StartJob,
+    StreamCommand,
+    TakeSnapshot,
+)
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -34,6 +46,8 @@ from flash.errors import (
     SandboxStartError,
 )
 from flash.waiting import unwrapped_group
+
+_T = TypeVar("_T")
 
 
 class SandboxPool:
@@ -59,9 +73,7 @@ class SandboxPool:
         """Know the snapshots and leases of an earlier run, and let the hosts work."""
         self.snapshots.restore(await self._journal.snapshots.load())
         self._tasks.start_soon(self._forget_expired)
-        retry_s = self._settings.recover_retry_s
-        earlier = Recovery(self.state, self.snapshots, self._server, self._tasks, self._journal, self._wall, retry_s)
-        await earlier.begin(hosts)
+        await Recovery(self._server, self.snapshots).begin(hosts)
 
     async def _forget_expired(self) -> None:
         """Remove snapshots whose time is over.
@@ -210,6 +222,108 @@ class SandboxPool:
         fork.parent = parent.id
         parent.children.append(fork)
         return fork
+
+
+class LeasedSandbox(Sandbox):
+    """A sandbox under a lease of a pool, as its holder uses it: every call goes through the lease."""
+
+    def __init__(self, pool: SandboxPool, lease: SandboxLease) -> None:
+        self._pool = pool
+        self.lease = lease
+
+    @property
+    def facts(self) -> SandboxFacts:
+        return SandboxFacts(self.lease.id, self.lease.spec, self._state())
+
+    @property
+    def generation(self) -> int:
+        """How often the sandbox was made again after a loss."""
+        return self.lease.generation
+
+    def _state(self) -> State:
+        match self.lease.state:
+            case "queued" | "starting":
+                return "starting"
+            case "ready":
+                return self.lease.sandbox.state if self.lease.sandbox else "starting"
+            case "failed":
+                return "lost"
+            case "closed":
+                return "closed"
+
+    async def ask(self, request: SandboxRequest[_T]) -> _T:
+        return cast("_T", await self._answer(request))
+
+    async def _answer(self, request: SandboxRequest[Any]) -> object:
+        match request:
+            case TakeSnapshot():
+                return await self._pool.snapshot(self.lease)
+            case MakeForks(count):
+                # On the same host, closed with this one at the latest.
+                return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
+            case _:
+                pass
+        async with self.lease.use(*described(request)) as use:
+            answer = await use.sandbox.ask(request)
+            if isinstance(answer, Result):
+                return use.ended(answer)
+            if isinstance(request, StartJob):
+                use.outcome = "started"
+            return answer
+
+    def open(self, opening: SandboxOpening[_T]) -> AbstractAsyncContextManager[_T]:
+        return cast("AbstractAsyncContextManager[_T]", self._opened(opening))
+
+    @asynccontextmanager
+    async def _opened(self, opening: SandboxOpening[Any]) -> AsyncGenerator[object]:
+        if isinstance(opening, OpenSession):
+            # Its commands are uses of their own.
+            async with self.lease.use(*described(opening)) as use:
+                sandbox = use.sandbox
+            async with sandbox.open(opening) as session:
+                yield LeasedSession(self.lease, session)
+            return
+        async with self.lease.use(*described(opening)) as use, use.sandbox.open(opening) as held:
+            yield _noted(held, use) if isinstance(opening, StreamCommand) else held
+
+    async def wait_ended(self) -> None:
+        await self.lease.done.wait()
+
+    async def close(self) -> None:
+        """End the lease, and wait until nothing is left of the sandbox."""
+        await self._pool.release(self.lease)
+
+
+async def _noted(items: AsyncIterator[Chunk | Result], use: Use) -> AsyncGenerator[Chunk | Result]:
+    """The same items; how the command ended is the outcome of the use."""
+    async for item in items:
+        yield use.ended(item) if isinstance(item, Result) else item
+
+
+class LeasedSession:
+    """A `Session` whose commands are booked."""
+
+    def __init__(self, lease: SandboxLease, session: Session) -> None:
+        self.lease = lease
+        self._session = session
+
+    @property
+    def name(self) -> str:
+        return self._session.name
+
+    @property
+    def restarts(self) -> int:
+        return self._session.restarts
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        async with self.lease.use("session", shown(command)) as use:
+            return use.ended(await self._session.run(command, timeout=timeout))
+
+    async def interrupt(self) -> bool:
+        return await self._session.interrupt()
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 def _ended_early(parent: SandboxLease) -> SandboxClosedError:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
-from anyio.abc import TaskGroup
 
 from envs.sandbox.pool.host import Host, Ticket
-from envs.sandbox.pool.journal import Entry, PoolJournal, lease_of
+from envs.sandbox.pool.journal import Entry, lease_of
 from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.serving import LeaseServer
 from envs.sandbox.pool.snapshots import SnapshotBook
-from envs.sandbox.pool.state import PoolState
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxLostError
 
@@ -23,40 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """See the module.
+    """See the module; for the leases of `server`, whose hosts work from `begin` on, and the snapshots of its pool."""
 
-    Args:
-        state: of the pool, whose hosts work from `begin` on.
-        snapshots: of the pool.
-        server: of its leases.
-        tasks: in which hosts work.
-        journal: of the earlier run and of this one.
-        wall: gives the unix time.
-        retry_s: seconds between two attempts to reach a host.
-    """
-
-    def __init__(
-        self,
-        state: PoolState,
-        snapshots: SnapshotBook,
-        server: LeaseServer,
-        tasks: TaskGroup,
-        journal: PoolJournal,
-        wall: Callable[[], float],
-        retry_s: float,
-    ) -> None:
-        self._state = state
-        self._snapshots = snapshots
+    def __init__(self, server: LeaseServer, snapshots: SnapshotBook) -> None:
         self._server = server
-        self._tasks = tasks
-        self._journal = journal
-        self._wall = wall
-        self._retry_s = retry_s
+        self._snapshots = snapshots
+        self._state = server.state
 
     async def begin(self, hosts: Sequence[Host]) -> None:
         """Know the leases of an earlier run, and let the hosts work."""
-        entries = {entry.lease: entry for entry in await self._journal.leases.load()}
-        leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
+        entries = {entry.lease: entry for entry in await self._server.journal.leases.load()}
+        leases = {id: lease_of(entry, self._server.wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
         for id, lease in leases.items():
             entry = entries[id]
@@ -71,7 +46,7 @@ class Recovery:
                 origin = entries.get(entry.parent)
                 await self._resume(lease, entry, origin.host if origin else None)
         for host in hosts:
-            self._tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
+            self._server.tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
 
     async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, SandboxLease]]) -> None:
         """Go on with what an earlier run left on a host, then let it work.
@@ -104,7 +79,7 @@ class Recovery:
                     break
                 except (SandboxError, TimeoutError) as error:
                     _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
-                await anyio.sleep(self._retry_s)
+                await anyio.sleep(self._server.settings.recover_retry_s)
         except BaseException:
             # The pool ends: what they are forks of must not wait for them. The next start goes on with them.
             for lease in left.values():
@@ -147,11 +122,11 @@ class Recovery:
         except SandboxError as error:
             _log.warning("lease %s of an earlier run is given up: %s", lease.id, error)
             # Not here: an engine that does not answer must not hold up the start of the service.
-            self._tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
+            self._server.tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
             return
         self._server.serve(lease)
 
     async def _give_up(self, lease: SandboxLease) -> None:
         await self._server.forget_snapshots(lease)
-        await self._journal.leases.drop(lease.id)
+        await self._server.journal.leases.drop(lease.id)
         lease.done.set()

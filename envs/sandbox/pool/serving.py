@@ -33,15 +33,15 @@ class LeaseServer:
         journal: PoolJournal,
         wall: Callable[[], float],
     ) -> None:
-        self._state = state
-        self._tasks = tasks
-        self._settings = settings
-        self._journal = journal
-        self._wall = wall
+        self.state = state
+        self.tasks = tasks
+        self.settings = settings
+        self.journal = journal
+        self.wall = wall
 
     def serve(self, lease: SandboxLease) -> None:
         """Serve a lease from now on."""
-        self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
+        self.tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
 
     async def _serve(self, lease: SandboxLease) -> None:
         """One lease from its order to its end.
@@ -79,15 +79,15 @@ class LeaseServer:
             self._hand_out(lease, sandbox)
             await sandbox.wait_ended()
             error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
-            self._state.failures.failed(error, lease.host)
+            self.state.failures.failed(error, lease.host)
             lease.lost(sandbox, error)
-            if lease.order.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
+            if lease.order.on_lost != "recreate" or lease.generation >= self.settings.recreate_attempts:
                 raise error
             lease.generation += 1
             lease.set("starting", str(error))
             await self._close_sandbox(sandbox)
             lease.sandbox = None
-            self._state.put_back(lease, avoid=set())
+            self.state.put_back(lease, avoid=set())
 
     def _hand_out(self, lease: SandboxLease, sandbox: Sandbox) -> None:
         lease.sandbox = sandbox
@@ -95,7 +95,7 @@ class LeaseServer:
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
         again = f", made again ({lease.generation})" if lease.generation else ""
         lease.set("ready", f"on {lease.host}{again}")
-        self._state.changed()
+        self.state.changed()
 
     async def _obtain(self, lease: SandboxLease) -> Sandbox:
         """A started sandbox, tried on several hosts."""
@@ -108,22 +108,22 @@ class LeaseServer:
             except SandboxRefusedError:
                 raise
             except SandboxError as error:
-                if self._state.failures.start_failed(lease, error):
-                    self._tasks.start_soon(self._reopen, lease.host)
+                if self.state.failures.start_failed(lease, error):
+                    self.tasks.start_soon(self._reopen, lease.host)
                 avoid.add(lease.host)
                 lease.starts += 1
-                if lease.starts >= self._settings.start_attempts:
+                if lease.starts >= self.settings.start_attempts:
                     raise
             else:
-                self._state.failures.started(lease)
+                self.state.failures.started(lease)
                 lease.starts = 0
                 return sandbox
-            self._state.failures.refuse_bad_kind(lease.spec)
+            self.state.failures.refuse_bad_kind(lease.spec)
             lease.set("queued", "to be tried again")
-            self._state.put_back(lease, avoid)
+            self.state.put_back(lease, avoid)
 
     async def _start(self, lease: SandboxLease) -> Sandbox:
-        host = self._state.host(lease.host)
+        host = self.state.host(lease.host)
         sandbox = host.take(lease.spec)
         lease.sandbox = sandbox
         lease.sandbox_id = sandbox.sandbox_id if sandbox else new_sandbox_id()
@@ -145,18 +145,18 @@ class LeaseServer:
             await self._close_sandbox(lease.sandbox)
         lease.cleared = True
         await self.forget_snapshots(lease)
-        await self._journal.leases.drop(lease.id)
+        await self.journal.leases.drop(lease.id)
         lease.sandbox = None
-        self._state.remove(lease)
+        self.state.remove(lease)
         lease.done.set()
 
     async def forget_snapshots(self, lease: SandboxLease) -> None:
         for image, host in lease.snapshots:
-            await self._state.host(host).forget(image)
+            await self.state.host(host).forget(image)
 
     async def _close_sandbox(self, sandbox: Sandbox) -> None:
         try:
-            with anyio.fail_after(self._settings.close_s):
+            with anyio.fail_after(self.settings.close_s):
                 await sandbox.close()
         except (SandboxError, TimeoutError) as error:
             # Its host still lists the container, and removes what no lease has.
@@ -164,11 +164,11 @@ class LeaseServer:
 
     async def _reopen(self, name: str) -> None:
         """Leave a host alone while it is in quarantine, then ask it again."""
-        self._state.refresh(name)
-        await anyio.sleep(self._state.failures.quarantine_left(name))
-        self._state.refresh(name)
+        self.state.refresh(name)
+        await anyio.sleep(self.state.failures.quarantine_left(name))
+        self.state.refresh(name)
 
     async def note(self, lease: SandboxLease) -> None:
         """Write to the journal how the lease stands now."""
         if not lease.cleared:
-            await self._journal.leases.put(lease.id, entry_of(lease, self._wall()))
+            await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))

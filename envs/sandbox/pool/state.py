@@ -201,7 +201,7 @@ class PoolState:
     def _measure(self, name: str) -> None:
         report = self._hosts[name].report()
         accepts = report.accepts and not self.failures.quarantine_left(name)
-        self.admission.set_host(name, report.capacity, others=report.others, accepts=accepts, warm=report.warm)
+        self.admission.set_host(name, report.capacity, accepts=accepts, warm=report.warm)
 
 
 def request_of(lease: SandboxLease, only: str | None = None) -> PlaceRequest:

@@ -47,8 +47,3 @@ class WarmPolicy:
         """Seconds until a target falls because time passes; None: it does not."""
         oldest = min((asked[0] for asked in self._asked.values() if asked), default=None)
         return None if oldest is None else max(0.0, oldest + self._window - now)
-
-    def hit_rate(self) -> float | None:
-        """Hits per request since the start; None before the first one."""
-        hits, misses = self.hits.total(), self.misses.total()
-        return hits / (hits + misses) if hits + misses else None
