@@ -18,8 +18,8 @@ _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def to_wire(text: str) -> str:
-    """Text as it travels.
+def as_bytes(text: str) -> bytes:
+    """Text as the bytes that a sandbox gets: UTF-8, or what `os.fsdecode` made of other bytes.
 
     Raises:
         SandboxRefusedError: it has a zero byte, or is nothing that `os.fsdecode` makes.
@@ -27,14 +27,14 @@ def to_wire(text: str) -> str:
     if "\0" in text:
         raise _zero(text)
     try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        pass
-    try:
-        text.encode("utf-8", "surrogateescape")
+        return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise SandboxRefusedError(f"{one_line(text[:80])} cannot be encoded: {error.reason}") from None
+
+
+def to_wire(text: str) -> str:
+    """Text as it travels. Raises SandboxRefusedError, as `as_bytes`."""
+    as_bytes(text)
     return re.sub("[\udc80-\udcff]", lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", text)
 
 

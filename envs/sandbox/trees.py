@@ -9,7 +9,6 @@ leads nowhere. All functions block; run them in a thread.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import tarfile
 import tempfile
@@ -289,11 +288,3 @@ def check_depth(depth: int, what: str, limits: TreeLimits) -> None:
     """Raises SandboxLimitError where a tree is too deep."""
     if depth > limits.depth:
         raise SandboxLimitError(f"the {what} has more than {limits.depth} folders in one another; make it flatter")
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

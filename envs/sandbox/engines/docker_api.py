@@ -11,8 +11,8 @@ Everything that aiodocker has, but does not promise, is touched here and nowhere
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,28 +64,20 @@ class AttachedLink:
             await self._stream.close()
 
 
-class Failing:
+@contextmanager
+def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
     """Turns failures of a request into the error that it stands for."""
-
-    def __init__(self, error: type[SandboxError], what: str, url: str) -> None:
-        self._error = error
-        self._what = what
-        self._url = url
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, SandboxError):
-            return
-        if isinstance(error, DockerError) and error.status < NOT_HTTP:
-            refused = SandboxRefusedError if error.status == 400 else self._error
-            raise refused(f"the engine refused {self._what}: {error.message}") from error
-        if isinstance(error, TimeoutError):
-            raise SandboxTimeoutError(f"the engine at {self._url} did not answer {self._what} in time") from error
-        if isinstance(error, (OSError, RuntimeError, aiohttp.ClientError, DockerError)):
-            raise self._error(f"the engine at {self._url} cannot be reached for {self._what}: {error}") from error
+    try:
+        yield
+    except SandboxError:
+        raise
+    except TimeoutError as failure:
+        raise SandboxTimeoutError(f"the engine at {url} did not answer {what} in time") from failure
+    except (OSError, RuntimeError, aiohttp.ClientError, DockerError) as failure:
+        if isinstance(failure, DockerError) and failure.status < NOT_HTTP:
+            refused = SandboxRefusedError if failure.status == 400 else error
+            raise refused(f"the engine refused {what}: {failure.message}") from failure
+        raise error(f"the engine at {url} cannot be reached for {what}: {failure}") from failure
 
 
 def status_of(error: SandboxError) -> int | None:
@@ -144,7 +136,10 @@ class DockerApi:
     ) -> AsyncGenerator[AttachedLink]:
         """Another process in a running container, of this user, and its standard input and output."""
         async with self._executing:
-            with self._failing(SandboxLostError, f"exec in {container_id[:12]}"), anyio.fail_after(self._request_s):
+            with (
+                _failing(SandboxLostError, f"exec in {container_id[:12]}", self.url),
+                anyio.fail_after(self._request_s),
+            ):
                 container = self._docker.containers.container(container_id)
                 execution = await container.exec(
                     list(command), stdin=True, stdout=True, stderr=False, user=user, environment=dict(env)
@@ -156,7 +151,10 @@ class DockerApi:
     async def _opened(self, stream: Stream, container_id: str) -> AsyncGenerator[AttachedLink]:
         link = AttachedLink(stream, container_id)
         try:
-            with self._failing(SandboxLostError, f"attach to {container_id[:12]}"), anyio.fail_after(self._request_s):
+            with (
+                _failing(SandboxLostError, f"attach to {container_id[:12]}", self.url),
+                anyio.fail_after(self._request_s),
+            ):
                 await stream.__aenter__()
             yield link
         finally:
@@ -178,7 +176,7 @@ class DockerApi:
         """One request; the answer's JSON, None where there is none, and `missing` where the thing does not exist."""
         body = msgspec.json.encode(data) if isinstance(data, (dict, list)) else data
         try:
-            with self._failing(error, f"{method} {path}"), anyio.fail_after(timeout or self._request_s):
+            with _failing(error, f"{method} {path}", self.url), anyio.fail_after(timeout or self._request_s):
                 async with self._docker._query(  # pyright: ignore[reportPrivateUsage]  # its methods lack parameters
                     path, method, data=body, headers=headers, params=dict(params or {})
                 ) as response:
@@ -189,6 +187,3 @@ class DockerApi:
                 return missing
             raise
         return msgspec.json.decode(content) if content.lstrip()[:1] in (b"{", b"[") and b"\n{" not in content else None
-
-    def _failing(self, error: type[SandboxError], what: str) -> Failing:
-        return Failing(error, what, self.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tarfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.archives import folder_in_tar
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
 from envs.sandbox.engines.docker_api import DockerApi, status_of
 from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
@@ -82,7 +82,7 @@ class DockerContainers:
                     SandboxStartError,
                     method="PUT",
                     params={"path": "/"},
-                    data=folder_in_tar(spec.workdir.lstrip("/"), owner),
+                    data=_folder_in_tar(spec.workdir.lstrip("/"), owner),
                     headers={"Content-Type": "application/x-tar"},
                 )
         return container_id
@@ -173,3 +173,10 @@ class DockerContainers:
             await anyio.to_thread.run_sync(remove_groups, container_id)
         self._half_started.discard(container_id)
         self._users.release(container_id)
+
+
+def _folder_in_tar(name: str, owner: int) -> bytes:
+    """A tar archive with one folder."""
+    header = tarfile.TarInfo(name)
+    header.type, header.mode, header.uid, header.gid = tarfile.DIRTYPE, 0o755, owner, owner
+    return header.tobuf() + b"\0" * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from envs.sandbox.engines.archives import in_tar, pieces_of
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import DockerApi
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
@@ -56,7 +56,7 @@ class DockerImages:
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # Named, so that it is found also when its creation was not answered.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
-        async with in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
+        async with _in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
             try:
                 await self._api.json(
                     "containers/create", SandboxError, method="POST", params={"name": holder}, data=config
@@ -119,7 +119,7 @@ class DockerImages:
             SandboxError,
             method="POST",
             params={"fromSrc": "-", "repo": repository, "tag": tag or "latest"},
-            data=pieces_of(archive),
+            data=_pieces_of(archive),
             headers={"Content-Type": "application/x-tar"},
             timeout=self._image_s,
         )
@@ -132,3 +132,32 @@ class DockerImages:
 
     async def remove(self, name: str) -> None:
         await self._api.json(f"images/{name}", SandboxError, method="DELETE", missing=None)
+
+
+async def _pieces_of(path: Path) -> AsyncIterator[bytes]:
+    async with await anyio.open_file(path, "rb") as file:
+        while piece := await file.read(1 << 18):
+            yield piece
+
+
+@asynccontextmanager
+async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[AsyncIterator[bytes]]:
+    """A tar archive with one file. Its size stands before it, so it is gathered on disk first.
+
+    When the block begins all of it is there: what fails on the way is not taken for a failure of the engine.
+    """
+    async with anyio.SpooledTemporaryFile[bytes](max_size=1 << 20) as spool:
+        size = 0
+        async for piece in pieces:
+            size += await spool.write(piece)
+        await spool.seek(0)
+
+        async def archive() -> AsyncIterator[bytes]:
+            header = tarfile.TarInfo(name)
+            header.size, header.mode = size, 0o444
+            yield header.tobuf()
+            while piece := await spool.read(1 << 18):
+                yield piece
+            yield b"\0" * (-size % 512 + 1024)
+
+        yield archive()

@@ -12,7 +12,7 @@ import msgspec
 
 from envs.sandbox.api import Chunk, Command, Exec, JobStatus, Output, Result, Spec, StreamName
 from envs.sandbox.local.channel import OUTPUT_WINDOW, PIECE, AgentCall, Channel, decode, in_time
-from envs.sandbox.text import check_path
+from envs.sandbox.text import as_bytes, check_path
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 ANSWER_SECONDS = 20.0
@@ -71,10 +71,10 @@ def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
     asked: dict[str, object] = {"timeout": timeout, "limit": limit, **more}
     if exec.cwd is not None:
         asked["cwd"] = encoded_path(exec.cwd)
-    variables = {encoded(name): encoded(value) for name, value in env.items()}
+    variables = {as_bytes(name): as_bytes(value) for name, value in env.items()}
     if variables:
         asked["env"] = variables
-    words = [encoded(word) for word in ([command] if isinstance(command, str) else command)]
+    words = [as_bytes(word) for word in ([command] if isinstance(command, str) else command)]
     asked |= {"command": words[0]} if isinstance(command, str) else {"argv": words}
     every = [*words, *variables, *variables.values()]
     _check_size("bytes", sum(map(len, every)), LONGEST_COMMAND)
@@ -97,22 +97,7 @@ def encoded_path(path: str) -> bytes:
         SandboxRefusedError: it cannot be encoded. SandboxFileError: it is too long.
     """
     check_path(path)
-    return encoded(path)
-
-
-def encoded(text: str) -> bytes:
-    """Text as the bytes that the sandbox gets: UTF-8, or what `os.fsdecode` made of other bytes.
-
-    Raises:
-        SandboxRefusedError: it has a zero byte, or is no text.
-    """
-    try:
-        data = text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise SandboxRefusedError(f"{text[:80]!r} cannot be encoded: {error.reason}") from None
-    if b"\0" in data:
-        raise SandboxRefusedError(f"{text[:80]!r} has a zero byte, which no command, name or path may have")
-    return data
+    return as_bytes(path)
 
 
 class AgentJob:

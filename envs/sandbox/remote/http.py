@@ -8,8 +8,8 @@ SandboxLostError: nobody knows whether the first attempt was carried out.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -173,7 +173,7 @@ class HttpClient:
                 with self._translated(path, seconds), anyio.move_on_after(until - anyio.current_time()):
                     response = await self._client.send(request)
                 if response is None:
-                    raise self._translated(path, seconds).late()
+                    raise self._late(path, seconds)
                 break
             except _BrokenError as error:
                 # Another attempt that begins too late would only say that time is up, and not why.
@@ -203,8 +203,21 @@ class HttpClient:
     def _timeout(self, seconds: float) -> httpx.Timeout:
         return httpx.Timeout(MARGIN_S, read=seconds + MARGIN_S, connect=CONNECT_S)
 
-    def _translated(self, path: str, seconds: float) -> _Translated:
-        return _Translated(f"{self.url}{path}", seconds + MARGIN_S)
+    @contextmanager
+    def _translated(self, path: str, seconds: float) -> Generator[None]:
+        """Turns errors of httpx into ours."""
+        try:
+            yield
+        except httpx.ReadTimeout as error:
+            raise self._late(path, seconds) from error
+        except httpx.HTTPError as error:
+            unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            final = SandboxLostError(f"{self.url}{path} cannot be reached: {reason}; does the service run?")
+            raise _BrokenError(final, unsent=unsent) from error
+
+    def _late(self, path: str, seconds: float) -> SandboxTimeoutError:
+        return SandboxTimeoutError(f"waited {seconds + MARGIN_S:g} s for {self.url}{path}; look at the service's log")
 
     def _error(self, response: httpx.Response) -> SandboxError:
         if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
@@ -232,27 +245,3 @@ class _BrokenError(SandboxError):
         super().__init__(str(final))
         self.final = final
         self.unsent = unsent
-
-
-class _Translated:
-    """Turns errors of httpx into ours."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, httpx.ReadTimeout):
-            raise self.late() from error
-        if isinstance(error, httpx.HTTPError):
-            unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            final = SandboxLostError(f"{self._what} cannot be reached: {reason}; does the service run?")
-            raise _BrokenError(final, unsent=unsent) from error
-
-    def late(self) -> SandboxTimeoutError:
-        """There was no answer in time."""
-        return SandboxTimeoutError(f"waited {self._seconds:g} s for {self._what}; look at the service's log")
