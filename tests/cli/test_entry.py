@@ -1,9 +1,12 @@
-"""The process of a command ends with it."""
+"""The process of a command ends with it, and with an interrupt at any time, without a traceback."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import sys, threading, time
@@ -14,8 +17,7 @@ def command():
     threading.Thread(target=time.sleep, args=({seconds},)).start()
     return 3
 
-entry.main = command
-entry.run()
+entry.run(command)
 """
 
 
@@ -31,3 +33,35 @@ def test_a_thread_that_ends_is_waited_for() -> None:
         [sys.executable, "-c", PROGRAM.format(seconds=0.1)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (3, "told\n")
+
+
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+WHEN = {
+    "while it is imported": f"""
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "flash.cli.main":
+            {INTERRUPT}
+sys.meta_path.insert(0, Finder())
+entry.run()""",
+    "while an interrupt ends it": f"""
+def command():
+    try:
+        {INTERRUPT}
+    finally:
+        {INTERRUPT}
+entry.run(command)""",
+    "after its end": f"""
+def command():
+    threading.Timer(0.2, lambda: {INTERRUPT}).start()
+    return 3
+entry.run(command)""",
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_an_interrupt_at_any_time_ends_it_without_a_traceback(when: str) -> None:
+    program = f"import os, signal, sys, threading\nfrom flash import __main__ as entry\n{WHEN[when]}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (-signal.SIGINT, 130)
+    assert (done.stdout, done.stderr) == ("", "")
