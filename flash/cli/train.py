@@ -40,12 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    from flash.run.processes.supervisor import End
+    from flash.run.processes.launch import LOST
+    from flash.run.processes.supervisor import End, say
 
     before = begun(config)
     code = start(config)
-    if code == End.INTERRUPTED:
-        sys.stderr.write(f"flash: interrupted; {what_is_left(config, arguments.typed, before)}\n")
+    if code not in (End.OVER, LOST):
+        how = "interrupted" if code == End.INTERRUPTED else "it failed, as is said above"
+        say(f"{how}; {what_is_left(config, arguments.typed, before)}")
     return code
 
 
@@ -82,7 +84,9 @@ def start(config: Config) -> int:
     from flash.run.processes.launcher import launch
 
     # Until the launch takes signals over: what was begun by then is put in order, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     make_missing_model(config)
     return launch(config)
 

@@ -121,6 +121,11 @@ class Hub:
         self._steps = Steps(parts, self.work, self._versions, self._trainers, pieces.part_bytes)
         self.stages = Stages(parts, self.members, self.incarnations, self._steps)
 
+    @property
+    def late_restarts(self) -> dict[str, int]:
+        """Of engines and of trainer ranks, since the last step."""
+        return self._parts.metrics.restarts
+
     def interrupt(self) -> str:
         """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flash.branches import branch_tokens
@@ -45,15 +44,18 @@ class Branches:
 class StepMetrics:
     """Remembers where the last step ended. Waiting and rates count from the first lease: before, nothing ran.
 
-    A resumed run may take a step before that, from samples that it had. Its interval is the step itself, of no rate.
+    A resumed run may take a step before that, from samples that it had. Its interval is the step itself, and nothing is
+    said of rates and waits.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._before = ledger.totals(0)
         self._since: float | None = None
         self._canary_error = 0.0
-        self._restarts = 0
-        self._trainer_restarts = 0
+        self._idle: dict[int, tuple[float, float]] = {}
+        """Of each engine, its idle seconds and its lifetime, as of the last row."""
+        self.restarts = {"engine_restarts": 0, "trainer_restarts": 0}
+        """That no row has yet."""
 
     def began(self, now: float) -> None:
         """A training sample was handed out, or one of the hub before this one was claimed."""
@@ -64,12 +66,12 @@ class StepMetrics:
         self._canary_error = max([self._canary_error, *(engine.canary_error for engine in engines)])
 
     def restarted(self, engines: int) -> None:
-        """Engines have come back."""
-        self._restarts += engines
+        """Engines have died, and start again."""
+        self.restarts["engine_restarts"] += engines
 
     def trainers_returned(self) -> None:
         """The trainer ranks have come back."""
-        self._trainer_restarts += 1
+        self.restarts["trainer_restarts"] += 1
 
     def row(
         self,
@@ -90,9 +92,7 @@ class StepMetrics:
         totals = ledger.totals(0)
         booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._since, self._before = now if ran else None, totals
-        restarts, self._restarts = self._restarts, 0
-        trainer_restarts, self._trainer_restarts = self._trainer_restarts, 0
-        lifetime = sum(engine.lifetime_s for engine in engines)
+        restarts, self.restarts = self.restarts, dict.fromkeys(self.restarts, 0)
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
         return {
             **trainer,
@@ -103,14 +103,11 @@ class StepMetrics:
             "stale_share": _stale_share(booked),
             **_failures(booked),
             "trainer_wait_s": wait,
-            "trainer_wait_share": wait / elapsed,
             "interval_s": elapsed,
-            "tokens_per_second": booked["generated_tokens"] / elapsed if ran else math.nan,
+            **self._rates(wait / elapsed, booked["generated_tokens"] / elapsed, engines, ran=ran),
             "generated_tokens": ledger.generated_tokens,
             "engines": len(engines),
-            "engine_restarts": restarts,
-            "trainer_restarts": trainer_restarts,
-            "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
+            **restarts,
             "canary_error": self._canary_error,
             "queue_ready_groups": samples.pool.ready_groups,
             "in_flight": samples.in_flight,
@@ -121,6 +118,18 @@ class StepMetrics:
             **samples.domains.row(samples.quarantined),
             **env,
         }
+
+    def _rates(self, waits: float, tokens: float, engines: Sequence[EngineStatus], *, ran: bool) -> dict[str, float]:
+        """Of the time since the last row; of engines since what they had told by then."""
+        rates = {"trainer_wait_share": waits, "tokens_per_second": tokens} if ran else {}
+        idle = lifetime = 0.0
+        for engine in engines:
+            before = self._idle.get(engine.index, (0.0, 0.0))
+            if before[1] > engine.lifetime_s:  # another one in its place
+                before = (0.0, 0.0)
+            idle, lifetime = idle + engine.idle_s - before[0], lifetime + engine.lifetime_s - before[1]
+            self._idle[engine.index] = engine.idle_s, engine.lifetime_s
+        return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
 
 
 def _stale_share(booked: Mapping[str, int]) -> float:

@@ -160,7 +160,7 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     notes: list[str] = msgspec.field(default_factory=list[str])
     """What people should know."""
     restarts: int = 0
-    """Engines that have come back."""
+    """Engines that have died, and start again."""
 
 
 class StatusReport(NodeRequest[Ack], frozen=True, tag=True):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flash.config.alarms import AlarmName, AlarmsConfig
 from flash.observe.columns.column import Alarm, Column, Row, without_marks
+from flash.observe.columns.speed import AFTER_RESTART
 from flash.observe.columns.table import columns, named
 from flash.observe.columns.training import SKIPPED, SKIPPED_NOW
 from flash.observe.rundir.summary import number
@@ -40,10 +41,14 @@ class Alarms:
         """Of the last rows, by the column: what the row weighs in its alarm, and the alarm's number times that."""
         self._raised: set[str] = set()
         self._skipped: float | None = None
+        self._restarted = False
+        """Whether the last row told of a restart."""
 
     def step(self, row: Row) -> list[Given]:
         """The alarms that this row gives rise to."""
-        row = {**row, SKIPPED_NOW: self._skipped_now(row)}
+        restarted = bool(number(row, "engine_restarts") or number(row, "trainer_restarts"))
+        row = {**row, SKIPPED_NOW: self._skipped_now(row), AFTER_RESTART: restarted or self._restarted}
+        self._restarted = restarted
         alarms = _looking_at(row)
         self._measured.append({key: _measured(key, alarm, row) for key, (_, alarm) in alarms.items()})
         return list(self._given(alarms))

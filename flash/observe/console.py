@@ -127,8 +127,11 @@ class Console:
             self._live.update(accuracy=fixed(row, "mean_reward", 3))
 
     def finish(self, summary: Summary) -> None:
-        """Print the closing table."""
+        """Print the closing table; of a run without a step, that there was none."""
         self.close()
+        if not summary.steps:
+            self._print(f"the run ended before its first step, in {self._config.run_dir}", "default")
+            return
         rows = closing_table(self._config, summary)
         width = max(len(title) for title, _ in rows)
         self._print("", "default")

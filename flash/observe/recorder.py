@@ -6,7 +6,6 @@ Outsiders are told the same rows, and then the summary, or the error that ended 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -26,7 +25,7 @@ from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_writer import TokenText
-from flash.observe.rundir.summary import summarise
+from flash.observe.rundir.summary import write_summary
 from flash.observe.trackers.outsiders import Outsiders
 from flash.trained import TrainedSample
 from flash.types import Activity, Batch
@@ -59,7 +58,6 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
         self._cluster = ClusterFile(self.directory, self._writer)
-        self._canary = 0.0
         self._outsiders = Outsiders(config, self.directory, resume_at)
         if resume_at is not None:
             self.note(f"continuing {config.run_dir} from version {resume_at}")
@@ -87,8 +85,6 @@ class Recorder:
     def step(self, row: Mapping[str, float]) -> Wish | None:
         """Write the metrics of a committed step, with the run's wall time, and print its line; what alarms want."""
         full = {**row, "wall_s": self._now() - self._begun, **self._outsiders.lost()}
-        canary = row.get("canary_error", 0.0)
-        self._canary = max(self._canary, 0.0 if math.isnan(canary) else canary)
         self.directory.append_metrics(full)
         self._console.stage("training")
         self._console.step(full)
@@ -149,7 +145,7 @@ class Recorder:
         self.batches.commit(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """Write the totals that belong to a checkpoint: a run that is killed leaves them."""
+        """Write the totals: of a checkpoint, which a run that is killed leaves, or of the end."""
         self.directory.write_totals(self.directory.ledger, totals)
 
     def stage(self, text: str) -> None:
@@ -170,21 +166,15 @@ class Recorder:
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 
-    def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
-        """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
+    def finish(self, ledger: Mapping[str, int], late: Mapping[str, int], *, interrupted: bool) -> None:
+        """Write summary and ledger and print the closing table; an interrupted run has no time for plots.
+
+        `late`: restarts that no row has.
+        """
         self._console.stage("writing the summary")
         self.batches.written()
-        self.directory.write_totals(self.directory.ledger, ledger)
-        summary = summarise(
-            self._config,
-            self.directory.read_metrics(),
-            self.directory.read_evaluations(),
-            undone=self.directory.read_undone(),
-            ledger=ledger,
-            restarts=self._restarts,
-            canary_error=self._canary,
-        )
-        self.directory.write_totals(self.directory.summary, summary)
+        self.ledger(ledger)
+        summary = write_summary(self.directory, self._config, ledger, self._restarts, late)
         if not interrupted:
             from flash.observe.plots.plots import write_plots
 

@@ -272,6 +272,8 @@ class RolloutNode:
             return
         if restart is None:
             self._open.discard(place)
+        else:
+            self._restarts += 1
         said = f"{death}. {self._what_follows(restart)}"
         self._watch.died(place, said, returns=restart is not None)
         self._notes.append(said)
@@ -333,7 +335,6 @@ class RolloutNode:
         if (died_at := self._died_at.pop(place, None)) is not None:
             seconds, number = self._now() - died_at, self._first_engine + place
             self._notes.append(f"engine {number} is back after {seconds:.0f} s, with version {published.version}")
-            self._restarts += 1
         return True
 
     async def _heed(self) -> None:

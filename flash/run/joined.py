@@ -274,6 +274,7 @@ class JoinedNode:
 
 
 def say(words: str) -> None:
-    """One line for people, as the first node writes them."""
-    sys.stdout.write(f"[{words}]\n")
-    sys.stdout.flush()
+    """One line for people, as the first node writes them; who read it may be gone."""
+    with suppress(OSError):
+        sys.stdout.write(f"[{words}]\n")
+        sys.stdout.flush()

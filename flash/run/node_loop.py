@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from flash.config.machine import engine_cpus
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
-from flash.errors import ConfigError, EngineError, TransportError
+from flash.errors import ConfigError, EngineError, RunDirectoryError, TransportError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
@@ -127,25 +127,37 @@ async def _first_node(restarts: int, config: Config, token: str | None, now: Cal
             ),
             origin=home,
         )
-        async with anyio.create_task_group() as signals:
-            # Outermost: a signal must not cut the orderly end of a run that has failed, nor hide its error.
-            signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
-            if journal is not None:
-                signals.start_soon(journal.run)
-            signals.start_soon(tell_beginning, hub, config, recorder.stage)
-            signals.start_soon(tell_cluster, hub, recorder.cluster)
-            if (order := ordered()) is not None:
-                signals.start_soon(profile_node, order, hub, config)
-            async with _serving(hub, config, token) as address:
-                end = await _run_hub(hub, config, env, address, now, recorder.note)
-                recorder.cluster(hub.overview())
-            # Anew: what an interrupt has cut short may have ended while the engines did.
-            ledger = hub.samples.totals()
-            finish = partial(recorder.finish, ledger, interrupted=end.reason == "interrupted")
-            await anyio.to_thread.run_sync(finish)
-            signals.cancel_scope.cancel()
+        with _books_kept(hub, recorder):
+            async with anyio.create_task_group() as signals:
+                # Outermost: a signal must not cut the orderly end of a run that has failed, nor hide its error.
+                signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
+                if journal is not None:
+                    signals.start_soon(journal.run)
+                signals.start_soon(tell_beginning, hub, config, recorder.stage)
+                signals.start_soon(tell_cluster, hub, recorder.cluster)
+                if (order := ordered()) is not None:
+                    signals.start_soon(profile_node, order, hub, config)
+                async with _serving(hub, config, token) as address:
+                    end = await _run_hub(hub, config, env, address, now, recorder.note)
+                    recorder.cluster(hub.overview())
+                # Anew: what an interrupt has cut short may have ended while the engines did.
+                interrupted = end.reason == "interrupted"
+                finish = partial(recorder.finish, hub.samples.totals(), hub.late_restarts, interrupted=interrupted)
+                await anyio.to_thread.run_sync(finish)
+                signals.cancel_scope.cancel()
     if recorder.stopped is not None:
         raise recorder.stopped
+
+
+@contextmanager
+def _books_kept(hub: Hub, recorder: Recorder) -> Generator[None]:
+    """A run that fails leaves its totals too."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RunDirectoryError):  # a full disk must not hide the error
+            recorder.ledger(hub.samples.totals())
+        raise
 
 
 @asynccontextmanager

@@ -438,11 +438,12 @@ async def test_a_node_that_is_lost_is_told_with_what_is_left() -> None:
 async def test_what_a_node_says_of_its_engines_is_told_and_counted_once() -> None:
     driver = Driver(make_config())
     await driver.begin(0)
-    dead = p.EngineReport(0, next(driver.numbers), [], [], ["engine 0 is dead"])
+    dead = p.EngineReport(0, next(driver.numbers), [], [], ["engine 0 is dead"], restarts=1)
     await driver.hub.handle(dead)
     assert driver.observer.notes == ["engine 0 is dead"]
     back = [p.EngineStatus(0, 0, 0.0, 1.0, 0.0)]
-    await driver.hub.handle(p.EngineReport(0, next(driver.numbers), back, [], ["engine 0 is back"], restarts=1))
+    await driver.hub.handle(p.EngineReport(0, next(driver.numbers), back, [], ["engine 0 is back"]))
+    assert driver.hub.late_restarts == {"engine_restarts": 1, "trainer_restarts": 0}
     await driver.bring(0, *await driver.lease(0, 4))
     await driver.hub.handle(p.BatchRequest(0, 0, []))
     await driver.hub.handle(p.Commit(0, {}))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from flash.hub.metrics import StepMetrics
+from flash.hub.protocol import EngineStatus
 from flash.samples.buffer import SampleBuffer
 from flash.samples.measures import means, measured
 from flash.samples.slices import at_once
@@ -79,17 +78,30 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
 
-    def step(version: int, now: float) -> tuple[float, float, float]:
+    def step(version: int, now: float) -> list[float | None]:
         assert buffer.take(version) is not None
         buffer.commit(version)
         row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
-        return row["interval_s"], row["trainer_wait_share"], row["tokens_per_second"]
+        return [row.get(name) for name in ("interval_s", "trainer_wait_share", "tokens_per_second")]
 
-    interval, waited, rate = step(0, 1000.0)
-    assert (interval, waited) == (3.0, 0.0)
-    assert math.isnan(rate)
+    assert step(0, 1000.0) == [3.0, None, None]
     metrics.began(2000.0)
-    assert step(1, 2005.0) == (5.0, pytest.approx(2 / 5), 0.0)
+    assert step(1, 2005.0) == [5.0, pytest.approx(2 / 5), 0.0]
+
+
+def test_engines_idle_since_the_last_step_and_another_one_in_their_place_since_it_serves() -> None:
+    metrics = StepMetrics(make_buffer(alpha=1, batch=2, group=2).samples.ledger)
+    samples = make_buffer(alpha=1, batch=2, group=2).samples
+
+    def idle(*engines: tuple[float, float]) -> float | None:
+        told = [EngineStatus(number, 0, *seconds, 0.0) for number, seconds in enumerate(engines)]
+        return metrics.row(1, {}, {}, samples, told, now=0.0).get("engine_idle_share")
+
+    assert idle() is None
+    assert idle((8.0, 10.0)) == pytest.approx(0.8)
+    assert idle((8.0, 10.0)) is None, "it has told nothing since"
+    assert idle((9.0, 14.0), (0.0, 1.0)) == pytest.approx(1 / 5)
+    assert idle((1.0, 2.0), (0.0, 3.0)) == pytest.approx(1 / 4)
 
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:

@@ -90,6 +90,14 @@ def test_a_healthy_run_is_not_warned_of() -> None:
     assert told(watch(), 3 * ROWS) == []
 
 
+@pytest.mark.parametrize("restart", ["engine_restarts", "trainer_restarts"])
+def test_who_waited_for_a_restart_is_not_warned_of(restart: str) -> None:
+    alarms, idle = watch(), {"engine_idle_share": 1.0, "trainer_wait_share": 1.0, "interval_s": 600.0}
+    lost = {"failures": 64, "failures_cancelled": 64}
+    assert told(alarms, ROWS) + told(alarms, 1, **{restart: 1}, **idle) + told(alarms, 1, **idle, **lost) == []
+    assert len(told(alarms, 1, **idle)) == 2
+
+
 def test_steps_are_weighed_by_their_tokens() -> None:
     alarms = watch()
     assert told(alarms, ROWS - 1, trained_tokens=1000) + told(alarms, 1, trained_tokens=1, stale_share=1.0) == []

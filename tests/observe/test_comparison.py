@@ -34,7 +34,7 @@ def make(config: Config, tmp_path: Path) -> Any:
         for one in rows:
             directory.append_evaluation(one)
         if ended:
-            told = summarise(changed, [metrics_row(0)], rows, ledger={"trained": 64}, restarts=0, canary_error=None)
+            told = summarise(changed, [metrics_row(0)], rows, ledger={"trained": 64}, restarts=0)
             directory.write_totals(directory.summary, told)
         return directory.path
 

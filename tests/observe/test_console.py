@@ -102,7 +102,7 @@ def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(confi
     row = eval_row(10, 0.63, binary=0.0, best_of_k=0.71)
     console.evaluation(row)
     assert "mean reward 0.630, 95% interval 0.580 to 0.670, best of 4 0.710" in stream.getvalue()
-    console.finish(summarise(config, [], [eval_row(0, 0.5), row], ledger={}, restarts=0, canary_error=None))
+    console.finish(summarise(config, [metrics_row(0)], [eval_row(0, 0.5), row], ledger={}, restarts=0))
     assert "reward       0.500 -> 0.630 on held-out problems" in stream.getvalue()
     assert "accuracy" not in stream.getvalue()
 
@@ -118,8 +118,14 @@ def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(confi
 )
 def test_a_single_evaluation_is_no_change(config: Config, evaluations: list[dict[str, float]], line: str) -> None:
     stream = io.StringIO()
-    Console(config, stream).finish(summarise(config, [], evaluations, ledger={}, restarts=0, canary_error=None))
+    Console(config, stream).finish(summarise(config, [metrics_row(0)], evaluations, ledger={}, restarts=0))
     assert line in stream.getvalue().splitlines()
+
+
+def test_a_run_without_a_step_says_so_in_a_sentence(config: Config) -> None:
+    stream = io.StringIO()
+    Console(config, stream).finish(summarise(config, [], [], ledger={}, restarts=0))
+    assert stream.getvalue() == f"the run ended before its first step, in {config.run_dir}\n"
 
 
 def test_a_stage_is_printed_once_where_nothing_can_be_redrawn(config: Config) -> None:
@@ -135,12 +141,10 @@ def test_the_closing_table_says_what_came_of_the_run_and_where_it_lies(config: C
     plots.mkdir(parents=True)
     (plots / "reward.png").write_bytes(b"")
     evaluations = [eval_row(0, 0.312), eval_row(30, 0.906)]
-    metrics = [metrics_row(step) for step in range(30)]
+    metrics = [metrics_row(step, canary_error=5.1e-7) for step in range(30)]
     ledger = {"issued": 1920, "given_up": 0, "trained": 1440, "trained_tokens": 8000, "discarded_tokens_stale": 2000}
     stream = io.StringIO()
-    Console(config, stream).finish(
-        summarise(config, metrics, evaluations, ledger=ledger, restarts=2, canary_error=5.1e-7)
-    )
+    Console(config, stream).finish(summarise(config, metrics, evaluations, ledger=ledger, restarts=2))
     text = stream.getvalue()
     for expected in ("0.312 -> 0.906", "1:10 (9.81k tokens/s)", "25.0%", "4.0%", "5.1e-07"):
         assert expected in text

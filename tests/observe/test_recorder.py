@@ -114,7 +114,7 @@ def test_pictures_that_find_no_room_are_told_and_the_run_has_ended_well(
         recorder.step({"step": 0, "reward": 0.5, "time": 1.0})
         shutil.rmtree(recorder.directory.plots)
         recorder.directory.plots.write_text("in the way")
-        recorder.finish({"issued": 0}, interrupted=False)
+        recorder.finish({"issued": 0}, {}, interrupted=False)
     assert recorder.directory.summary.exists()
     told = "".join(capsys.readouterr())
     assert "cannot write" in told
@@ -226,7 +226,7 @@ def test_the_last_picture_of_the_cluster_is_written_from_the_thread_that_ends_th
         recorder.failure("env_error", "boom")
         recorder.note("node 1 joins")
         recorder.step(metrics_row(0))
-        other.submit(recorder.finish, {"generated_tokens": 1}, interrupted=True).result()
+        other.submit(recorder.finish, {"generated_tokens": 1}, {}, interrupted=True).result()
     kept = read_cluster(recorder.directory)
     assert kept is not None
     assert (kept.ended, [each.message for each in kept.failures]) == ("interrupted", ["boom"])

@@ -13,7 +13,7 @@ LEDGER = {"issued": 640, "trained": 192, "trained_tokens": 750, "discarded_token
 
 
 def summary(config: Config, metrics: list[dict[str, float]], evaluations: list[dict[str, float]]) -> Summary:
-    return summarise(config, metrics, evaluations, ledger=LEDGER, restarts=1, canary_error=3e-7)
+    return summarise(config, metrics, evaluations, ledger=LEDGER, restarts=1)
 
 
 def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
@@ -22,14 +22,14 @@ def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
         metrics_row(1, interval_s=3.0, tokens_per_second=3000.0, trainer_wait_s=0.0, trainer_step_s=0.5, age_max=2),
         metrics_row(2, interval_s=0.0, tokens_per_second=9.0, trainer_wait_s=0.0, trainer_step_s=0.0, age_max=1),
     ]
-    metrics[2]["engine_idle_share"] = 0.125
+    metrics[1] |= {"engine_idle_share": 0.12, "canary_error": 3e-7}
     result = summary(config, metrics, [eval_row(0, 0.3), eval_row(2, 0.6), eval_row(3, 0.9, wall_s=31.5)])
     assert (result.initial_reward, result.final_reward) == (0.3, 0.9)
     assert (result.steps, result.samples, result.wall_seconds) == (3, 192, 31.5)
     assert (result.trained_tokens, result.stale_share, result.failures) == (750, 0.25, 9)
     assert result.tokens_per_second == pytest.approx((1 * 1000 + 3 * 3000) / 4)
     assert result.trainer_wait_share == pytest.approx(1 / 4)
-    assert result.engine_idle_share == 0.125
+    assert result.engine_idle_share == pytest.approx((1 * 0.04 + 3 * 0.12) / 4)
     assert result.max_age == 2
     assert (result.async_ratio, result.seed, result.model) == (1.0, 7, "models/tiny")
     assert (result.objective, result.restarts, result.canary_error) == ("grpo", 1, 3e-7)
@@ -73,6 +73,6 @@ def test_rows_without_an_interval_are_weighted_by_tokens_over_rate(config: Confi
 def test_restarts_count_in_steps_that_were_done_again_too(config: Config) -> None:
     kept = metrics_row(0, trainer_restarts=1, engine_restarts=0)
     undone = metrics_row(1, trainer_restarts=1, engine_restarts=2, failures=5)
-    result = summarise(config, [kept], [], undone=[undone], ledger=LEDGER, restarts=1, canary_error=None)
+    result = summarise(config, [kept], [], undone=[undone], ledger=LEDGER, restarts=1)
     assert (result.trainer_restarts, result.engine_restarts) == (2, 2)
     assert (result.steps, result.failures) == (1, kept["failures"])

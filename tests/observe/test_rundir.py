@@ -268,7 +268,7 @@ def test_resuming_rolls_the_samples_back_with_their_steps(directory: RunDirector
 
 
 def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory, config: Config) -> None:
-    summary = summarise(config, [metrics_row(0)], [], ledger={"issued": 64}, restarts=0, canary_error=None)
+    summary = summarise(config, [metrics_row(0)], [], ledger={"issued": 64}, restarts=0)
     directory.write_totals(directory.summary, summary)
     written = json.loads(directory.summary.read_text())
     assert written["ledger"] == {"issued": 64}

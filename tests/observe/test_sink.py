@@ -105,7 +105,7 @@ def play(
 
 
 def finish(recorder: Recorder) -> None:
-    recorder.finish({"issued": 4, "trained": 4}, interrupted=True)
+    recorder.finish({"issued": 4, "trained": 4}, {}, interrupted=True)
 
 
 def test_a_sink_gets_the_rows_of_the_run_directory_in_order_and_then_the_summary(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_a_run_tells_its_trackers(calls: Calls, config: Config) -> None:
         for step in range(3):
             recorder.step(metrics_row(step))
         recorder.evaluation(eval_row(3, 0.5))
-        recorder.finish({"issued": 1}, interrupted=True)
+        recorder.finish({"issued": 1}, {}, interrupted=True)
     assert sorted(calls.steps()) == [0, 0, 1, 1, 2, 2]
     assert calls.steps("eval/reward") == [3, 3]
     assert "sample" in {told["config"].get("run", {}).get("name") for told in calls.of("init")}

@@ -310,11 +310,14 @@ def test_a_node_that_fails_for_good_ends_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("notebook", [False, True])
-def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(tmp_path: Path, notebook: bool) -> None:
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(
+    tmp_path: Path, first: signal.Signals, notebook: bool
+) -> None:
     processes = Told()
 
     async def until_killed() -> Sequence[EndedProcess]:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        for number in (first, signal.SIGTERM, signal.SIGINT):
             processes.heard = anyio.Event()
             os.kill(os.getpid(), number)
             with anyio.move_on_after(0.5):

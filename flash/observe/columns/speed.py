@@ -5,17 +5,25 @@ from __future__ import annotations
 from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row
 from flash.observe.rundir.summary import number
 
+AFTER_RESTART = "after_restart"
+"""Added to a row that tells of a restart, and to the next one: who waited then waited for that."""
+
 
 def _seconds(row: Row) -> float:
-    return number(row, "interval_s") or 0.0
+    return 0.0 if row.get(AFTER_RESTART) else number(row, "interval_s") or 0.0
+
+
+def _failures(row: Row) -> float:
+    """Without those that a lost node, or the hub before this one, took with it."""
+    return (number(row, "failures") or 0.0) - (number(row, "failures_cancelled") or 0.0)
 
 
 def _attempts(row: Row) -> float:
-    return (number(row, "failures") or 0.0) + (number(row, "samples") or 0.0)
+    return _failures(row) + (number(row, "samples") or 0.0)
 
 
 def _failed(row: Row) -> float:
-    return (number(row, "failures") or 0.0) / max(_attempts(row), 1.0)
+    return _failures(row) / max(_attempts(row), 1.0)
 
 
 SPEED = ColumnGroup(
@@ -62,7 +70,7 @@ SPEED = ColumnGroup(
         ),
         Column(
             "engine_restarts",
-            "engines that came back after a death, since the last step",
+            "engines that died and were started again, since the last step",
             form=".0f",
             label="engine restarts",
         ),
@@ -74,7 +82,7 @@ SPEED = ColumnGroup(
         ),
         Column(
             "engine_idle_share",
-            "share of their time that the engines had no request, since their first weights",
+            "share of their time since the last step that engines had no request, as told with their last weights",
             "share",
             label="engines idle",
             chart="waits",
@@ -122,7 +130,7 @@ SPEED = ColumnGroup(
                 "of the episodes failed and were tried again or given up",
                 weight=_attempts,
                 number=_failed,
-                looks_at="`failures` of all attempts at a sample",
+                looks_at="`failures` without `failures_cancelled`, of all attempts at a sample",
             ),
         ),
         Column(

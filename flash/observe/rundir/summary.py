@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from flash.config.tree import Config
+
+if TYPE_CHECKING:
+    from flash.observe.rundir.rundir import RunDirectory
 
 Row = Mapping[str, Any]
 
@@ -46,7 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_wait_share: float | None
     """Share of the trainer's time spent waiting for batches."""
     engine_idle_share: float | None
-    """Share of their time the engines had no request, from their first weights to the last step."""
+    """Share of their time the engines had no request, in the steps."""
     max_age: float | None
     """Age of the oldest token that was trained, in versions."""
     ledger: dict[str, Any]
@@ -55,12 +58,42 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_restarts: int
     """Of the trainer ranks, while the run went on."""
     engine_restarts: int
-    """Engines that were started again in their places."""
+    """How often an engine that had died was started again."""
     seed: int
     model: str
     objective: str
     canary_error: float | None
     """Largest difference between an engine's log-probs and the trainer's after a swap."""
+    error: str = ""
+    """What ended it, where an error did."""
+
+
+def write_summary(
+    directory: RunDirectory,
+    config: Config,
+    ledger: Mapping[str, Any],
+    restarts: int,
+    late: Mapping[str, float] | None = None,
+    error: str = "",
+) -> Summary:
+    """Sum up a run from what is in its directory, and leave that there.
+
+    Args:
+        directory: the run's.
+        config: the run.
+        ledger: its totals.
+        restarts: of the hub.
+        late: of trainer ranks and engines, those that no row has.
+        error: what ended it.
+
+    Raises:
+        RunDirectoryError: it cannot be written.
+    """
+    rows, evaluations = directory.read_metrics(), directory.read_evaluations()
+    undone = [*directory.read_undone(), late or {}]
+    summary = summarise(config, rows, evaluations, undone=undone, ledger=ledger, restarts=restarts, error=error)
+    directory.write_totals(directory.summary, summary)
+    return summary
 
 
 def summarise(
@@ -71,7 +104,7 @@ def summarise(
     undone: Sequence[Row] = (),
     ledger: Mapping[str, Any],
     restarts: int,
-    canary_error: float | None,
+    error: str = "",
 ) -> Summary:
     """Sum up a run from its rows; missing keys count as not measured.
 
@@ -91,10 +124,10 @@ def summarise(
         stale_share=_stale_share(ledger),
         failures=int(sum(number(row, "failures") or 0 for row in metrics)),
         wall_seconds=max((number(row, "wall_s") or 0.0 for row in (*metrics, *evaluations)), default=0.0),
-        tokens_per_second=_throughput(metrics),
+        tokens_per_second=_over_time(metrics, "tokens_per_second"),
         async_ratio=config.train.async_ratio,
         trainer_wait_share=_wait_share(metrics),
-        engine_idle_share=_last(metrics, "engine_idle_share"),
+        engine_idle_share=_over_time(metrics, "engine_idle_share"),
         max_age=max((age for row in metrics if (age := number(row, "age_max")) is not None), default=None),
         ledger=dict(ledger),
         restarts=restarts,
@@ -103,7 +136,8 @@ def summarise(
         seed=config.run.seed,
         model=config.model.path,
         objective=config.algorithm.objective,
-        canary_error=canary_error,
+        canary_error=max((far for row in metrics if (far := number(row, "canary_error")) is not None), default=None),
+        error=error,
     )
 
 
@@ -147,9 +181,9 @@ def _step_seconds(row: Row) -> float:
     return tokens / rate if tokens is not None and rate else 0.0
 
 
-def _throughput(metrics: Sequence[Row]) -> float | None:
-    """The rows' rates, weighted by time: start-up, restarts and the last evaluation do not dilute it."""
-    known = [(rate, _step_seconds(row)) for row in metrics if (rate := number(row, "tokens_per_second")) is not None]
+def _over_time(metrics: Sequence[Row], key: str) -> float | None:
+    """The rows' rates or shares, weighted by time: start-up, restarts and the last evaluation do not dilute it."""
+    known = [(rate, _step_seconds(row)) for row in metrics if (rate := number(row, key)) is not None]
     seconds = sum(step for _, step in known)
     return sum(rate * step for rate, step in known) / seconds if seconds else None
 
@@ -163,8 +197,3 @@ def _wait_share(metrics: Sequence[Row]) -> float | None:
     ]
     total = sum(seconds for _, seconds in known)
     return sum(wait for wait, _ in known) / total if total else None
-
-
-def _last(metrics: Sequence[Row], key: str) -> float | None:
-    known = [value for row in metrics if (value := number(row, key)) is not None]
-    return known[-1] if known else None

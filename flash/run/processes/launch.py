@@ -23,9 +23,8 @@ from flash.run.processes.ranks import Ranks
 from flash.run.processes.supervisor import End, SupervisedPart
 from flash.waiting import first_error, run_apart
 
-HEEDED = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a launch. Not SIGHUP: a launcher whose terminal is closed ends by it, and what it has started leaves
-in order, as after any end of a launcher."""
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a launch. Processes of its own take the last for SIGTERM."""
 NAMED = 2
 """Exit code of a run that an error with a name has ended, as of every command."""
 LOST = 75
@@ -76,7 +75,8 @@ class Launch:
 
     @contextmanager
     def _heeding_signals(self) -> Generator[None]:
-        before = {number: signal.signal(number, lambda heard, _: self._hear(heard)) for number in HEEDED}
+        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]  # nohup
+        before = {number: signal.signal(number, lambda heard, _: self._hear(heard)) for number in heeded}
         try:
             yield
         finally:
@@ -174,7 +174,7 @@ class Launch:
             return
         with anyio.move_on_after(max(part.grace_s for part in self._parts)):
             if self._loop is not None and (self._has_hub or self._ranks is None):
-                self._loop.processes.signal(number)
+                self._loop.processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 await anyio.sleep_forever()
             ranks = self._ranks
             if ranks and await ranks.tell_hub(p.Interrupt(f"node {ranks.node} received {number.name}")):

@@ -15,18 +15,22 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from flash.config.load import dump
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
-from flash.errors import ConfigError
+from flash.errors import ConfigError, RunDirectoryError
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import write_summary
 from flash.run.join import JoinedLoop
 from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.hub_place import withdraw
 from flash.run.processes.launch import Launch
 from flash.run.processes.locks import exclusive_run
 from flash.run.processes.ranks import Ranks
@@ -84,9 +88,11 @@ class HubLoop(SupervisedPart):
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
+        self.restarts = 0
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
+        self.restarts = restarts
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe("the node loop", one) for one in silent]
@@ -130,10 +136,21 @@ def launch(config: Config) -> int:
         loop: SupervisedPart | None = None
         if node == 0:
             loop = HubLoop(config, file)
+            stack.callback(_leave_in_order, config, marker, loop)
         elif config.engines_on(node) or not ranks_here:
             loop = JoinedLoop(place, folder, node, own=config)
         ranks = Ranks(config, node, file, place, tells=loop is None) if ranks_here else None
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
+
+
+def _leave_in_order(config: Config, marker: ErrorMarker, loop: HubLoop) -> None:
+    """Leave what the hub could not, where an error has ended it or a signal has killed it."""
+    withdraw(config.run_dir)
+    directory = RunDirectory(config.run_dir)
+    if directory.config.is_file() and not directory.summary.exists():
+        with suppress(OSError, RunDirectoryError):  # a full disk must not hide the error
+            ledger = msgspec.json.decode(directory.ledger.read_bytes()) if directory.ledger.is_file() else {}
+            write_summary(directory, config, ledger, loop.restarts, error=marker.message() or "")
 
 
 def describe_start(config: Config) -> str:

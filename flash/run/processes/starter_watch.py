@@ -45,7 +45,7 @@ def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
     # Readable when the process ends. Not PR_SET_PDEATHSIG: that ends with the thread that started us, and says nothing.
     select.select([descriptor], [], [])
     if speaks:
-        what = "leaving a checkpoint and ending" if grace_s else "ending this node's part"
+        what = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
         with suppress(OSError):  # who read it may have gone with the starter: this process ends all the same
             sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
             sys.stderr.flush()

@@ -263,9 +263,10 @@ def describe(who: str, process: EndedProcess) -> str:
 
 
 def say(words: str) -> None:
-    """One line for people."""
-    sys.stderr.write(f"flash: {words}\n")
-    sys.stderr.flush()
+    """One line for people; who read it may be gone."""
+    with suppress(OSError):
+        sys.stderr.write(f"flash: {words}\n")
+        sys.stderr.flush()
 
 
 def _send(process: Process, number: signal.Signals) -> None:
