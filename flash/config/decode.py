@@ -9,18 +9,21 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, NamedTuple, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
 
-from flash.config.section import MOST
+from flash.config.section import MOST, Section
 from flash.errors import ConfigError
 
 NONE = "none"
 """Stands for None, which TOML has no word for."""
+
+NO_KEY = "no such key"
+"""What is wrong with a name that no section has."""
 
 _PART = "with a part "
 
@@ -36,28 +39,21 @@ class ConfigProblem(NamedTuple):
     message: str
 
 
-def mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
-    """The problem of a value that is not of its type."""
+def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
     fault = _fault(value)
     if fault is None and isinstance(value, int) and value > MOST:
         fault = f"which is above {MOST}"
     return ConfigProblem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """The value as its annotated type.
-
-    Raises:
-        msgspec.ValidationError: the value does not fit, or is nothing that any key can use.
-        TypeError: no plain value can be checked against this annotation.
-    """
+def _convert(value: Any, annotation: Any) -> Any:
     if (fault := _fault(value)) is not None:
         raise msgspec.ValidationError(fault)
     return msgspec.convert(value, annotation)
 
 
 def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProblem]]:
-    """`convert`, with the problems returned, and named each by its own key inside of tables and lists of tables.
+    """The value as its annotated type, and what is wrong with it, each by its key inside of tables and lists of them.
 
     The text `none` gives None to a key that may be None and may not be text.
     """
@@ -72,9 +68,11 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
     if isinstance(value, dict) and (kinds := tables_in(annotation)):
         return _table(cast("dict[str, Any]", value), kinds, key)
     try:
-        return convert(value, annotation), []
+        return _convert(value, annotation), []
     except msgspec.ValidationError:
-        return None, [mismatch(key, annotation, value)]
+        return None, [_mismatch(key, annotation, value)]
+    except TypeError:  # an annotation that says nothing about plain values, such as a callable
+        return value, []
 
 
 def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
@@ -92,6 +90,37 @@ def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
     return next(iter(kinds.values())).__struct_config__.tag_field
 
 
+class Place(NamedTuple):
+    """Of a value in a table."""
+
+    annotation: Any
+    required: bool
+
+
+def examine_table(
+    table: Mapping[str, Any], places: Mapping[str, Place], key: str, unknown: Callable[[str], str]
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """The values of a table, checked; `unknown` says of a name that has no place what is wrong with it."""
+    prefix = f"{key}." if key else ""
+    problems = [ConfigProblem(prefix + name, unknown(name)) for name in table if name not in places]
+    values: dict[str, Any] = {}
+    for name, place in places.items():
+        # Of a table that has to be there its own missing keys are named.
+        given = table.get(name, {} if place.required and section_in(place.annotation) else msgspec.UNSET)
+        if given is not msgspec.UNSET:
+            values[name], wrong = examine(given, place.annotation, prefix + name)
+            problems += wrong
+        elif place.required:
+            problems.append(ConfigProblem(prefix + name, f"is missing; expected {describe(place.annotation)}"))
+    return values, problems
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, optional or not."""
+    found = tables_in(annotation).get("")
+    return found if found is not None and issubclass(found, Section) else None
+
+
 def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[ConfigProblem]]:
     """The struct of the table's kind, with its values checked."""
     tag = tag_field(kinds)
@@ -99,26 +128,18 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
     if kind not in kinds:
         got = f"got {show(table[tag])}{suggest(kind, kinds)}" if tag in table else "which is missing"
         return None, [ConfigProblem(f"{key}.{tag}", f"expected {_either([show(name) for name in kinds])}, {got}")]
-    fields = {field.name: field for field in msgspec.structs.fields(kinds[kind])}
-    problems: list[ConfigProblem] = []
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        if name == tag:
-            continue
-        if name in fields:
-            values[name], wrong = examine(value, fields[name].type, f"{key}.{name}")
-            problems += wrong
-        else:
-            problems.append(ConfigProblem(f"{key}.{name}", _no_option(name, kind, kinds, fields)))
-    problems += [
-        ConfigProblem(f"{key}.{name}", f"is missing; expected {describe(field.type)}")
-        for name, field in fields.items()
-        if field.required and name not in table
-    ]
+    struct = kinds[kind]
+    places = {field.name: Place(field.type, field.required) for field in msgspec.structs.fields(struct)}
+
+    def unknown(name: str) -> str:
+        return NO_KEY if issubclass(struct, Section) else _no_option(name, kind, kinds, places)
+
+    given = {name: value for name, value in table.items() if name != tag}
+    values, problems = examine_table(given, places, key, unknown)
     if problems:
         return None, problems
     try:
-        return kinds[kind](**values), []
+        return struct(**values), []
     except ValueError as error:
         return None, [ConfigProblem(key, str(error))]
 

@@ -13,21 +13,20 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, cast
 
 import msgspec
 import tomli_w
 
 from flash.config.check import check
 from flash.config.decode import (
+    NO_KEY,
     NONE,
     ConfigProblem,
-    describe,
     examine,
-    mismatch,
     nearest,
     refuse,
+    section_in,
     show,
     suggest,
     tables_in,
@@ -39,8 +38,6 @@ from flash.config.packaged import with_folder
 from flash.config.section import Section
 from flash.config.tree import Config
 from flash.errors import ConfigError
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 DEEPEST = 64
 """Tables and lists inside of one another in a source: options of environments are the only ones of any depth."""
@@ -70,11 +67,10 @@ def load(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     merged, origins = _merged(files, overrides)
-    decoder = _Decoder()
-    config = decoder.table(Config, merged, "")
-    if decoder.problems or config is None:
-        raise refuse(decoder.problems, origins)
-    config = _resolve(config)
+    decoded, problems = examine(merged, Config, "")
+    if problems:
+        raise refuse([_with_hint(problem) for problem in problems], origins)
+    config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = check(config, simulated=simulated)
     named = {problem.key for problem in problems}
@@ -224,61 +220,21 @@ def _tagged_tables() -> dict[str, str]:
     return {path: tag for path, tag in found if tag is not None}
 
 
-class _Decoder:
-    """Walks the tree of sections and gathers what is wrong on the way."""
-
-    def __init__(self) -> None:
-        self.problems: list[ConfigProblem] = []
-
-    def table(self, section: type[AnySection], table: Mapping[str, Any], prefix: str) -> AnySection | None:
-        """The section, or None when it has problems."""
-        before = len(self.problems)
-        fields = {field.name: field for field in msgspec.structs.fields(section)}
-        self.problems += [
-            ConfigProblem(prefix + key, "no such key" + _suggest_key(prefix, key, fields))
-            for key in table
-            if key not in fields
-        ]
-        values: dict[str, Any] = {}
-        for name, field in fields.items():
-            inner = section_in(field.type)
-            if inner is not None and table.get(name) == NONE and NoneType in get_args(field.type):
-                values[name] = None
-            elif inner is not None and (name in table or field.required):
-                values[name] = self._inner(inner, table.get(name, {}), prefix + name)
-            elif name in table:
-                values[name] = self._value(field.type, table[name], prefix + name)
-            elif field.required:
-                self.problems.append(ConfigProblem(prefix + name, f"is missing; expected {describe(field.type)}"))
-        return section(**values) if len(self.problems) == before else None
-
-    def _inner(self, section: type[Section], value: Any, key: str) -> Section | None:
-        if isinstance(value, dict):
-            return self.table(section, cast("dict[str, Any]", value), f"{key}.")
-        self.problems.append(mismatch(key, section, value))
-        return None
-
-    def _value(self, annotation: Any, value: Any, key: str) -> Any:
-        converted, problems = examine(value, annotation, key)
-        self.problems += problems
-        return converted
+def _with_hint(problem: ConfigProblem) -> ConfigProblem:
+    """A name that is no key, with what was meant: the key of that very name in other tables, the nearest one of the
+    same table, or else the nearest in another."""
+    if problem.message != NO_KEY:
+        return problem
+    return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 
 
-def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, optional or not."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
-
-
-def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
-    """The key of that very name in other tables, the nearest one of the same table, or else the nearest in another."""
+def _suggest_key(table: str, dot: str, key: str) -> str:
     same = [f"`{path}`" for path in _keys_named(key)]
     if same:
         return f"; did you mean {' or '.join(same)}?"
-    here = suggest(key, siblings, prefix)
-    if here:
+    prefix = table + dot
+    siblings = (path.removeprefix(prefix).partition(".")[0] for path in key_paths() if path.startswith(prefix))
+    if here := suggest(key, dict.fromkeys(siblings), prefix):
         return here
     elsewhere = {path.rpartition(".")[2]: path for path in key_paths()}
     near = nearest(key, elsewhere)

@@ -24,7 +24,7 @@ import msgspec
 
 from algorithms import OBJECTIVES
 from algorithms.base import Objective
-from flash.config.decode import ConfigProblem, convert, describe, mismatch, refuse, suggest
+from flash.config.decode import ConfigProblem, Place, examine_table, refuse, suggest
 from flash.errors import ConfigError
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
@@ -233,30 +233,16 @@ def _examine(
     cls: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """The options as values of these parameters of `cls`."""
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
-    kwargs: dict[str, Any] = {}
-    problems: list[ConfigProblem] = []
-    for name, value in options.items():
-        key = f"{where}.{name}"
-        if name not in known and not takes_any:
-            choices = ", ".join(f"`{one}`" for one in known) or "none"
-            message = f"{cls.__name__} has no such option{suggest(name, known)} (its options: {choices})"
-            problems.append(ConfigProblem(key, message))
-            continue
-        annotation = known[name].annotation if name in known else Any
-        try:
-            kwargs[name] = convert(value, annotation)
-        except msgspec.ValidationError:
-            problems.append(mismatch(key, annotation, value))
-        except TypeError:  # an annotation that says nothing about plain values, such as a callable
-            kwargs[name] = value
-    problems += [
-        ConfigProblem(f"{where}.{name}", f"is missing; {cls.__name__} needs {describe(one.annotation)}")
-        for name, one in known.items()
-        if one.default is one.empty and name not in options
-    ]
-    return kwargs, problems
+    places = {name: Place(one.annotation, one.default is one.empty) for name, one in known.items()}
+    if len(known) < len(parameters):  # it takes any
+        places |= {name: Place(Any, False) for name in options if name not in known}
+    choices = ", ".join(f"`{one}`" for one in known) or "none"
+
+    def unknown(name: str) -> str:
+        return f"{cls.__name__} has no such option{suggest(name, known)} (its options: {choices})"
+
+    return examine_table(options, places, where, unknown)
 
 
 def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Parameter]]:

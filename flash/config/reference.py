@@ -11,8 +11,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from flash.config import resuming
-from flash.config.decode import describe, show, tables_in
-from flash.config.load import section_in
+from flash.config.decode import describe, section_in, show, tables_in
 from flash.config.tree import Config
 
 INTRODUCTION = """\

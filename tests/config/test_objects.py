@@ -230,7 +230,7 @@ def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(
         ({"digits": 1, "span": [1]}, "`o.span`: expected a list of 2: [an integer, an integer], got [1]"),
         ({"digits": 1, "hook": "f"}, '`o.hook`: expected a Callable, got "f"'),
         ({"digits": 1, "names": [1]}, "`o.names`: expected a list, each item text, got [1]"),
-        ({}, "`o.digits`: is missing; Options needs an integer"),
+        ({}, "`o.digits`: is missing; expected an integer"),
         ({"foo": 1}, "2 problems:\n  - `o.foo`: Options has no such option (its options: "),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_wrong_option_names_its_path_and_what_was_expected(options, message):
 
 
 def test_a_missing_option_of_an_annotation_that_says_nothing_of_plain_values_is_named():
-    with pytest.raises(ConfigError, match=r"`o\.place`: is missing; Placed needs "):
+    with pytest.raises(ConfigError, match=r"`o\.place`: is missing; expected "):
         check_options(Placed, {}, "o")
 
 

@@ -5,8 +5,8 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from flash.config.decode import tables_in
-from flash.config.load import key_paths, keys, section_in
+from flash.config.decode import section_in, tables_in
+from flash.config.load import key_paths, keys
 from flash.config.reference import field_docs, markdown
 from flash.config.tree import Config
 
