@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.cli.simulate import run_all
 from flash.config.load import load
 from flash.observe.plots.series import Floats

@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import run_directory
+from flash.cli.arguments import CommandParsers, run_directory
 from flash.observe.comparison import differences, read_run, results, table
 
 

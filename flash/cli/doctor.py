@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flash.cli.commands import CommandParsers
+from flash.cli.arguments import CommandParsers
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError

@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 
-from flash.cli.commands import CommandParsers
-from flash.cli.hub_options import add_hub_option, hub_place
+from flash.cli.arguments import CommandParsers, add_hub_option, hub_place
 from flash.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from flash.cli import sampling
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.tree import Config
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir.rundir import write_atomically

@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_folder_writable, run_directory
+from flash.cli.arguments import CommandParsers, check_folder_writable, run_directory
 from flash.cli.sampling import of_run
 from flash.config.load import load
 from flash.run.models.models import export_model

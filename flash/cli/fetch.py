@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import CommandParsers
+from flash.cli.arguments import CommandParsers
 from flash.config.decode import suggest
 from flash.config.packaged import PACKAGED
 from flash.config.tree import DeadlinesConfig

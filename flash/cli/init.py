@@ -10,8 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_folder_writable
+from flash.cli.arguments import CommandParsers, check_folder_writable
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically, writing
 

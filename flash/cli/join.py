@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from flash.cli.commands import CommandParsers
-from flash.cli.hub_options import add_hub_option, hub_place
+from flash.cli.arguments import CommandParsers, add_hub_option, hub_place
 from flash.errors import ConfigError
 
 

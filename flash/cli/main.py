@@ -11,75 +11,38 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 
-from envs.sandbox import cli as sandbox
-from flash.cli import (
-    calibrate,
-    compare,
-    doctor,
-    drain,
-    evaluate,
-    export,
-    fetch,
-    init,
-    join,
-    plot,
-    profile,
-    reference,
-    replay,
-    rhythm,
-    rollout,
-    simulate,
-    tiny_model,
-    trace,
-    track,
-    train,
-    view,
-    watch,
-)
-from flash.cli.hints import unknown_arguments, unknown_command
-from flash.cli.typed import typed
+from flash.cli import reference
+from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
 from flash.run.processes.rendezvous import heed_torchrun
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
-COMMANDS = (
-    *(
-        init,
-        doctor,
-        train,
-        join,
-        drain,
-        evaluate,
-        rollout,
-        view,
-        watch,
-        plot,
-        compare,
-        trace,
-        profile,
-        track,
-        export,
-        replay,
-    ),
-    *(rhythm, simulate, calibrate, fetch, tiny_model, sandbox),
-)
-"""In the order of the help."""
+COMMANDS = {
+    **{name: f"flash.cli.{name}" for name in ("init", "doctor", "train", "join", "drain")},
+    "eval": "flash.cli.evaluate",
+    **{name: f"flash.cli.{name}" for name in ("rollout", "view", "watch", "plot", "compare", "trace", "profile")},
+    **{name: f"flash.cli.{name}" for name in ("track", "export", "replay", "rhythm", "simulate", "calibrate", "fetch")},
+    "tiny-model": "flash.cli.tiny_model",
+    "sandbox": "envs.sandbox.cli",
+}
+"""The module of each, in the order of the help; only that of the command that is given is imported."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit code of who writes to a pipe that nobody reads, as shells have it."""
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The whole, and each command's by its name."""
+def _parser(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """With these commands: the whole, and each command's by its name."""
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
-    for command in COMMANDS:
-        made = command.add_parser(commands)
-        made.set_defaults(run=command.run)
-        parsers[made.prog.removeprefix("flash ")] = made
+    for name in names:
+        command = import_module(COMMANDS[name])
+        parsers[name] = command.add_parser(commands)
+        parsers[name].set_defaults(run=command.run)
     return parser, parsers
 
 
@@ -91,9 +54,10 @@ def command_reference() -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser, commands = _parser()
-    if given and not given[0].startswith("-") and given[0] not in commands:
-        parser.error(unknown_command(given[0], [*commands]))
+    named = bool(given) and given[0] in COMMANDS
+    parser, commands = _parser(given[:1] if named else COMMANDS)
+    if given and not given[0].startswith("-") and not named:
+        parser.error(unknown_command(given[0], [*COMMANDS]))
     arguments, rest = parser.parse_known_args(given)
     unknown = [argument for argument in rest if argument.startswith("-") or "config" not in arguments]
     if unknown:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash.cli.commands import CommandParsers
+from flash.cli.arguments import CommandParsers
 from flash.cli.train import start
 from flash.config.advice import advise
 from flash.config.load import load, split_arguments

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_folder_writable, check_writable, run_directory
+from flash.cli.arguments import CommandParsers, check_folder_writable, check_writable, run_directory
 from flash.config.check import is_hub_id
 from flash.config.load import given, load, split_arguments
 from flash.errors import ConfigError

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from algorithms.rhythm import Rhythm
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.load import load
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError

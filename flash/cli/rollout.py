@@ -7,8 +7,7 @@ import sys
 from functools import partial
 
 from flash.cli import sampling
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.errors import ConfigError
 
 

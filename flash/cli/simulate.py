@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config

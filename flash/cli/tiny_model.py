@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from flash.cli.commands import CommandParsers
+from flash.cli.arguments import CommandParsers
 from flash.config.tree import DeadlinesConfig, TinyModelConfig
 from flash.errors import ConfigError
 

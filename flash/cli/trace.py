@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import check_writable, run_directory
+from flash.cli.arguments import CommandParsers, check_writable, run_directory
 from flash.errors import ConfigError
 from flash.observe.plots.trace import trace
 from flash.observe.rundir.rundir import write_atomically

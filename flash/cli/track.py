@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import run_directory
+from flash.cli.arguments import CommandParsers, run_directory
 from flash.config.track import TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.rundir.rundir import RunDirectory

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from flash.cli.commands import CommandParsers
+from flash.cli.arguments import CommandParsers
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import OUTPUTS, run_directory, runs_in
+from flash.cli.arguments import OUTPUTS, CommandParsers, run_directory, runs_in
 from flash.errors import ConfigError
 
 if TYPE_CHECKING:

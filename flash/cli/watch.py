@@ -6,8 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from flash.cli.commands import CommandParsers
-from flash.cli.files import OUTPUTS, run_directory, runs_in
+from flash.cli.arguments import OUTPUTS, CommandParsers, run_directory, runs_in
 
 EVERY_S = 1.0
 

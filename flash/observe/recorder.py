@@ -25,7 +25,7 @@ from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_writer import TokenText
-from flash.observe.rundir.summary import write_summary
+from flash.observe.rundir.summary import Summary, summarise
 from flash.observe.trackers.outsiders import Outsiders
 from flash.trained import TrainedSample
 from flash.types import Activity, Batch
@@ -185,3 +185,31 @@ class Recorder:
         self._cluster.end("interrupted" if interrupted else "finished")
         self._tell_last("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
+
+
+def write_summary(
+    directory: RunDirectory,
+    config: Config,
+    ledger: Mapping[str, Any],
+    restarts: int,
+    late: Mapping[str, float] | None = None,
+    error: str = "",
+) -> Summary:
+    """Sum up a run from what is in its directory, and leave that there.
+
+    Args:
+        directory: the run's.
+        config: the run.
+        ledger: its totals.
+        restarts: of the hub.
+        late: of trainer ranks and engines, those that no row has.
+        error: what ended it.
+
+    Raises:
+        RunDirectoryError: it cannot be written.
+    """
+    rows, evaluations = directory.read_metrics(), directory.read_evaluations()
+    undone = [*directory.read_undone(), late or {}]
+    summary = summarise(config, rows, evaluations, undone=undone, ledger=ledger, restarts=restarts, error=error)
+    directory.write_totals(directory.summary, summary)
+    return summary

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.files import check_folder_writable, check_writable
+from flash.cli.arguments import check_folder_writable, check_writable
 from flash.cli.main import UNREAD, main
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.typed import typed
+from flash.cli.arguments import typed
 
 
 def test_a_script_that_stands_for_the_command_is_named_once() -> None:

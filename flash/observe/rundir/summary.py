@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from flash.config.tree import Config
-
-if TYPE_CHECKING:
-    from flash.observe.rundir.rundir import RunDirectory
 
 Row = Mapping[str, Any]
 
@@ -66,34 +63,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference between an engine's log-probs and the trainer's after a swap."""
     error: str = ""
     """What ended it, where an error did."""
-
-
-def write_summary(
-    directory: RunDirectory,
-    config: Config,
-    ledger: Mapping[str, Any],
-    restarts: int,
-    late: Mapping[str, float] | None = None,
-    error: str = "",
-) -> Summary:
-    """Sum up a run from what is in its directory, and leave that there.
-
-    Args:
-        directory: the run's.
-        config: the run.
-        ledger: its totals.
-        restarts: of the hub.
-        late: of trainer ranks and engines, those that no row has.
-        error: what ended it.
-
-    Raises:
-        RunDirectoryError: it cannot be written.
-    """
-    rows, evaluations = directory.read_metrics(), directory.read_evaluations()
-    undone = [*directory.read_undone(), late or {}]
-    summary = summarise(config, rows, evaluations, undone=undone, ledger=ledger, restarts=restarts, error=error)
-    directory.write_totals(directory.summary, summary)
-    return summary
 
 
 def summarise(

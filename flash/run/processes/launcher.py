@@ -27,7 +27,6 @@ from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.summary import write_summary
 from flash.run.join import JoinedLoop
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import withdraw
@@ -145,6 +144,8 @@ def launch(config: Config) -> int:
 
 def _leave_in_order(config: Config, marker: ErrorMarker, loop: HubLoop) -> None:
     """Leave what the hub could not, where an error has ended it or a signal has killed it."""
+    from flash.observe.recorder import write_summary
+
     withdraw(config.run_dir)
     directory = RunDirectory(config.run_dir)
     if directory.config.is_file() and not directory.summary.exists():
