@@ -76,12 +76,6 @@ def parser_rule(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
 
 
-def optimizer_rule(config: Config) -> Iterator[ConfigProblem]:
-    """AdamW's moments must decay: each beta lies in [0, 1)."""
-    if max(config.train.betas) >= 1:
-        yield ConfigProblem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
-
-
 def environment_rule(config: Config) -> Iterator[ConfigProblem]:
     """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
     try:
@@ -400,7 +394,6 @@ Rule = Callable[[Config], Iterator[ConfigProblem]]
 RULES: tuple[Rule, ...] = (
     batch_rule,
     rollout_rule,
-    optimizer_rule,
     algorithm_rule,
     environment_rule,
     model_rule,

@@ -1,8 +1,7 @@
 """What a change of each key does to a run that goes on with `--resume`.
 
-Law: every key stands in exactly one of three tables. Its change takes effect in all that is still to be done, or is
-refused before any work, or a line says what does not follow from it. The tables hold dotted keys, `table.*` for all
-keys of a table.
+Law: a change takes effect in all that is still to be done, unless it is refused before any work, or a line says what
+does not follow from it. The tables hold dotted keys, `table.*` for all keys of a table.
 """
 
 from __future__ import annotations
@@ -41,35 +40,6 @@ TOLD: dict[str, str] = {
     "simulate.*": "a run never reads it, only `flash simulate` does",
 }
 """What does not follow from the change."""
-
-TAKES_EFFECT: dict[str, str] = {
-    "run": "name output_dir seed steps resume log_samples log_samples_mb",
-    "model": "dtype head_dtype max_length trust_remote_code tool_parser reasoning_parser",
-    "env": "folders",
-    "rollout": "max_concurrent max_new_tokens max_turns swap on_expire fifo_window share_drift extra_groups "
-    "drop_equal_rewards accuracy_bounds queue_scheduling replicate_prompts session_s max_branches max_episode_tokens "
-    "env_async temperature seeded retries breaker quarantine",
-    "engine": "count tensor_parallel share_gpus memory_fraction kv_cache_gib max_sequences enforce_eager "
-    "stream_interval max_restarts",
-    "train": "async_ratio allow_uncorrected learning_rate warmup_steps decay final_learning_rate betas eps "
-    "weight_decay max_grad_norm on_nonfinite minibatches updates_per_batch max_tokens_per_microbatch "
-    "activation_checkpointing",
-    "algorithm": "objective options advantage gamma aggregation branches constant_length corrections staleness lag kl "
-    "entropy_bonus shaping rhythm",
-    "critic": "count target learning_rate warmup_steps clip lam max_grad_norm",
-    "weights": "backend canary_tolerance canary_tokens",
-    "eval": "every problems samples temperature",
-    "checkpoint": "every keep batches journal export",
-    "observe": "sink",
-    "track": "to project",
-    "alarms": "window stale masked failures mismatch ess clipping entropy equal_rewards age lag trainer_waits "
-    "engines_idle nonfinite checkpoint stop command",
-    "cluster": "nodes gpus_per_node trainer_ranks trainer_nodes hub_host hub_port max_restarts node_cpus trainer_cpus",
-    "parallel": "tensor",
-    "deadlines": "connect rendezvous request hub engine_start engine_step generate env_reset env_step episode swap "
-    "batch step collective sink close shutdown",
-}
-"""By table, the names of its keys. Some of them cannot be anything: `LIMITS` says which."""
 
 LIMITS: dict[str, str] = {
     "run.steps": "at least the steps that are made",

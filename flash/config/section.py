@@ -23,6 +23,8 @@ Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
 """Seconds. Nothing that crosses a network is there for sure within a tenth of one; clocks end at some centuries."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+"""Of what has to decay."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 

@@ -20,6 +20,7 @@ from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
 from flash.config.alarms import AlarmsConfig
 from flash.config.section import (
+    BelowOne,
     Deadline,
     Fraction,
     LearningRate,
@@ -196,7 +197,7 @@ class TrainConfig(Section, frozen=True):
     """After the warm-up, until the last step."""
     final_learning_rate: Fraction = 0.0
     """Where decay ends."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Of AdamW."""
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
     """Of AdamW."""

@@ -17,7 +17,7 @@ from typing import Any
 import anyio.to_thread
 
 from flash.config.advice import advise_on_engines
-from flash.config.load import dump, load
+from flash.config.load import dump, flat, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -161,17 +161,10 @@ class JoinedLoop(SupervisedPart):
 
 def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
     """Raises ConfigError: two configurations differ in what is not a machine's own."""
-    ours, theirs = dict(_leaves(own)), dict(_leaves(hubs))
+    ours, theirs = dict(flat(own)), dict(flat(hubs))
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in (*OWN_KEYS, "run.resume") and ours.get(key) != theirs.get(key):
             raise ConfigError(
                 f"`{key}` is {ours.get(key, 'not set')} on this node and {theirs.get(key, 'not set')} on the hub's: "
                 "start all nodes with the same configuration"
             )
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
-import msgspec
 
 from flash.config.decode import ConfigProblem, refuse
 from flash.config.machine import engine_cpus
@@ -42,7 +42,6 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
-from flash.run.interrupt import cut_short, interrupt_on_signal
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.scratch import remember_shared_memory
@@ -56,11 +55,10 @@ from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
-from flash.trainer.state.stored import Choice, choose
+from flash.trainer.state.stored import Choice, choose, newest_complete
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
-from flash.transport.request import Request
-from flash.transport.server import Peer, serve
+from flash.transport.server import serve
 from flash.waiting import first_error
 
 FAREWELL_S = 0.2
@@ -74,14 +72,10 @@ own 5 ms were the longest that it stood."""
 def run_node_loop(order: ProcessOrder, config: Config) -> End:
     """Run this node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
-    return anyio.run(_node_loop, order.restarts, config)
-
-
-async def _node_loop(restarts: int, config: Config) -> End:
     # Taken out, so that neither engines nor environments inherit it.
     token = os.environ.pop(VARIABLE, None)
     try:
-        await _first_node(restarts, config, token, unix_clock())
+        anyio.run(_first_node, order.restarts, config, token)
     except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
         raise first_error(group) from None
     return End.OVER
@@ -94,7 +88,8 @@ def unix_clock() -> Callable[[], float]:
     return lambda: clock() + offset
 
 
-async def _first_node(restarts: int, config: Config, token: str | None, now: Callable[[], float]) -> None:
+async def _first_node(restarts: int, config: Config, token: str | None) -> None:
+    now = unix_clock()
     resume = config.run.resume or restarts > 0
     checkpoint, notes = await anyio.to_thread.run_sync(choose, config.run_dir) if resume else Choice(None, [])
     kept = NOTHING
@@ -160,22 +155,41 @@ def _books_kept(hub: Hub, recorder: Recorder) -> Generator[None]:
         raise
 
 
+async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
+    """End the run in order at a signal, and say at once what it still does.
+
+    A second Ctrl-C ends all processes; the launcher sees to that (`flash.run.processes.launch`).
+    """
+    told = False
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for received in signals:
+            if (doing := hub.interrupt()) and not told:
+                again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
+                tell(f"interrupted: {doing}, for at most {config.deadlines.shutdown:g} s{again}")
+                told = True
+
+
+def cut_short(unfinished: str, config: Config) -> str:
+    """What is said of an interrupted run that was not done in time, and what is kept of it."""
+    if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
+        kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
+    elif (newest := newest_complete(config.run_dir)) is not None:
+        kept = f"{newest.name} is kept, and --resume goes on there"
+    else:
+        kept = "no checkpoint is there yet, and --resume begins anew"
+    return f"interrupted: {unfinished} takes more than {config.deadlines.shutdown:g} s (deadlines.shutdown); {kept}"
+
+
 @asynccontextmanager
 async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerator[HubAddress]:
     """The hub's port is open inside the block."""
-    host = advertised_host(config)
-
-    gate = Gate(hub, config)
-
-    async def handler(peer: Peer, request: Request[Any]) -> msgspec.Struct:
-        return await gate.handle(peer, request)
-
+    host, gate = advertised_host(config), Gate(hub, config)
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
             told = {"former": gate.former, "on_connect": gate.arrived, "on_disconnect": gate.left}
             server = partial(serve, deadline=config.deadlines.connect, **told)
             with naming_the_key(config.cluster.hub_port):
-                port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
+                port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, gate.handle)
             address = HubAddress(host, port, token)
             try:
                 await anyio.to_thread.run_sync(announce, config.run_dir, address, token_file)

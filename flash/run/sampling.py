@@ -120,7 +120,7 @@ class _Guest:
         """From the start of the engines to their end."""
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._serve)
+                group.start_soon(self._node.run)
                 group.start_soon(self._take)
                 group.start_soon(tell_beginning, self._hub, self._config, tell)
                 await self._hub.run()
@@ -133,9 +133,6 @@ class _Guest:
         done = {trajectory.task.task_id for trajectory in played}
         failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
         return list(failed)
-
-    async def _serve(self) -> None:
-        await self._node.run()
 
     async def _take(self) -> None:
         """Announce the model, take the batches, leave."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from flash.config.machine import trainer_threads
 from flash.config.tree import Config
@@ -31,28 +31,12 @@ from flash.run.processes.token import VARIABLE
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from flash.hub.protocol import Ack, BatchReply, Fatal, IncarnationReply, IncarnationWatch
+    from flash.hub.protocol import BatchReply, IncarnationReply
     from flash.transport.blocking import BlockingClient
     from flash.transport.request import ReplyT, Request
     from flash.types import Activity
 
 log = logging.getLogger("flash")
-
-
-class Teller(Protocol):
-    """A rank's connection to the hub, as far as its end goes."""
-
-    def call(self, request: Fatal, timeout: float) -> Ack:
-        """Send it; the hub answers with the end of the connection."""
-        ...
-
-
-class Watcher(Protocol):
-    """A rank's connection to the hub, as far as its incarnation goes."""
-
-    def call(self, request: IncarnationWatch, timeout: float) -> Ack:
-        """Send it; answered after a while, for as long as the incarnation goes on."""
-        ...
 
 
 def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
@@ -113,7 +97,7 @@ class RankHubClient:
         return fetch_blocking(self._hub, self._rank, step, did, timeout)
 
 
-def beat(hub: Watcher, rank: int) -> None:
+def beat(hub: BlockingClient, rank: int) -> None:
     """In a thread of its own: show the hub that this process runs, as long as its incarnation goes on.
 
     It ends nothing: torch may hold the main thread when an incarnation is over, and then the launcher ends the process.
@@ -125,21 +109,16 @@ def beat(hub: Watcher, rank: int) -> None:
             hub.call(IncarnationWatch(rank), timeout=math.inf)
 
 
-def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) -> BlockingClient:
-    from flash.transport.blocking import BlockingClient
-
-    name, seconds = f"trainer-{index}", config.deadlines.connect
-    return stack.enter_context(BlockingClient(address.host, address.port, address.token, name, seconds))
-
-
 def _enter(
     index: int, config: Config, store: str, stack: ExitStack, address: HubAddress
 ) -> tuple[BlockingClient, IncarnationReply]:
     """Connect to a hub, until the stack is closed, and ask what to begin with."""
     from flash.hub import protocol as p
+    from flash.transport.blocking import BlockingClient
 
     with ExitStack() as entered:
-        hub = _connect(index, config, address, entered)
+        peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect)
+        hub = entered.enter_context(BlockingClient(*peer))
         # The hub reads a whole checkpoint before it names it.
         request = p.IncarnationRequest(index, os.getpid(), socket.gethostname(), store)
         incarnation = hub.call(request, timeout=config.deadlines.rendezvous)
@@ -159,7 +138,7 @@ def others(index: int, config: Config) -> str:
     return f"{len(ranks)} other ranks on {where}"
 
 
-def tell_end(hub: Teller, index: int, error: Exception, seconds: float, peers: str) -> None:
+def tell_end(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
     """Have the hub end the run and show the error, once; show it here when the hub cannot be told.
 
     Neither gloo nor NCCL says for whom a collective has waited: `peers` does.

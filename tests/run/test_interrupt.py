@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from flash.config.tree import CheckpointConfig, Config
-from flash.run.interrupt import cut_short, interrupt_on_signal
+from flash.run.node_loop import cut_short, interrupt_on_signal
 from flash.trainer.state.stored import Manifest
 from tests.hub.test_hub import Driver, make_config
 
