@@ -65,6 +65,22 @@ def test_a_process_ends_though_nobody_reads_any_more_what_it_says() -> None:
     assert launcher.communicate("x", timeout=20)[0] == "in order\n"
 
 
+def test_a_killed_torchrun_interrupts_the_launcher() -> None:
+    watching = PROCESS.replace("end_with_launcher({grace}, speaks=True)", "end_with_torchrun()")
+    watching = watching.replace("import end_with_launcher", "import end_with_torchrun")
+    command = [sys.executable, "-c", LAUNCHER, watching.format(handler=IN_ORDER), "wait"]
+    torchrun = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "x"},
+    )
+    assert torchrun.stdout is not None
+    assert torchrun.stdout.readline() == "here\n"
+    assert torchrun.communicate("x", timeout=60)[0] == "in order\n"
+
+
 def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:
     program = PROCESS.format(handler=IGNORING, grace=60)
     delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_LAUNCHER'][:-2]): pass\n"

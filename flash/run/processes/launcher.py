@@ -36,7 +36,7 @@ from flash.run.processes.ranks import Ranks
 from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
 from flash.run.processes.scratch import scratch_folder
-from flash.run.processes.starter_watch import begin_launch
+from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
 from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge
 from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
@@ -139,6 +139,7 @@ def launch(config: Config) -> int:
         elif config.engines_on(node) or not ranks_here:
             loop = JoinedLoop(place, folder, node, own=config)
         ranks = Ranks(config, node, file, place, tells=loop is None) if ranks_here else None
+        end_with_torchrun()
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
 
 

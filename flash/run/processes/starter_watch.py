@@ -2,7 +2,8 @@
 
 On the first node the end of the launcher of `flash train` is treated as an interrupt: the run leaves a checkpoint and
 ends in order. Whoever does not manage that in time is killed, with the process group that it is in. On another node
-all are killed at once, for the others to go on without it; so are its trainer ranks.
+all are killed at once, for the others to go on without it; so are its trainer ranks. The end of torchrun, where that has
+started the launcher, is a SIGTERM to it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,19 @@ def begin_launch() -> str:
     """Let this process be a launcher, and what it starts end with it; the name of its launch."""
     os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
     return name
+
+
+def end_with_torchrun() -> None:
+    """Interrupt this launcher once torchrun is gone, if that has started it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # It may be gone already: then the parent is another one, and nobody tells.
+        descriptor = os.pidfd_open(os.getppid())
+        threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
+
+
+def _terminate_after(descriptor: int) -> None:
+    select.select([descriptor], [], [])  # readable when the process ends
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
