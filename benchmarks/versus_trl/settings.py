@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from algorithms.grpo import Grpo
-from flash.config.tree import Config, TrainConfig
+from flash.config.learning import TrainConfig
+from flash.config.tree import Config
 
 LOSS_TYPES = {"token_mean": "dapo", "seq_mean_token_mean": "grpo"}
 """Aggregation of Flash → `loss_type` of TRL with the same denominator: the tokens of the whole batch, or first the

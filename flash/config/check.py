@@ -25,7 +25,6 @@ from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.foreign.vllm_parsers import Package, names
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
@@ -63,17 +62,6 @@ def batch_rule(config: Config) -> Iterator[ConfigProblem]:
             f"{config.data_shards} shards of the trainer ranks without a sample"
         )
         yield ConfigProblem("train.batch_size", message)
-
-
-def parser_rule(config: Config) -> Iterator[ConfigProblem]:
-    """vLLM, where it is installed, has the parsers that are named."""
-    named: dict[Package, tuple[str, str | None]] = {
-        "tool_parsers": ("tool_parser", config.model.tool_parser),
-        "reasoning": ("reasoning_parser", config.model.reasoning_parser),
-    }
-    for package, (key, name) in named.items():
-        if name is not None and (known := names(package)) and name not in known:
-            yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
 
 
 def environment_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -172,16 +160,19 @@ def beside(path: Path) -> str:
     return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
 
 
+def other_models(config: Config) -> dict[str, str]:
+    """The models beside the policy, by the keys that name them."""
+    kl, critic = config.algorithm.kl, config.critic
+    named = {"algorithm.kl.reference": kl and kl.reference, "critic.path": critic and critic.path}
+    return {key: path for key, path in named.items() if path is not None}
+
+
 def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
     """Local folders of the reference and of the critics are models; where they are the policy's, `model_rule` looks."""
     yield from _made_critic(config)
     made = config.critic is not None and config.critic.tiny_layers is not None
-    named = [
-        ("algorithm.kl.reference", config.algorithm.kl and config.algorithm.kl.reference),
-        ("critic.path", config.critic and config.critic.path),
-    ]
-    for key, path in named:
-        if path is None or path == config.model.path:
+    for key, path in other_models(config).items():
+        if path == config.model.path:
             continue
         if (fault := unreachable(path)) is not None:
             yield ConfigProblem(key, f"{show(path)} cannot be used: {fault}")
@@ -398,7 +389,6 @@ RULES: tuple[Rule, ...] = (
     environment_rule,
     model_rule,
     fetch_rule,
-    parser_rule,
     other_models_rule,
     response_rule,
     length_rule,

@@ -1,4 +1,4 @@
-"""Checks of a configuration that look at this machine: folders that can be reached, models that can be fetched."""
+"""Checks of a configuration that look at this machine: folders to reach, models to fetch, cores, vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from flash.config.decode import ConfigProblem, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
 from flash.config.tree import Config
+from flash.foreign.vllm_parsers import Package, names
 
 
 def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -33,6 +34,17 @@ def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
     elif config.model.max_length > (limit := PACKAGED[fetch].positions):
         message = f"expected at most {limit}, the positions of {fetch}, got {config.model.max_length}"
         yield ConfigProblem("model.max_length", message)
+
+
+def parser_rule(config: Config) -> Iterator[ConfigProblem]:
+    """vLLM, where it is installed, has the parsers that are named."""
+    named: dict[Package, tuple[str, str | None]] = {
+        "tool_parsers": ("tool_parser", config.model.tool_parser),
+        "reasoning": ("reasoning_parser", config.model.reasoning_parser),
+    }
+    for package, (key, name) in named.items():
+        if name is not None and (known := names(package)) and name not in known:
+            yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
 
 
 PROCESSES_PER_CORE = 4
@@ -104,6 +116,7 @@ def output_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
+    parser_rule,
     cpu_rule,
     process_rule,
     memory_rule,

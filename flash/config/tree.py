@@ -11,29 +11,19 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from algorithms.base import Advantage, Aggregation, CriticTarget
-from algorithms.corrections import Correction
-from algorithms.kl import Kl
-from algorithms.lag import Lag
-from algorithms.rhythm import Rhythm
-from algorithms.shaping import Shaping
-from algorithms.staleness import NoStaleness, Staleness
-from flash.config.alarms import AlarmsConfig
+from flash.config.learning import AlgorithmConfig, CriticConfig, TrainConfig
+from flash.config.observe import AlarmsConfig, ObserveConfig, TrackConfig
 from flash.config.section import (
-    BelowOne,
     Deadline,
-    Fraction,
     LearningRate,
     NonNegative,
     NonNegativeFloat,
     Positive,
-    PositiveFloat,
     Section,
     Seed,
     Temperature,
 )
 from flash.config.simulate import SimulateConfig
-from flash.config.track import TrackConfig
 
 
 class RunConfig(Section, frozen=True):
@@ -180,100 +170,6 @@ class EngineConfig(Section, frozen=True):
     """In a row, after 1, 2, 4, … s; 10 minutes of service count anew."""
 
 
-class TrainConfig(Section, frozen=True):
-    """A step of the trainer: batch, staleness, optimizer, schedule."""
-
-    batch_size: Positive = 256
-    """Samples per step, a multiple of rollout.group_size."""
-    async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """α: (1 + α) batches on their way, tokens at most ⌈α⌉ versions old. 0: synchronous."""
-    allow_uncorrected: bool = False
-    """Permit α > 0 with an objective that ignores behaviour log-probs."""
-    learning_rate: LearningRate = 1e-6
-    """Peak."""
-    warmup_steps: NonNegative = 0
-    """Steps of linear warm-up."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, until the last step."""
-    final_learning_rate: Fraction = 0.0
-    """Where decay ends."""
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Of AdamW."""
-    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
-    """Of AdamW."""
-    weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Of AdamW, decoupled."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which gradients are clipped."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite gradient stops the run, or its update is left out."""
-    minibatches: Positive = 1
-    """Updates per pass over a batch; groups stay whole."""
-    updates_per_batch: Positive = 1
-    """Passes over a batch."""
-    max_tokens_per_microbatch: Positive = 8192
-    """Tokens per forward pass and rank. Lower it when memory runs out: results stay."""
-    activation_checkpointing: bool = False
-    """A third more time, far less memory."""
-
-
-class AlgorithmConfig(Section, frozen=True):
-    """What is optimised: [objectives](algorithms.md) says how to choose."""
-
-    objective: str = "grpo"
-    """A [name](algorithms.md#the-objectives), or `module:Class`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """The objective's options."""
-    advantage: Advantage | None = None
-    """How rewards become [advantages](algorithms.md#advantages-algorithmadvantage). None: the objective's own."""
-    gamma: Fraction = 1.0
-    """Discount, per turn with `turn`, per token with `gae`."""
-    aggregation: Aggregation | None = None
-    """How token losses become [one number](algorithms.md#aggregation-algorithmaggregation). None: the objective's
-    own."""
-    branches: Literal["same", "split"] = "same"
-    """What [branches](algorithms.md#branches-algorithmbranches) get of their episode's advantage."""
-    constant_length: Positive | None = None
-    """Divisor of `constant`, in tokens. None: rollout.max_new_tokens."""
-    corrections: list[Correction] = field(default_factory=list)
-    """Factors of the loss, [by exp(proximal − behaviour)](algorithms.md#corrections-algorithmcorrections)."""
-    staleness: Staleness = NoStaleness()
-    """How much less [old samples](algorithms.md#staleness-algorithmstaleness) count."""
-    lag: Lag | None = Lag()
-    """Lowers the rate [by distance](algorithms.md#a-step-that-knows-its-lag-algorithmlag). None: off."""
-    kl: Kl | None = None
-    """Pull towards a [reference](algorithms.md#kl-to-a-reference-algorithmkl)."""
-    entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Coefficient of the policy's entropy, maximised."""
-    shaping: list[Shaping] = field(default_factory=list)
-    """What [length](algorithms.md#reward-shaping-algorithmshaping) adds to rewards, in this order."""
-    rhythm: Rhythm | None = None
-    """Multiplies advantages by [attention](algorithms.md#the-rhythm-of-attention-algorithmrhythm)."""
-
-
-class CriticConfig(Section, frozen=True):
-    """The value models of `advantage = "gae"`, each with an optimizer of its own."""
-
-    path: str | None = None
-    """Folder or hub id, with the policy's tokenizer. None: model.path."""
-    tiny_layers: Positive | None = None
-    """Layers of the tiny model made at a missing `path`. None: it must exist."""
-    count: Positive | None = None
-    """[Critics](algorithms.md#asyppo-several-small-critics). None: the objective's own."""
-    target: CriticTarget | None = None
-    """`lambda`: advantage plus value; `monte_carlo`: the discounted rewards. None: the objective's own."""
-    learning_rate: LearningRate = 1e-5
-    """Constant."""
-    warmup_steps: NonNegative = 0
-    """First steps in which only critics learn."""
-    clip: PositiveFloat | None = 0.2
-    """How far a value may move in a step. None: unbounded."""
-    lam: Fraction = 0.95
-    """λ of GAE: 0 trusts the critics, 1 the rewards."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which its gradients are clipped."""
-
-
 class WeightsConfig(Section, frozen=True):
     """How [weights](weights.md) reach the engines."""
 
@@ -312,13 +208,6 @@ class CheckpointConfig(Section, frozen=True):
     """Samples since the checkpoint survive the processes (`write`), the machine (`fsync`), or neither (`off`)."""
     export: bool = True
     """Write `model/` at the end."""
-
-
-class ObserveConfig(Section, frozen=True):
-    """Who is told of a run, beside its folder and the terminal."""
-
-    sink: str | None = None
-    """`module:function`, [your tracker](metrics.md#your-tracker)."""
 
 
 class ClusterConfig(Section, frozen=True):

@@ -27,7 +27,7 @@ from algorithms.base import Advantage
 from algorithms.shaping import Shaping
 from algorithms.staleness import Staleness
 from flash.ages import age_of
-from flash.config.tree import AlgorithmConfig
+from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
 from flash.trainer.packing import MicroBatch
 from flash.types import BatchSample, Shard

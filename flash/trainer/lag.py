@@ -16,7 +16,7 @@ import torch
 from algorithms.base import PackedTokens
 from algorithms.lag import Lag
 from flash.ages import max_age, version_of
-from flash.config.tree import TrainConfig
+from flash.config.learning import TrainConfig
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.optimizer import learning_rate
 

@@ -19,7 +19,7 @@ from algorithms.corrections import correct
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
 from flash.ages import age_of
-from flash.config.tree import AlgorithmConfig
+from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.objective import checked_output

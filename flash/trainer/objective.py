@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from algorithms.base import Advantage, Aggregation, CriticTarget, Objective, ObjectiveOutput, PackedTokens, Proximal
+from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
-from flash.config.tree import AlgorithmConfig, Config
+from flash.config.tree import Config
 from flash.errors import ConfigError
 
 

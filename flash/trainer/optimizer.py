@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from flash.config.tree import TrainConfig
+from flash.config.learning import TrainConfig
 from flash.errors import ContractError
 
 FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flash.config.tree import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from flash.config.learning import TrainConfig
+from flash.config.tree import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig
 from flash.observe.rundir.rundir import RunDirectory
 
 

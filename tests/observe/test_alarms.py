@@ -8,8 +8,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from flash.config.alarms import AlarmName, AlarmsConfig
 from flash.config.check import alarm_rule
+from flash.config.observe import AlarmName, AlarmsConfig
 from flash.config.tree import Config
 from flash.observe.alarms import ALARMS, Alarms
 from tests.observe.sample_rows import metrics_row

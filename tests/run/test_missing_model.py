@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from flash.cli.main import main
-from flash.config.tree import Config, CriticConfig
+from flash.config.learning import CriticConfig
+from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
 from flash.run.models.models import make_missing_model
 from flash.trainer.model.tiny_model import FINGERPRINT

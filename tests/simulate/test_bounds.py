@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from flash.config.learning import TrainConfig
 from flash.config.simulate import SimulateConfig
-from flash.config.tree import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from flash.config.tree import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.simulate.bounds import (
     async_bound,
     best_split,

@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 from flash.cli.calibrate import predicted_step_s
+from flash.config.learning import TrainConfig
 from flash.config.load import dump, load
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
-from flash.config.tree import (
-    ClusterConfig,
-    Config,
-    EngineConfig,
-    EnvConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flash.config.tree import ClusterConfig, Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
 from flash.rollout.engine import GenerateRequest

@@ -9,7 +9,7 @@ import pytest
 from algorithms.base import Advantage
 from algorithms.shaping import Overlong
 from algorithms.staleness import ExponentialStaleness
-from flash.config.tree import AlgorithmConfig
+from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
 from flash.trainer.credit import Credit, assign_credit
 from flash.trainer.packing import pack

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from algorithms.lag import Lag
-from flash.config.tree import AlgorithmConfig
+from flash.config.learning import AlgorithmConfig
 from flash.trainer.state import checkpoint
 from flash.trainer.step import Trainer
 from flash.types import Shard

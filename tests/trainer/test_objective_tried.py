@@ -7,7 +7,7 @@ import torch
 
 from algorithms import OBJECTIVES
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
-from flash.config.tree import AlgorithmConfig
+from flash.config.learning import AlgorithmConfig
 from flash.errors import ConfigError
 from flash.trainer.objective import try_objective
 

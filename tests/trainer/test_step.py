@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from flash.branches import sequences
-from flash.config.tree import TrainConfig
+from flash.config.learning import TrainConfig
 from flash.errors import ConfigError, ContractError
 from flash.trainer.optimizer import learning_rate
 from flash.trainer.step import Trainer

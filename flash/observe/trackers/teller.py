@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from flash.config.track import TrackerName
+from flash.config.observe import TrackerName
 from flash.errors import FlashError
 from flash.observe.rundir.rundir import RunDirectory, writing
 from flash.observe.text import clean

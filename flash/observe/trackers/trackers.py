@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from flash.config.load import flat
-from flash.config.track import TrackerName
+from flash.config.observe import TrackerName
 
 T = TypeVar("T")
 

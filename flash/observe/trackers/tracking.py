@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from flash.config.track import TrackConfig, TrackerName
+from flash.config.observe import TrackConfig, TrackerName
 from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.follow import Followed

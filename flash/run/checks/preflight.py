@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from flash.config.check import is_hub_id
+from flash.config.check import is_hub_id, other_models
 from flash.config.check_machine import unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import dump
@@ -94,14 +94,9 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, str(error))
         if not path.exists() and (fault := _unwritable(_existing(path))):
             yield ConfigProblem(key, fault)
-    named = {
-        "model.path": config.model.path,
-        "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
-        "critic.path": config.critic and config.critic.path,
-    }
     if config.model.fetch is not None:
         made[Path(config.model.path)] = "model.path"
-    for key, path in named.items():
+    for key, path in {"model.path": config.model.path, **other_models(config)}.items():
         if not path or Path(path) in made or unreachable(path) is not None:
             continue
         if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):

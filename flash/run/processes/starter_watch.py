@@ -2,8 +2,8 @@
 
 On the first node the end of the launcher of `flash train` is treated as an interrupt: the run leaves a checkpoint and
 ends in order. Whoever does not manage that in time is killed, with the process group that it is in. On another node
-all are killed at once, for the others to go on without it; so are its trainer ranks. The end of torchrun, where that has
-started the launcher, is a SIGTERM to it.
+all are killed at once, for the others to go on without it; so are its trainer ranks. Where torchrun has started the
+launcher, its end is a SIGTERM to that.
 """
 
 from __future__ import annotations

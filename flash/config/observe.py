@@ -1,12 +1,33 @@
-"""When a run says that it goes wrong, and what it does about it."""
+"""The tables `[observe]`, `[track]` and `[alarms]`: who is told of a run, and when it says that it goes wrong."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import field
+from msgspec import Meta, field
 
 from flash.config.section import Fraction, NonNegativeFloat, Positive, Section
+
+
+class ObserveConfig(Section, frozen=True):
+    """Who is told of a run, beside its folder and the terminal."""
+
+    sink: str | None = None
+    """`module:function`, [your tracker](metrics.md#your-tracker)."""
+
+
+TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]
+"""Each is the name of a Python package too."""
+
+
+class TrackConfig(Section, frozen=True):
+    """[Trackers](view.md#in-a-tracker) that show a run beside others."""
+
+    to: list[TrackerName] = field(default_factory=list[TrackerName])
+    """Each must be installed on the first node."""
+    project: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+$")] = "flash"
+    """Project of trackio and Weights & Biases, experiment of MLflow."""
+
 
 MISMATCH = 0.01
 """bfloat16 makes 1e-4 to 3e-3 in dense models; from about here on runs have been seen to collapse (Liu, Li et al. 2025,
