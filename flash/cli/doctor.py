@@ -15,7 +15,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flash.run.checks.doctor import Finding, Found
+    from flash.run.checks.doctor import Found
 
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Import paths, in a configuration, of what runs programs in sandboxes."""
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flash.run.checks.preflight import start_problems
 
     config: list[Config] = []
-    findings: list[Finding] = []
+    findings: list[Found] = []
     if arguments.config:
         paths, overrides = split_arguments(arguments.config)
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(finding.state == "missing" for finding in findings))
 
 
-def lines(findings: list[Finding]) -> Iterator[str]:
+def lines(findings: list[Found]) -> Iterator[str]:
     """What was found, for people."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:

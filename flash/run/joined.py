@@ -29,6 +29,7 @@ from flash.rollout.vllm.start import import_vllm
 from flash.run.node_loop import NodeNumbers, make_node, unix_clock
 from flash.run.processes.hub_search import RETRY_S, HubSearch
 from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.supervisor import say as warn
 from flash.run.processes.token import VARIABLE
 from flash.run.startup import EVERY_S, start_of_engines
 from flash.transport.client import connect
@@ -190,8 +191,7 @@ class JoinedNode:
                     again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
                     within = f"within {self._config.deadlines.shutdown:g} s{again}"
                     name = signal.Signals(received).name
-                    sys.stderr.write(f"flash: {name}: this node takes no more work, and leaves the run {within}\n")
-                    sys.stderr.flush()
+                    warn(f"{name}: this node takes no more work, and leaves the run {within}")
                 self._told = True
                 if self._node is None or not self._serving:
                     all_of_it.cancel()
@@ -230,7 +230,7 @@ class JoinedNode:
                 say("the run is over")
                 return End.OVER
             if isinstance(error, TransportError) and (hub is None or hub.lost) and not error.fatal:
-                sys.stderr.write(f"flash: the hub at {host}:{port} is gone: {error}\n")
+                warn(f"the hub at {host}:{port} is gone: {error}")
                 return None
             raise
 

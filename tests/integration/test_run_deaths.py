@@ -162,7 +162,12 @@ def test_lost_trainer_ranks_come_back_alone_until_their_restarts_are_used_up(sta
     assert (run.core(), run.node_loop()) == (core, hub)
     os.kill(run.trainer(0), signal.SIGKILL)
     assert run.wait(60) == 2, run.text()
-    assert "no restart is left of cluster.max_restarts = 1" in run.text().splitlines()[-1]
+    why, how_on = run.text().splitlines()[-2:]
+    assert "no restart is left of cluster.max_restarts = 1" in why
+    assert how_on.endswith("--resume")
+    assert run.summary()["error"] in why
+    assert run.summary()["steps"] == len(run.rows())
+    assert balanced(run.summary()["ledger"])
     assert "Traceback" not in run.text()
     assert "Connection closed" not in run.text()
     assert "all other processes" not in run.text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.errors import ConfigError
+from flash.errors import ConfigError, RanksGoneError
+from flash.observe.rundir.rundir import RunDirectory
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HubPlace
-from flash.run.processes.launcher import describe_start, place_in_job, resume_command
+from flash.run.processes.launcher import HubLoop, describe_start, leave_in_order, place_in_job, resume_command
 from flash.run.processes.rendezvous import heed_torchrun, hub_place
 
 
@@ -99,3 +101,23 @@ def test_an_error_that_finds_no_room_in_the_run_directory_still_ends_the_launch(
         assert not ErrorMarker(full, "8.1").stands()
     assert len(caplog.records) == 1
     assert [file.name for file in scratch.iterdir()] == ["error.json"]
+
+
+def test_a_run_that_failed_leaves_a_summary_with_its_error_and_no_address_of_its_hub(tmp_path: Path) -> None:
+    config = make_config(run={"name": "test", "output_dir": str(tmp_path)})
+    marker, loop = ErrorMarker(config.run_dir, "7.1"), HubLoop(config, tmp_path / "run.toml")
+    leave_in_order(config, marker, loop)
+    assert not config.run_dir.exists(), "nothing was begun"
+    directory = RunDirectory.open(config.run_dir, "")
+    directory.append_metrics({"step": 0, "failures": 2})
+    directory.write_totals(directory.ledger, {"trained": 64})
+    (config.run_dir / "hub.json").write_text("{}")
+    marker.write(RanksGoneError("no restart is left"))
+    leave_in_order(config, marker, loop)
+    summary = json.loads(directory.summary.read_bytes())
+    told = [summary[key] for key in ("steps", "samples", "failures", "error")]
+    assert told == [1, 64, 2, "no restart is left"]
+    assert not (config.run_dir / "hub.json").exists()
+    marker.write(RanksGoneError("another one"))
+    leave_in_order(config, marker, loop)
+    assert json.loads(directory.summary.read_bytes()) == summary, "what the hub has left stays"

@@ -343,6 +343,24 @@ def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(
     assert processes.signals[:2] == [signal.SIGTERM, signal.SIGKILL]
 
 
+def test_a_launch_under_nohup_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
+    processes = Told()
+
+    async def hung_up() -> Sequence[EndedProcess]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        with anyio.move_on_after(0.2):
+            await processes.heard.wait()
+        return [EndedProcess(0, 7, 0)]
+
+    processes.ends = [hung_up]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_launch(Launch(hub_loop(config_of(tmp_path), processes), None, None, has_hub=True)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert processes.signals == []
+
+
 def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_told(tmp_path: Path) -> None:
     config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
     processes = Told()

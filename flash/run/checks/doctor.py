@@ -57,12 +57,8 @@ class Found(msgspec.Struct, frozen=True):
     text: str
     advice: str = ""
     """What to do where something is missing."""
-
-
-class Finding(Found, frozen=True):
-    """The same, with the check's name."""
-
     check: str = ""
+    """Its name."""
 
 
 Check = Callable[[Config | None], Found]
@@ -71,15 +67,11 @@ not_needed = partial(Found, "not needed")
 missing = partial(Found, "missing")
 
 
-def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Finding]:
+def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Found]:
     """Make all checks, side by side; one that raises, or does not answer, has found something missing."""
     end = time.monotonic() + seconds
     running = {name: _Asked(check, config) for name, check in checks.items()}
-    return [_named(name, asked.found(end, seconds)) for name, asked in running.items()]
-
-
-def _named(name: str, found: Found) -> Finding:
-    return Finding(found.state, found.text, found.advice, name)
+    return [msgspec.structs.replace(asked.found(end, seconds), check=name) for name, asked in running.items()]
 
 
 class _Asked:

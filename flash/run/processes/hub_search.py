@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from flash.hub import protocol as p
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HubAddress, HubPlace
+from flash.run.processes.supervisor import say
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request
 from flash.waiting import deadline
@@ -82,8 +82,7 @@ class HubSearch:
                     why = f": {problem}" if self._place.announced else ", which the first node starts"
                     if self._tells and why != told:
                         told = why
-                        sys.stderr.write(f"flash: waiting up to {wait_s:g} s for the hub of {self._place}{why}\n")
-                        sys.stderr.flush()
+                        say(f"waiting up to {wait_s:g} s for the hub of {self._place}{why}")
                 if before is not None and self._has_ended(before):
                     return None
                 await anyio.sleep(RETRY_S)

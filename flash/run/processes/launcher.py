@@ -135,7 +135,7 @@ def launch(config: Config) -> int:
         loop: SupervisedPart | None = None
         if node == 0:
             loop = HubLoop(config, file)
-            stack.callback(_leave_in_order, config, marker, loop)
+            stack.callback(leave_in_order, config, marker, loop)
         elif config.engines_on(node) or not ranks_here:
             loop = JoinedLoop(place, folder, node, own=config)
         ranks = Ranks(config, node, file, place, tells=loop is None) if ranks_here else None
@@ -143,7 +143,7 @@ def launch(config: Config) -> int:
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
 
 
-def _leave_in_order(config: Config, marker: ErrorMarker, loop: HubLoop) -> None:
+def leave_in_order(config: Config, marker: ErrorMarker, loop: HubLoop) -> None:
     """Leave what the hub could not, where an error has ended it or a signal has killed it."""
     from flash.observe.recorder import write_summary
 

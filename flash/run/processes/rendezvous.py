@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import TypeVar
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, FlashError
 from flash.run.processes.hub_place import HubAddress, HubPlace
+from flash.run.processes.supervisor import say
 from flash.run.processes.token import VARIABLE
 
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
@@ -77,8 +77,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
             raise DeadlineError("the hub of this run", seconds, f"the output of the first node ({problem})")
         if tells and waited >= QUIET_S and not told:
             told = True
-            sys.stderr.write(f"flash: waiting up to {seconds:g} s for the hub of {place}: {problem}\n")
-            sys.stderr.flush()
+            say(f"waiting up to {seconds:g} s for the hub of {place}: {problem}")
         time.sleep(RETRY_S)
 
 
