@@ -6,7 +6,6 @@ Each rule looks at one matter and yields its problems; no rule needs another. Th
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,21 +15,15 @@ from typing import Any
 import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
-from flash.config.check_machine import MACHINE_RULES, fetch_rule, unreachable
-from flash.config.decode import ConfigProblem, nearest, show
+from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
+from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
-from flash.config.packaged import gguf_folder, is_gguf
+from flash.config.packaged import is_gguf
 from flash.config.section import LOWEST_TEMPERATURE
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
 from flash.errors import ConfigError
-
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""`name` or `owner/name`: anything else is a path."""
-
-SHOWN = 6
-"""Folders that are named in place of one that is not there."""
 
 MOST_ANSWERS = 1_000_000
 """Of one evaluation: the hub keeps them all until it is over."""
@@ -131,33 +124,7 @@ def model_rule(config: Config) -> Iterator[ConfigProblem]:
         yield from _model_folder(config, path / "config.json")
     elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
-        yield ConfigProblem("model.path", f"{_no_model(path)}: {wanted}{beside(path)}")
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a text can only be the name of a model on the hub: nothing here has that path, nor could have."""
-    path = Path(text)
-    named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
-    return named and not path.exists()
-
-
-def _no_model(path: Path) -> str:
-    """What is wrong with a path that is no model folder."""
-    if is_gguf(str(path)):
-        return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
-    if path.is_dir():
-        return f"the folder {path} has no config.json"
-    if path.parts[0].startswith("~"):
-        return f"the folder {path} does not exist (only shells read ~ as {Path.home()})"
-    return f"the folder {path} does not exist"
-
-
-def beside(path: Path) -> str:
-    """`; FOLDER has A, B`: what stands where something that is not there was looked for; nothing where nothing is."""
-    found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
-    if path.parent == Path():
-        found = [name for name in (nearest(path.name, found),) if name]
-    return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
+        yield ConfigProblem("model.path", f"{no_model(path)}: {wanted}{beside(path)}")
 
 
 def other_models(config: Config) -> dict[str, str]:
@@ -181,7 +148,7 @@ def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
             continue
         if not (Path(path) / "config.json").is_file():
             wanted = "expected a Hugging Face model, or a hub id"
-            yield ConfigProblem(key, f"{_no_model(Path(path))}: {wanted}{beside(Path(path))}")
+            yield ConfigProblem(key, f"{no_model(Path(path))}: {wanted}{beside(Path(path))}")
 
 
 def _made_critic(config: Config) -> Iterator[ConfigProblem]:

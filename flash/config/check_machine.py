@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from flash.config.decode import ConfigProblem, show, suggest
+from flash.config.decode import ConfigProblem, nearest, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
 from flash.config.tree import Config
 from flash.foreign.vllm_parsers import Package, names
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""`name` or `owner/name`: anything else is a path."""
+
+SHOWN = 6
+"""Folders that are named in place of one that is not there."""
 
 
 def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -45,6 +53,32 @@ def parser_rule(config: Config) -> Iterator[ConfigProblem]:
     for package, (key, name) in named.items():
         if name is not None and (known := names(package)) and name not in known:
             yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text can only be the name of a model on the hub: nothing here has that path, nor could have."""
+    path = Path(text)
+    named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
+    return named and not path.exists()
+
+
+def no_model(path: Path) -> str:
+    """What is wrong with a path that is no model folder."""
+    if is_gguf(str(path)):
+        return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
+    if path.is_dir():
+        return f"the folder {path} has no config.json"
+    if path.parts[0].startswith("~"):
+        return f"the folder {path} does not exist (only shells read ~ as {Path.home()})"
+    return f"the folder {path} does not exist"
+
+
+def beside(path: Path) -> str:
+    """`; FOLDER has A, B`: what stands where something that is not there was looked for; nothing where nothing is."""
+    found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
+    if path.parent == Path():
+        found = [name for name in (nearest(path.name, found),) if name]
+    return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
 
 
 PROCESSES_PER_CORE = 4

@@ -124,10 +124,9 @@ class StepMetrics:
         rates = {"trainer_wait_share": waits, "tokens_per_second": tokens} if ran else {}
         idle = lifetime = 0.0
         for engine in engines:
-            before = self._idle.get(engine.index, (0.0, 0.0))
-            if before[1] > engine.lifetime_s:  # another one in its place
-                before = (0.0, 0.0)
-            idle, lifetime = idle + engine.idle_s - before[0], lifetime + engine.lifetime_s - before[1]
+            before = self._idle.get(engine.index)
+            if before is not None and before[1] <= engine.lifetime_s:  # else it is new
+                idle, lifetime = idle + engine.idle_s - before[0], lifetime + engine.lifetime_s - before[1]
             self._idle[engine.index] = engine.idle_s, engine.lifetime_s
         return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
 

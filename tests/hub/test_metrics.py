@@ -89,19 +89,21 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     assert step(1, 2005.0) == [5.0, pytest.approx(2 / 5), 0.0]
 
 
-def test_engines_idle_since_the_last_step_and_another_one_in_their_place_since_it_serves() -> None:
-    metrics = StepMetrics(make_buffer(alpha=1, batch=2, group=2).samples.ledger)
+def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_the_next_one_on() -> None:
     samples = make_buffer(alpha=1, batch=2, group=2).samples
+    metrics = StepMetrics(samples.ledger)
 
     def idle(*engines: tuple[float, float]) -> float | None:
         told = [EngineStatus(number, 0, *seconds, 0.0) for number, seconds in enumerate(engines)]
         return metrics.row(1, {}, {}, samples, told, now=0.0).get("engine_idle_share")
 
     assert idle() is None
+    assert idle((0.0, 0.0)) is None, "it has only begun to serve"
     assert idle((8.0, 10.0)) == pytest.approx(0.8)
     assert idle((8.0, 10.0)) is None, "it has told nothing since"
-    assert idle((9.0, 14.0), (0.0, 1.0)) == pytest.approx(1 / 5)
-    assert idle((1.0, 2.0), (0.0, 3.0)) == pytest.approx(1 / 4)
+    assert idle((9.0, 14.0), (1.0, 1.0)) == pytest.approx(1 / 4)
+    assert idle((1.0, 2.0), (1.0, 3.0)) == pytest.approx(0 / 2)
+    assert idle((2.0, 4.0), (1.0, 5.0)) == pytest.approx(1 / 4)
 
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:

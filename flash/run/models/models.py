@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.config.check import beside, is_hub_id
+from flash.config.check_machine import beside, is_hub_id
 from flash.config.packaged import gguf_folder, is_gguf
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
