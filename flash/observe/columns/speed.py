@@ -70,7 +70,7 @@ SPEED = ColumnGroup(
         ),
         Column(
             "engine_restarts",
-            "engines that died and were started again, since the last step",
+            "engines that died and start again, since the last step",
             form=".0f",
             label="engine restarts",
         ),
@@ -82,7 +82,7 @@ SPEED = ColumnGroup(
         ),
         Column(
             "engine_idle_share",
-            "share of their time since the last step that engines had no request, as told with their last weights",
+            "share of their time since the last step that engines had no request",
             "share",
             label="engines idle",
             chart="waits",
@@ -130,7 +130,7 @@ SPEED = ColumnGroup(
                 "of the episodes failed and were tried again or given up",
                 weight=_attempts,
                 number=_failed,
-                looks_at="`failures` without `failures_cancelled`, of all attempts at a sample",
+                looks_at="`failures` but `failures_cancelled`, of all attempts at a sample",
             ),
         ),
         Column(
