@@ -73,6 +73,8 @@ TOUCHED = (
     "vllm.v1.metrics.stats:SchedulerStats.kv_cache_usage",
     "vllm.v1.metrics.stats:SchedulerStats.prefix_cache_stats",
     "vllm.v1.metrics.stats:PrefixCacheStats.preempted_requests",
+    "vllm.v1.metrics.stats:PrefixCacheStats.queries",
+    "vllm.v1.metrics.stats:PrefixCacheStats.hits",
     "vllm.distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
     "vllm.distributed.weight_transfer.base:WeightTransferInitRequest",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest",

@@ -27,6 +27,7 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.ranks.trainers import INCARNATION_OVER
 from flash.observe.cluster import FAILURE_TEXT, NodeStatus
+from flash.observe.columns.table import columns
 from flash.transport.request import Request
 from flash.transport.server import Peer
 from flash.types import Activity, Failure, Outcome, Task, Trajectory
@@ -54,6 +55,8 @@ MOST_ENGINES = 1024
 """Of one node: far above what a machine holds."""
 MOST_STOCKS = 64
 """Kinds of things that environments of one node borrow."""
+ENGINE_FIGURES = {column.name for column in columns("engine")}
+"""What an engine may tell."""
 
 
 class _Speaker(msgspec.Struct):
@@ -228,8 +231,10 @@ def _status_fault(status: NodeStatus) -> str | None:
     if (longest := max(map(len, texts))) > 2 * FAILURE_TEXT:
         return f"a text of {longest} characters"
     times = (time for engine in status.engines for time in (engine.loaded_at, engine.died_at) if time is not None)
-    rates = (rate for engine in status.engines for rate in (engine.kv_used, engine.tokens_per_second, engine.load_s))
-    return None if _finite((status.since, *times, *rates)) else "a number that is not finite"
+    if any(not engine.figures.keys() <= ENGINE_FIGURES for engine in status.engines):
+        return "a number of an engine that nobody knows"
+    figures = (value for engine in status.engines for value in engine.figures.values())
+    return None if _finite((status.since, *times, *figures)) else "a number that is not finite"
 
 
 def _activity_fault(activities: Iterable[Activity]) -> str | None:

@@ -39,17 +39,10 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     """`loading`: it swaps weights; `returning`: it died and starts again; `gone`: it died for good."""
     version: int
     """−1: it has none yet."""
-    running: int
-    """Requests that it holds."""
-    limit: int
-    """Requests that it may hold now."""
-    kv_used: float
-    tokens_per_second: float
-    """That came from it since the node's last report."""
     loaded_at: float | None
     """When it had its version."""
-    load_s: float
-    """How long that swap took."""
+    figures: dict[str, float]
+    """What else it tells, by the names of `flash.observe.columns.engine`."""
     deaths: int = 0
     died_at: float | None = None
     why: str = ""

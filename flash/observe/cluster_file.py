@@ -20,11 +20,9 @@ import msgspec
 from flash.errors import RunDirectoryError
 from flash.observe.cluster import Cluster, FailureTally, HubNow
 from flash.observe.rundir.follow import NO_ROW, opened
-from flash.observe.rundir.rundir import RunDirectory, writing
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
 
 WITHOUT_A_WORD = "the hub before this one ended without a word: its process was killed, or its machine is gone"
-
-
 MOST_BYTES = 64 << 20
 """Of a picture that is read: ours are a thousandth of it."""
 
@@ -112,12 +110,5 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
 
 
 def _write(path: Path, picture: Cluster) -> None:
-    """Replace the file as a whole. Not forced to the disk: after a crash of the machine it is old in any case."""
-    aside = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            aside.write_bytes(msgspec.json.encode(picture))
-            aside.replace(path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+    """Not forced to the disk: after a crash of the machine it is old in any case."""
+    write_atomically(path, msgspec.json.encode(picture), durably=False)

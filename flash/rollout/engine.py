@@ -80,6 +80,8 @@ class Pressure(msgspec.Struct, frozen=True):
     """Sequences it put back for want of KV cache, since its start."""
     kv_tokens: int = 0
     """Tokens that its KV cache holds, of those that run and of those that ran; 0: it has not told, or never fills."""
+    prefix_hit_share: float | None = None
+    """Of the prompt tokens of late, those that its prefix cache held; None: it has not told."""
 
 
 class Engine(Protocol):

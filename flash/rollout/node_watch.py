@@ -7,8 +7,11 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from flash.environment.shared import stocks
 from flash.observe.cluster import FAILURE_TEXT, EngineNow, EngineState, NodeStatus, shortened
+from flash.observe.columns.table import columns
 from flash.rollout.engine_record import EngineRecord
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import Scheduler
@@ -63,16 +66,18 @@ class NodeWatch:
         place = record.index
         deaths = self._deaths.get(place)
         start, loaded_at = record.loaded or (0.0, None)
+        known: dict[str, float | None] = asdict(record.engine.pressure) | {
+            "requests": len(record.running),
+            "limit": record.limit,
+            "tokens_per_second": (record.tokens - self._tokens[place]) / seconds if seconds > 0 else 0.0,
+            "load_s": None if loaded_at is None else loaded_at - start,
+        }
         return EngineNow(
             number=record.number,
             state=self._state(record, deaths),
             version=record.engine.version if record.alive else -1,
-            running=len(record.running),
-            limit=record.limit,
-            kv_used=record.engine.pressure.kv_used,
-            tokens_per_second=(record.tokens - self._tokens[place]) / seconds if seconds > 0 else 0.0,
             loaded_at=loaded_at,
-            load_s=0.0 if loaded_at is None else loaded_at - start,
+            figures={column.name: told for column in columns("engine") if (told := known.get(column.name)) is not None},
             deaths=deaths.number if deaths is not None else 0,
             died_at=deaths.last if deaths is not None else None,
             why=deaths.why if deaths is not None else "",

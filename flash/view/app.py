@@ -26,8 +26,9 @@ from flash.errors import FlashError
 from flash.http.server import with_headers
 from flash.observe.text import escaped
 from flash.view.charts import DRAWN, DrawnChart
+from flash.view.cluster import ShownCluster, show_cluster
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
-from flash.view.runs import Rows, ShownCluster, ViewedRun
+from flash.view.runs import Rows, ViewedRun
 from flash.view.samples import FoundSamples, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
 
@@ -121,7 +122,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         return show_window(run_of(request).spans(), part.start, part.stop)
 
     def cluster(request: Request) -> ShownCluster:
-        return run_of(request).cluster()
+        return show_cluster(run_of(request).directory)
 
     def metrics(_: Request) -> Response:
         return Response(exposition(list(_readable(runs))), media_type=MEDIA_TYPE)

@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 
 from flash.observe.cluster import Cluster
-from flash.observe.cluster_counts import COUNTS, Count
+from flash.observe.cluster_counts import COUNTS, EACH_ENGINE, KIND, Count
 from flash.observe.columns.column import Column, without_marks
-from flash.observe.columns.table import CHARTS, GROUPS, Chart, Kind, column_of, columns
+from flash.observe.columns.table import CHARTS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number
 from flash.view.charts import DRAWN, DrawnChart
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-KIND = "kind"
-"""The label of what a metric of several columns has in the place of the kind."""
+ROWS: Sequence[Kind] = ("step", "evaluation")
+"""Of which the last one is told."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8
 """Grafana's grid has 24 columns."""
 
@@ -44,9 +44,9 @@ class Latest(msgspec.Struct, frozen=True):
 def exposition(runs: Sequence[Latest]) -> str:
     """One answer to a scrape."""
     lines: list[str] = []
-    for metric, help_, values in _metrics():
+    for metric, help_, values, label in _metrics():
         samples = [
-            f'{metric}{{run="{_escaped(run.name)}"{_of_kind(kind)}}} {value!r}'
+            f'{metric}{{run="{_escaped(run.name)}"{_labelled(label, kind)}}} {value!r}'
             for run in runs
             for kind, value in values(run)
         ]
@@ -79,7 +79,7 @@ def dashboard() -> dict[str, Any]:
         },
         "panels": [
             *(_panel(place, *chart) for place, chart in enumerate(zip(CHARTS, DRAWN, strict=True))),
-            *(_cluster_panel(len(DRAWN) + place, count) for place, count in enumerate(COUNTS)),
+            *(_cluster_panel(len(DRAWN) + place, count) for place, count in enumerate((*COUNTS, *EACH_ENGINE))),
         ],
     }
 
@@ -87,23 +87,31 @@ def dashboard() -> dict[str, Any]:
 ENDED = "flash_ended"
 
 
-def _metrics() -> Iterator[tuple[str, str, Values]]:
-    """Of each metric its name, its help and its values."""
-    yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))]
-    for of in GROUPS:
+def _metrics() -> Iterator[tuple[str, str, Values, str]]:
+    """Of each metric its name, its help, its values, and the label that tells these apart."""
+    yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))], KIND
+    for of in ROWS:
         for column in columns(of):
             help_ = without_marks(f"{column.means} ({column.unit})" if column.unit else column.means)
-            yield _metric(column, of), help_.replace("\\", r"\\"), _of_column(column, of)
-    for count in COUNTS:
-        yield f"flash_cluster_{count.name}", count.means, _of_cluster(count.of)
+            yield _metric(column, of), help_.replace("\\", r"\\"), _of_column(column, of), KIND
+    for count in (*COUNTS, *EACH_ENGINE):
+        yield f"flash_cluster_{count.name}", count.means, _of_cluster(count), count.label
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
-    yield "flash_cluster_failed_at", help_, _of_cluster(lambda it: {each.kind: each.last for each in it.failures})
+    yield "flash_cluster_failed_at", help_, _failed_at, KIND
     help_ = "Unix seconds of the cluster's picture; time() minus this is how long nothing was heard of it."
-    yield "flash_cluster_time", help_, _of_cluster(lambda it: {} if it.ended else {"": it.at})
+    yield "flash_cluster_time", help_, _picture_at, KIND
 
 
-def _of_cluster(of: Callable[[Cluster], Mapping[str, float]]) -> Values:
-    return lambda run: () if run.cluster is None else of(run.cluster).items()
+def _failed_at(run: Latest) -> Iterable[tuple[str, float]]:
+    return () if run.cluster is None else [(each.kind, each.last) for each in run.cluster.failures]
+
+
+def _picture_at(run: Latest) -> Iterable[tuple[str, float]]:
+    return () if run.cluster is None or run.cluster.ended else [("", run.cluster.at)]
+
+
+def _of_cluster(count: Count) -> Values:
+    return lambda run: () if run.cluster is None or not count.holds(run.cluster) else count.of(run.cluster).items()
 
 
 def _of_column(column: Column, of: Kind) -> Values:
@@ -122,8 +130,8 @@ def _metric(column: Column, of: Kind) -> str:
     return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.of_kinds else ''}"
 
 
-def _of_kind(kind: str) -> str:
-    return f',{KIND}="{_escaped(kind)}"' if kind else ""
+def _labelled(label: str, kind: str) -> str:
+    return f',{label}="{_escaped(kind)}"' if kind else ""
 
 
 def _escaped(label: str) -> str:
@@ -137,7 +145,7 @@ def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
         "id": place + 1,
         "type": "timeseries",
         "title": title,
-        "description": f"{means} When to worry: {worry}",
+        "description": f"{means} When to worry: {worry}" if worry else means,
         "datasource": {"type": "prometheus", "uid": "$source"},
         "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
     }
@@ -145,9 +153,9 @@ def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
 
 def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
     expression = f'flash_cluster_{count.name}{{run=~"$run"}}'
-    legend = f"{{{{run}}}} {{{{{KIND}}}}}"
+    legend = f"{{{{run}}}} {{{{{count.label}}}}}"
     return _frame(place, count.title, count.means, count.worry) | {
-        "fieldConfig": {"defaults": {"unit": "none"}, "overrides": []},
+        "fieldConfig": {"defaults": {"unit": "percentunit" if count.unit == "share" else "none"}, "overrides": []},
         "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
     }
 

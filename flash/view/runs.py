@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from uuid import uuid4
 
 import msgspec
 
-from flash.observe.cluster import Cluster
 from flash.observe.cluster_file import read_cluster
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed
@@ -38,16 +36,6 @@ class Rows(msgspec.Struct, frozen=True):
     """The run has summed itself up."""
     gone: bool
     """Its directory was moved or removed."""
-
-
-class ShownCluster(msgspec.Struct, frozen=True):
-    """What the page of the cluster shows."""
-
-    picture: Cluster | None
-    now: float
-    """By this machine's clock, in Unix seconds."""
-    there: bool
-    """Whether there is a file: without a picture, it is none that this version reads."""
 
 
 class ViewedRun:
@@ -91,10 +79,6 @@ class ViewedRun:
             self._evals.read()
             steps, evals = ((one.rows or [{}])[-1] for one in (self._steps, self._evals))
         return Latest(self.name, steps, evals, has_ended(self.directory), read_cluster(self.directory))
-
-    def cluster(self) -> ShownCluster:
-        """The newest picture of the cluster."""
-        return ShownCluster(read_cluster(self.directory), time.time(), self.directory.cluster.exists())
 
     def spans(self) -> Sequence[Activity]:
         """All bars of the timeline so far."""

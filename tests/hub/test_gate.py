@@ -149,7 +149,12 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         ("trainer", p.IncarnationRequest(0, 1, 300 * "x"), "a host's name of 300 characters"),
         ("trainer", p.StatusReport(0, status_of(0, 0.0)), "a trainer may not"),
         ("node", p.StatusReport(1, status_of(1, 0.0)), "it speaks for node 1"),
-        ("node", p.StatusReport(0, status_of(0, 0.0, load_s=float("nan"))), "a number that is not finite"),
+        ("node", p.StatusReport(0, status_of(0, 0.0, figures={"load_s": float("nan")})), "a number that is not finite"),
+        (
+            "node",
+            p.StatusReport(0, status_of(0, 0.0, figures={"power": 1.0})),
+            "a number of an engine that nobody knows",
+        ),
         ("node", p.StatusReport(0, status_of(0, 0.0, why=100_000 * "x")), "a text of 100000 characters"),
         ("node", p.StatusReport(0, status_of(0, 0.0, engines=2000)), "2000 engines"),
     ],

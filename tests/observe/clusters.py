@@ -18,6 +18,16 @@ from flash.observe.cluster import (
 )
 from flash.types import Stock
 
+FIGURES = {
+    "requests": 12,
+    "limit": 64,
+    "kv_used": 0.25,
+    "preemptions": 3,
+    "prefix_hit_share": 0.5,
+    "tokens_per_second": 300.0,
+    "load_s": 0.5,
+}
+
 
 def engine_now(number: int, at: float, **changes: Any) -> EngineNow:
     """An engine that serves."""
@@ -25,12 +35,8 @@ def engine_now(number: int, at: float, **changes: Any) -> EngineNow:
         "number": number,
         "state": "serving",
         "version": 7,
-        "running": 12,
-        "limit": 64,
-        "kv_used": 0.25,
-        "tokens_per_second": 300.0,
         "loaded_at": at - 20,
-        "load_s": 0.5,
+        "figures": FIGURES,
     }
     return EngineNow(**values | changes)
 

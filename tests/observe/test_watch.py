@@ -172,6 +172,9 @@ def test_the_cluster_is_shown_with_what_is_missing_and_the_last_words_of_what_fa
     assert "waits for a batch for step 8 (3 of 16 groups are complete)" in lines
     assert "nodes: 1 here, 1 gone" in lines
     assert "engines: 1 serving" in lines
+    assert "samples on their way: 200 issued, 256 at most" in lines
+    (engine,) = [line for line in lines if line.startswith("each engine: requests 12, at most 64, KV cache 25 %, ")]
+    assert engine.endswith("preempted 3, prefix hits 50 %, tokens/s 300, swap s 0.5")
     assert "samples with nodes: 150 worked on, 10 queued" in lines
     assert "sandboxes: 3 in use, 2 warm, 1 waited for" in lines
     assert "node 1 (host-1) is gone for 1:10: its connection ended" in lines
@@ -191,6 +194,7 @@ def test_of_a_run_that_has_ended_only_failures_are_told(directory: RunDirectory)
     text = shown(Watched(directory), now)
     assert "env_error failed 1 times, the last one 0:05 ago: boom" in text
     assert "engines:" not in text
+    assert "each engine" not in text
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "cluster.json", "config.toml"])

@@ -37,11 +37,11 @@ def test_engines_are_shown_from_their_start_on_with_what_they_do(engines: int) -
     for now in (serving, later):
         assert [engine.number for engine in now.engines] == list(range(engines))
         assert {engine.state for engine in now.engines} <= {"serving", "loading"}
-        assert all(engine.loaded_at is not None and engine.load_s > 0 for engine in now.engines)
-        assert now.asking == sum(engine.running for engine in now.engines)
+        assert all(engine.loaded_at is not None and engine.figures["load_s"] > 0 for engine in now.engines)
+        assert now.asking == sum(engine.figures["requests"] for engine in now.engines)
         assert now.asking + now.waiting <= now.episodes
     assert max(engine.version for engine in later.engines) > min(engine.version for engine in serving.engines)
-    assert sum(engine.tokens_per_second for engine in serving.engines) > 0
+    assert sum(engine.figures["tokens_per_second"] for engine in serving.engines) > 0
 
 
 def test_a_death_is_shown_with_when_and_why_and_counted_once() -> None:

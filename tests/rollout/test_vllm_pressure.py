@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flash.rollout.engine import Pressure
-from flash.rollout.vllm.gauges import PressureGauge
+from flash.rollout.vllm.gauges import PROMPT_STEPS, PressureGauge
 
 
 def read(gauge: PressureGauge, resumed: int, *, waiting: int = 0) -> Pressure:
@@ -33,3 +33,14 @@ def test_an_excuse_ends_when_nobody_waits_to_go_on() -> None:
     gauge.all_put_back()
     read(gauge, 2)
     assert read(gauge, 4).preemptions == 4
+
+
+def test_prefix_hits_are_those_of_late_and_unknown_before_the_first_prompt() -> None:
+    gauge = PressureGauge()
+    assert read(gauge, 0).prefix_hit_share is None
+    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=100, cached=25)
+    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=300, cached=275)
+    assert read(gauge, 0).prefix_hit_share == 0.75, "a step that begins nothing changes nothing"
+    for _ in range(PROMPT_STEPS):
+        gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=10, cached=0)
+    assert gauge.pressure.prefix_hit_share == 0.0

@@ -153,11 +153,16 @@ async def test_the_newest_picture_of_the_cluster_is_answered_and_nonsense_is_non
         "picture": None,
         "now": pytest.approx(time.time(), abs=60),
         "there": False,
+        "tiles": [],
+        "figures": [],
+        "engines": {},
     }
     picture = cluster(STARTED, hub_now(STARTED, nodes=2))
     run.cluster.write_bytes(msgspec.json.encode(picture))
     answer = await asking.get("/api/cluster", run=0)
     assert answer["picture"] == msgspec.to_builtins(picture)
+    assert (answer["tiles"][0]["title"], answer["tiles"][0]["text"]) == ("Nodes", "2 here")
+    assert [len(texts) for texts in answer["engines"].values()] == 2 * [len(answer["figures"])]
     for nonsense in (b"{", b'{"at": 1}', b"\xff", b"[" * 100_000):
         run.cluster.write_bytes(nonsense)
         answer = await asking.get("/api/cluster", run=0)

@@ -47,15 +47,21 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
             whole = hub_now(now, nodes=2)
             keep(run, cluster(now, whole))
             await page.until(f"{STATE}.includes('waits for a batch for step 8')")
-            assert await page.value(tile("Nodes")) == "2 of 2"
-            assert await page.value(tile("Requests")) == "24 run, 8 wait"
+            assert await page.value(tile("Nodes")) == "2 here"
+            assert await page.value(tile("Requests")) == "24 running, 8 waiting"
             assert await page.value(tile("Tokens per second")) == "600"
-            assert await page.value(tile("Samples on their way")) == "200 of 256"
-            assert await page.value(tile("Environment sessions")) == "40, 8 in the environment"
+            assert await page.value(tile("Samples on their way")) == "200 issued, 256 at most"
+            assert await page.value(tile("Environment sessions")) == "40 alive, 8 in the environment"
             assert await page.value("document.getElementById('cluster-failures').innerText") == "Nothing has failed."
             text = await page.value("document.getElementById('cluster').innerText")
-            assert text.count("Worry when: ") == 16
+            assert text.count("Worry when: ") == 18
             assert (await page.value(table("engines")))[1][:5] == ["1", "1", "serving", "7 (1 behind)", "12"]
+            heads = "[...document.querySelectorAll('#cluster-engines th')].map(one => [one.innerText, one.title])"
+            told = dict(await page.value(heads))
+            assert told["KV cache"].startswith("Share of its KV cache that is taken (share). Worry when: it is full")
+            row = dict(zip(told, (await page.value(table("engines")))[1], strict=True))
+            shown = {"KV cache": "25 %", "Preempted": "3", "Prefix hits": "50 %", "Tokens/s": "300", "Swap s": "0.5"}
+            assert row | shown == row
             assert (await page.value(table("stocks")))[0][1:] == ["sandboxes", "3", "2", "1", "6", "40"]
             # A node dies, one engine starts again; nobody loads the page anew.
             here, other = whole.nodes
@@ -65,10 +71,10 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
             here = msgspec.structs.replace(here, status=msgspec.structs.replace(here.status, engines=[dead]))
             died = msgspec.structs.replace(whole, nodes=[here, gone])
             keep(run, cluster(now, died, failures=[failure("node_lost", now, "node 1: its connection ended")]))
-            await page.until(f"{tile('Nodes')} === '1 of 1'")
+            await page.until(f"{tile('Nodes')} === '1 here, 1 gone'")
             assert (await page.value(table("nodes")))[1][1] == "gone"
             assert "its connection ended" in (await page.value(table("nodes")))[1][-1]
-            assert await page.value(tile("Engines")) == "0 of 1"
+            assert await page.value(tile("Engines")) == "1 returning"
             assert (await page.value(table("engines")))[0][2:4] == ["returning", "none"]
             assert "engine 0 was killed" in (await page.value(table("engines")))[0][-1]
             assert await page.value("document.querySelectorAll('#cluster .failure').length") == 1
@@ -157,7 +163,7 @@ async def test_clusters_of_any_size_fit_into_windows_of_any_width(
         async with browser(chromium, tmp_path / "profile") as page:
             for width, scheme in ((1280, "light"), (400, "dark"), (320, "light")):
                 await show(page, f"{url}#cluster", width=width, scheme=scheme)
-                await page.until(f"{tile('Engines')} === '{nodes * engines} of {nodes * engines}'")
+                await page.until(f"{tile('Engines')} === '{nodes * engines} serving'")
                 assert await page.value(fits(width))
                 assert len(await page.value(table("nodes"))) == nodes
             # Wide tables can be scrolled by keys.
@@ -185,6 +191,6 @@ async def test_a_node_that_only_trains_is_shown_with_the_host_that_its_ranks_nam
     with served(run.path) as url:
         async with browser(chromium, tmp_path / "profile") as page:
             await show(page, f"{url}#cluster")
-            await page.until(f"{tile('Nodes')} === '2 of 2'")
+            await page.until(f"{tile('Nodes')} === '2 here'")
             assert [row[2] for row in await page.value(table("nodes"))] == ["host-0", "trains-here"]
             assert page.complaints == []

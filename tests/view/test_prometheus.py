@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flash.observe.cluster_counts import COUNTS
+from flash.observe.cluster_counts import COUNTS, EACH_ENGINE
 from flash.observe.columns.table import CHARTS
 from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import make_app
@@ -28,9 +28,9 @@ DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
-    """By metric, run and kind."""
+    """By metric, run, and kind or engine."""
     return {
-        (sample.name, sample.labels["run"], sample.labels.get("kind", "")): sample.value
+        (sample.name, sample.labels["run"], sample.labels.get("kind") or sample.labels.get("engine", "")): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -78,7 +78,7 @@ def test_the_dashboard_in_the_docs_is_this_one_and_draws_what_is_told() -> None:
     told = {name for name, _, _ in scraped(exposition([latest]))}
     drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
     assert {re.sub(r"\{.*", "", expression) for expression in drawn} <= told
-    assert len(dashboard()["panels"]) == len(CHARTS) + len(COUNTS)
+    assert len(dashboard()["panels"]) == len(CHARTS) + len(COUNTS) + len(EACH_ENGINE)
 
 
 @pytest.mark.anyio
@@ -99,6 +99,10 @@ async def test_the_page_tells_of_nodes_engines_samples_sandboxes_and_failures(tm
         ("samples", "queued"): 10,
         ("sandboxes", "in use"): 6,
         ("tokens_per_second", ""): 600,
+        ("engine_kv_used", "0"): 0.25,
+        ("engine_prefix_hit_share", "1"): 0.5,
+        ("engine_preemptions", "1"): 3,
+        ("restarts", "of engines"): 0,
         ("failures", "env_error"): 3,
         ("failed_at", "env_error"): NOW - 5,
         ("time", ""): NOW,
@@ -106,7 +110,7 @@ async def test_the_page_tells_of_nodes_engines_samples_sandboxes_and_failures(tm
         assert told[key] == value, key
     run.cluster.write_bytes(msgspec.json.encode(cluster(NOW, hub_now(NOW), failures=failures, ended="finished")))
     of_cluster = {name for name, _, _ in scraped(await metrics_of(run.path)) if name.startswith("flash_cluster_")}
-    assert of_cluster == {"flash_cluster_failures", "flash_cluster_failed_at"}
+    assert of_cluster == {"flash_cluster_failures", "flash_cluster_failed_at", "flash_cluster_restarts"}
 
 
 @pytest.mark.anyio

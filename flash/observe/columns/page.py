@@ -30,8 +30,9 @@ def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
 def _worries() -> Iterator[str]:
     """Columns that say when to worry: those with the same words have a row together."""
     together: dict[tuple[str, str], list[str]] = {}
-    for column in (column for kind in GROUPS for column in columns(kind) if column.worry):
-        together.setdefault((column.worry, column.helps), []).append(f"`{column.name}`")
+    for column in (*columns("step"), *columns("evaluation")):
+        if column.worry:
+            together.setdefault((column.worry, column.helps), []).append(f"`{column.name}`")
     yield "| watch | worry when | what helps |\n|---|---|---|"
     yield from (f"| {', '.join(names)} | {worry} | {helps} |" for (worry, helps), names in together.items())
     yield ""
@@ -61,5 +62,6 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "alarms": _alarms,
     "steps": lambda: _described(GROUPS["step"]),
     "evaluations": lambda: _described(GROUPS["evaluation"]),
+    "engines": lambda: _described(GROUPS["engine"]),
 }
 """By their marks."""

@@ -8,18 +8,20 @@ from typing import Literal
 import msgspec
 
 from flash.observe.columns.column import Column, ColumnGroup
+from flash.observe.columns.engine import ENGINE
 from flash.observe.columns.evaluation import EVALUATION
 from flash.observe.columns.speed import SPEED
 from flash.observe.columns.training import BATCH, CRITIC, LAG, LOSS, OFF_POLICY, RHYTHM
 
-Kind = Literal["step", "evaluation"]
-"""Of a row: in `metrics.jsonl`, in `evals.jsonl`."""
+Kind = Literal["step", "evaluation", "engine"]
+"""Of a row: in `metrics.jsonl`, in `evals.jsonl`, of an engine in `cluster.json`."""
 
 APART = ("step", "time")
 """Of each row: trackers are told them beside the values."""
 GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
     "step": (BATCH, LOSS, OFF_POLICY, LAG, CRITIC, RHYTHM, SPEED),
     "evaluation": (EVALUATION,),
+    "engine": (ENGINE,),
 }
 
 

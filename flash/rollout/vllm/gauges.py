@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
 
 from flash.rollout.engine import Pressure
+
+PROMPT_STEPS = 100
+"""Steps over which prefix hits are told: enough for a mean, few enough to follow a change."""
 
 
 class PressureGauge:
@@ -15,6 +19,8 @@ class PressureGauge:
     def __init__(self) -> None:
         self._pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
         self._excused = 0
+        self._prompts: deque[tuple[int, int]] = deque(maxlen=PROMPT_STEPS)
+        """Tokens of the prompts of a step that began some, and those of them that the prefix cache held."""
 
     @property
     def pressure(self) -> Pressure:
@@ -29,13 +35,25 @@ class PressureGauge:
         """The engine forgets its cache, for which it puts all its sequences back: not for want of cache."""
         self._excused = self._pressure.running
 
-    def read(self, *, running: int, waiting: int, kv_used: float, resumed: int) -> None:
-        """Take one step's numbers; `resumed`: sequences that went on in it after they had been put back."""
+    def read(
+        self, *, running: int, waiting: int, kv_used: float, resumed: int, asked: int = 0, cached: int = 0
+    ) -> None:
+        """Take one step's numbers.
+
+        Args:
+            resumed: sequences that went on in it after they had been put back.
+            asked: prompt tokens of the requests that it began.
+            cached: how many of these the prefix cache held.
+        """
         excused = min(resumed, self._excused)
         # Nobody waits: all that were put back go on, and the excuse has served.
         self._excused = self._excused - excused if waiting else 0
         preemptions = self._pressure.preemptions + resumed - excused
-        self._pressure = Pressure(running, waiting, kv_used, preemptions, self._pressure.kv_tokens)
+        hits = self._pressure.prefix_hit_share
+        if asked:
+            self._prompts.append((asked, cached))
+            hits = sum(cached for _, cached in self._prompts) / sum(asked for asked, _ in self._prompts)
+        self._pressure = Pressure(running, waiting, kv_used, preemptions, self._pressure.kv_tokens, hits)
 
     def record(self, stats: Any) -> None:
         """Take the `SchedulerStats` of one step of vLLM's."""
@@ -44,6 +62,8 @@ class PressureGauge:
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
             kv_used=stats.kv_cache_usage,
             resumed=stats.prefix_cache_stats.preempted_requests,
+            asked=stats.prefix_cache_stats.queries,
+            cached=stats.prefix_cache_stats.hits,
         )
 
 

@@ -51,7 +51,7 @@ function empty(text) {
   drawn = "";
 }
 
-function show(run, { picture, now }) {
+function show(run, { picture, now, tiles, figures, engines }) {
   const age = Math.max(0, now - picture.at);
   const [text, mood] = stateOf(picture, age);
   $("cluster-state").textContent = visible(text);
@@ -60,8 +60,8 @@ function show(run, { picture, now }) {
   const version = JSON.stringify([run.number, picture]);
   if (version === drawn) return;
   drawn = version;
-  tiles(picture);
-  for (const [id, , , , rowsOf] of TABLES) fill(boxes.get(id), rowsOf(picture));
+  showTiles(tiles);
+  for (const [id, , , , rowsOf] of TABLES) fill(boxes.get(id), rowsOf(picture, figures, engines));
   failures(run, picture);
   events(picture);
 }
@@ -74,57 +74,15 @@ function stateOf(picture, age) {
   return [picture.hub ? `As of ${lasting(age)} ago. The run waits for ${picture.hub.doing}.` : "The run has only begun.", "hint"];
 }
 
-// -- numbers ----------------------------------------------------------------------------------------------------------
-
-const TILES = [
-  ["Nodes", "Processes that roll out samples or train, and are heard of, of all that belong to the run.",
-    "one is silent or gone: the table says since when, and why.",
-    (now) => `${now.here.length} of ${now.members.length}`],
-  ["Engines", "Engines that serve, of all that nodes have told of.",
-    "one starts again or is gone: its last words are in the table. None serve: nothing is sampled.",
-    (now) => `${now.engines.filter(({ engine }) => engine.state === "serving" || engine.state === "loading").length} of ${now.engines.length}`],
-  ["Requests", "Responses that engines sample now, and those that wait for an engine.",
-    "many wait, and the trainers do as well: add engines. None run: see above what the run waits for.",
-    (now) => `${figure(sum(now.statuses, (status) => status.asking))} run, ${figure(sum(now.statuses, (status) => status.waiting))} wait`],
-  ["Tokens per second", "Response tokens of all engines, over the last seconds.",
-    "it is far below the overview's throughput: an engine is gone, or loads weights.",
-    (now) => figure(Math.round(sum(now.engines, ({ engine }) => engine.tokens_per_second)))],
-  ["Samples on their way", "Issued, and not trained or given up yet; at most 1 + train.async_ratio batches of them, redundant ones on top.",
-    "it stands at its bound while engines have no requests: trainers are too slow, or train.async_ratio is too low.",
-    (now) => `${figure(now.flow.in_flight)} of ${figure(now.flow.most)}`],
-  ["Where they are", "With nodes; waiting for one; and answers of an evaluation that are still to come.",
-    "many wait for a node: nodes are full, or their engines are too old for them.",
-    (now) => `${figure(now.flow.leased)} worked on, ${figure(now.flow.queued)} queued${now.flow.evaluating ? `, ${figure(now.flow.evaluating)} evaluating` : ""}`],
-  ["Groups ready", "Complete groups that wait for their step, of those that a step takes.",
-    "it stays at a few: the trainers wait. It is many times a step: the engines are ahead, and samples grow old.",
-    (now) => `${figure(now.flow.ready_groups)} of ${figure(now.flow.groups_per_batch)}`],
-  ["Environment sessions", "Episodes alive; of these, those that do not ask for a response: their environments work, or they wait for a sandbox.",
-    "most are in their environments, and engines idle: environments are slow, or rollout.max_concurrent is too low.",
-    (now) => { const all = sum(now.statuses, (status) => status.episodes), asked = sum(now.statuses, (status) => status.asking + status.waiting);
-      return `${figure(all)}, ${figure(Math.max(0, all - asked))} in the environment`; }],
-  ["Failures", "Attempts at samples, engines, nodes and trainer ranks that failed, over the whole run.",
-    "it grows with each step: below is each kind, with its last message.",
-    (now, picture) => figure(sum(picture.failures, (kind) => kind.count))],
-  ["Restarts", "Of the whole run, of its trainer ranks since then, and of engines.",
-    "any of them goes on growing: what dies again and again is too large for its memory, or broken.",
-    (now, picture) => `${picture.lives - 1} run, ${now.hub ? now.hub.trainer_restarts : 0} trainers, ${sum(now.engines, ({ engine }) => engine.deaths)} engines`],
-];
-
-const sum = (all, of) => all.reduce((total, one) => total + of(one), 0);
-
-// What most parts of the page look at.
+// What most tables look at.
 function facts(picture) {
   const hub = picture.hub, nodes = hub ? hub.nodes : [], members = nodes.filter((node) => node.state !== "gone");
-  const here = members.filter((node) => node.state === "here"), statuses = members.flatMap((node) => (node.status ? [node.status] : []));
-  const engines = members.flatMap((node) => (node.status ? node.status.engines.map((engine) => ({ node, engine })) : []));
-  const flow = hub ? hub.flow : { in_flight: 0, most: 0, queued: 0, leased: 0, evaluating: 0, ready_groups: 0, groups_per_batch: 0 };
-  return { hub, nodes, members, here, statuses, engines, flow };
+  return { hub, nodes, members, engines: members.flatMap((node) => (node.status ? node.status.engines.map((engine) => ({ node, engine })) : [])) };
 }
 
-function tiles(picture) {
-  const now = facts(picture);
-  $("cluster-tiles").replaceChildren(...TILES.map(([title, means, worry, value]) => element("article", "card",
-    element("header", "", element("h2", "", title), element("span", "now", value(now, picture))),
+function showTiles(tiles) {
+  $("cluster-tiles").replaceChildren(...tiles.map(({ title, means, worry, text }) => element("article", "card",
+    element("header", "", element("h2", "", title), element("span", "now", visible(text))),
     element("p", "", means), element("p", "hint", `Worry when: ${worry}`))));
 }
 
@@ -138,7 +96,7 @@ const long = (text) => ({ text, mood: "long" });
 const TABLES = [
   ["nodes", "Nodes", "One row for each process of the run that holds engines or trainer ranks; those that are gone come last.",
     "a node is silent, gone, or was heard of long ago; or its oldest sample is far older than an episode should take.", nodeRows],
-  ["engines", "Engines", "What each engine runs, which version it has, and how long the last swap of weights took.",
+  ["engines", "Engines", "What each engine runs, which version it has, and what it tells of itself; the head of a column says what it means.",
     "its version stays behind the others'; its KV cache is full while requests wait; it has died; a swap takes a large part of a step.", engineRows],
   ["stocks", "Sandboxes", "What environments of a node borrow: in use (also while it is started or cleaned), warm, and who waits for one.",
     "some wait all the time: raise the pool's parallel, or judge less at once. Many are started, few used: they cannot be used again.", stockRows],
@@ -163,14 +121,13 @@ function nodeRows(picture) {
   return [["Node", "State", "Host", "Process", "For", "Trainer ranks", "Engines", "Environments", "Samples", "Oldest", "Heard of", "What happened"], rows];
 }
 
-function engineRows(picture) {
+function engineRows(picture, figures, texts) {
   const now = facts(picture), newest = now.hub ? now.hub.published : -1;
   const rows = now.engines.map(({ node, engine }) => [`${engine.number}`, `${node.node}`, state(engine.state),
     engine.version < 0 ? "none" : engine.version < newest ? `${engine.version} (${newest - engine.version} behind)` : `${engine.version}`,
-    figure(engine.running), figure(engine.limit), `${Math.round(100 * engine.kv_used)} %`, figure(Math.round(engine.tokens_per_second)),
-    engine.loaded_at === null ? "–" : `${ago(picture, engine.loaded_at)}, took ${lasting(engine.load_s)}`,
+    ...(texts[engine.number] ?? figures.map(() => "–")), ago(picture, engine.loaded_at),
     figure(engine.deaths), long(engine.deaths ? `${ago(picture, engine.died_at)}: ${engine.why}` : "")]);
-  return [["Engine", "Node", "State", "Version", "Running", "At most", "KV cache", "Tokens/s", "Last weights", "Deaths", "The last one"], rows];
+  return [["Engine", "Node", "State", "Version", ...figures, "Last weights", "Deaths", "The last one"], rows];
 }
 
 function stockRows(picture) {
@@ -192,9 +149,16 @@ function leaseRows(picture) {
   return [["With it for", "Node", "For", "Group", "Member", "Attempt"], rows];
 }
 
+// Of a number that has a text about it, this appears where somebody points.
+function head(one) {
+  const cell = element("th", "", one.title ?? one);
+  if (one.means) cell.title = one.worry ? `${one.means} Worry when: ${one.worry}` : one.means;
+  return cell;
+}
+
 function fill({ box, table }, [titles, rows]) {
   box.hidden = !rows.length;
-  table.tHead.replaceChildren(element("tr", "", ...titles.map((title) => element("th", "", title))));
+  table.tHead.replaceChildren(element("tr", "", ...titles.map(head)));
   table.tBodies[0].replaceChildren(...rows.map((row) => element("tr", "", ...row.map((cell) => (typeof cell === "string"
     ? element("td", "", visible(cell)) : element("td", cell.mood, visible(cell.text)))))));
 }
