@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.training import Measured, train
-from flash.observe.plots.series import reward_series
+from flash.observe.plots.plots import run_times
 from flash.observe.plots.style import BLUE, INK, ORANGE, new_figure, outside_legend, plain_axes, png
 
 EXAMPLES = {"directly": "frozen_lake", "through an agent": "agent_frozen_lake"}
@@ -41,16 +41,12 @@ def run(args: Args) -> list[Row]:
 
 def curve(case: str, run: Measured) -> list[Row]:
     """Every evaluation of a run."""
-    series = reward_series(run.metrics, run.evals)
     rows: list[Row] = []
-    for step, *values in zip(
-        series.eval_steps, series.accuracy, series.low, series.high, series.eval_times, strict=True
-    ):
-        metrics = ("accuracy", "accuracy_low", "accuracy_high", "after_s")
-        rows += [
-            Row(f"{case}, step {step:.0f}", metric, "s" if metric == "after_s" else "share", float(value))
-            for metric, value in zip(metrics, values, strict=True)
-        ]
+    for one, seconds in zip(run.evals, run_times(run.metrics, run.evals)[1], strict=True):
+        name = f"{case}, step {one['step']:.0f}"
+        told = {"accuracy": one["mean_reward"], "accuracy_low": one["low"], "accuracy_high": one["high"]}
+        rows += [Row(name, metric, "share", float(value)) for metric, value in told.items()]
+        rows.append(Row(name, "after_s", "s", float(seconds)))
     return rows
 
 
@@ -59,7 +55,7 @@ def verdict(runs: dict[str, Measured]) -> list[Row]:
     rows: list[Row] = []
     for case, measured in runs.items():
         first, last = measured.evals[0], measured.evals[-1]
-        times = reward_series(measured.metrics, measured.evals).eval_times
+        times = run_times(measured.metrics, measured.evals)[1]
         *_, in_time = (one for one, seconds in zip(measured.evals, times, strict=True) if seconds <= LIMIT_S)
         rows += [
             Row(case, "gain_in_time", "share", in_time["low"] - first["high"], goal=0.0),

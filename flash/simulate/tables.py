@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
-from flash.observe.plots.series import Floats
+from flash.observe.plots.timeline import Floats
 from flash.simulate.report import SimReport
 
 if TYPE_CHECKING:

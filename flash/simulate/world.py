@@ -27,7 +27,7 @@ from flash.hub.in_process import InProcessCaller
 from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
 from flash.hub.state import KeepState, weigh
-from flash.observe.observer import Observer, Wish
+from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import response_key
 from flash.rollout.hubs import HubLink
@@ -40,7 +40,6 @@ from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
-from flash.trained import TrainedSample
 from flash.types import Activity, Batch, Task
 from flash.waiting import first_error
 
@@ -126,7 +125,7 @@ class World:
     def __init__(
         self,
         config: Config,
-        observer: Observer | None = None,
+        observer: SimObserver | None = None,
         *,
         inherited: Inheritance = NOTHING,
         keep_state: KeepState = weigh,
@@ -137,9 +136,9 @@ class World:
         members = config.rollout.group_size + config.rollout.extra_per_group
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
         self._now = anyio.current_time
-        self._rows = _Rows(observer)
+        self._observer = observer or SimObserver()
         records = Records(keep_state)
-        self.hub = Hub(self.config, self._rows, now=self._now, inherited=inherited, records=records)
+        self.hub = Hub(self.config, self._observer, now=self._now, inherited=inherited, records=records)
         count = self.settings.rollout_gpus // self.settings.gpus_per_engine
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
@@ -281,7 +280,7 @@ class World:
             ledger=end.ledger,
             mean_trained_length=_mean(self.trainer.lengths),
             mean_issued_length=_mean(self.issued_lengths()),
-            rows=self._rows.rows,
+            rows=self._observer.steps,
             real_s=real_s,
             loop_lag_p99_ms=lag_s * 1e3,
         )
@@ -301,44 +300,14 @@ class World:
         return sum(self.workload.response_tokens(response_key(task, turn)) for turn in range(turns))
 
 
-class _Rows:
-    """Keeps the metric rows of a run. Everything is passed on to another observer, where there is one."""
-
-    def __init__(self, observer: Observer | None) -> None:
-        self.rows: list[dict[str, float]] = []
-        self._observer = observer
-
-    def step(self, row: Mapping[str, float]) -> Wish | None:
-        self.rows.append(dict(row))
-        return None if self._observer is None else self._observer.step(row)
-
-    def evaluation(self, row: Mapping[str, float]) -> None:
-        if self._observer is not None:
-            self._observer.evaluation(row)
+class SimObserver(MemoryObserver):
+    """Keeps a run's rows and words, and nothing that grows with its samples."""
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        if self._observer is not None:
-            self._observer.activities(rows)
+        """Engines and trainer tell the world what they do."""
 
     def batch(self, batch: Batch) -> None:
-        if self._observer is not None:
-            self._observer.batch(batch)
-
-    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        if self._observer is not None:
-            self._observer.trained(step, seen)
-
-    def ledger(self, totals: Mapping[str, int]) -> None:
-        if self._observer is not None:
-            self._observer.ledger(totals)
-
-    def failure(self, kind: str, message: str) -> None:
-        if self._observer is not None:
-            self._observer.failure(kind, message)
-
-    def note(self, text: str) -> None:
-        if self._observer is not None:
-            self._observer.note(text)
+        """The trainer counts what it trains."""
 
 
 class _TimedLoop(VirtualLoop):

@@ -7,28 +7,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from flash.observe.plots.plots import (
-    COLOURS,
+    age_series,
     draw_ages,
     draw_domains,
     draw_mismatch,
     draw_offpolicy,
     draw_rewards,
-    draw_timeline,
+    ratio_quantiles,
+    run_times,
     write_plots,
 )
-from flash.observe.plots.series import (
-    ACTIVITIES,
-    age_series,
-    domain_series,
-    lane_shares,
-    mismatch_series,
-    offpolicy_series,
-    reward_series,
-    timeline,
-)
+from flash.observe.plots.timeline import COLOURS, draw_timeline, lane_shares, timeline
 from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import by_step
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 
@@ -49,32 +43,40 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
         assert height > 300
 
 
+def curves(axes: Axes) -> dict[str, list[float]]:
+    """What is drawn, by the names of the legend; NaN where there is a gap."""
+    return {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+
+
 def test_domains_are_lines_of_their_own_and_without_them_there_is_no_picture() -> None:
     told = {"domain/code/reward": 0.2, "domain/code/share": 0.25, "domain/math/share": 0.75}
     rows = [metrics_row(step, **told) for step in range(3)]
     rows[1]["domain/math/reward"] = 0.5
-    series = domain_series(rows, [eval_row(0, 0.4, **{"domain/math/reward": 0.6})])
-    assert series is not None
-    assert (list(series.rewards), list(series.shares), list(series.held_out)) == (["code", "math"],) * 2 + (["math"],)
-    assert np.isnan(series.rewards["math"][[0, 2]]).all()
-    assert len(draw_domains(series).axes) == 2
-    assert domain_series([metrics_row(0)], []) is None
+    figure = draw_domains(rows, [eval_row(0, 0.4, **{"domain/math/reward": 0.6})])
+    assert figure is not None
+    left, right = figure.axes
+    drawn = curves(left)
+    assert drawn["code"] == [0.2, 0.2, 0.2]
+    assert np.isnan(drawn["math"]).tolist() == [True, False, True]
+    (held_out,) = [line for line in left.get_lines() if line.get_linestyle() == "--"]
+    assert (held_out.get_xdata(), held_out.get_ydata()) == (0, 0.6)
+    assert list(curves(right).values()) == [[25.0] * 3, [75.0] * 3]
+    assert draw_domains([metrics_row(0)], []) is None
 
 
 def test_the_mismatch_is_a_line_for_each_environment_and_has_gaps_where_no_token_was_of_age_0() -> None:
     rows = [metrics_row(step, mismatch_k3_env_code=0.02, mismatch_k3_env_math=1e-5) for step in range(3)]
     del rows[1]["mismatch_k3_env_math"]
     del rows[2]["mismatch_k3_age_0"]
-    series = mismatch_series(rows)
-    assert series is not None
-    assert series.steps.tolist() == [0, 1]
-    assert list(series.by_environment) == ["code", "math"]
-    assert np.isnan(series.by_environment["math"]).tolist() == [False, True]
-    assert len(draw_mismatch(series).axes) == 1
-    single = mismatch_series([metrics_row(0)])
+    figure = draw_mismatch(rows)
+    assert figure is not None
+    drawn = curves(figure.axes[0])
+    assert drawn["code"] == [0.02, 0.02]
+    assert np.isnan(drawn["math"]).tolist() == [False, True]
+    single = draw_mismatch([metrics_row(0)])
     assert single is not None
-    assert {name: values.tolist() for name, values in single.by_environment.items()} == {"": [2e-6]}
-    assert mismatch_series([{"step": 0, "mismatch_k3": 0.1}]) is None
+    assert [2e-6] in curves(single.axes[0]).values()
+    assert draw_mismatch([{"step": 0, "mismatch_k3": 0.1}]) is None
 
 
 def test_an_empty_run_gives_no_plot(tmp_path: Path) -> None:
@@ -86,34 +88,31 @@ def test_a_run_that_ended_after_its_first_evaluation_is_plotted(directory: RunDi
     assert [path.name for path in write_plots(directory.path)] == ["reward.png"]
 
 
-def test_the_reward_series_holds_the_recorded_numbers_in_order() -> None:
-    series = reward_series(
-        [metrics_row(1), metrics_row(0, reward_mean=None), metrics_row(1, reward_mean=0.5)],
-        [eval_row(2, 0.9), eval_row(0, 0.3)],
+def test_the_curves_are_the_recorded_numbers_over_steps_and_over_time() -> None:
+    figure = draw_rewards(
+        [metrics_row(0, reward_mean=None), metrics_row(1, reward_mean=0.5)], [eval_row(0, 0.3), eval_row(2, 0.9)]
     )
-    assert series.steps.tolist() == [0, 1]
-    assert np.isnan(series.rewards[0])
-    assert series.rewards[1] == 0.5
-    assert series.times.tolist() == [12.0, 14.0]
-    assert series.eval_steps.tolist() == [0, 2]
-    assert series.accuracy.tolist() == [0.3, 0.9]
-    assert (series.low[1], series.high[1]) == pytest.approx((0.85, 0.94))
+    assert figure is not None
+    left, right = figure.axes
+    reward, accuracy = left.get_lines()
+    assert np.array_equal(reward.get_ydata(), [np.nan, 0.5], equal_nan=True)
+    assert np.array_equal(accuracy.get_xdata(), [0, 2])
+    assert np.array_equal(accuracy.get_ydata(), [0.3, 0.9])
+    assert np.array_equal(right.get_lines()[0].get_xdata(), [12.0, 14.0])
+    assert np.array_equal(right.get_lines()[1].get_ydata(), [0.3, 0.9])
+
+
+def test_a_step_that_was_recorded_twice_is_drawn_once_as_it_was_later() -> None:
+    rows = [metrics_row(1), metrics_row(0), metrics_row(1, reward_mean=0.5)]
+    times, _ = run_times(by_step(rows), [])
+    assert times.tolist() == [12.0, 14.0]
 
 
 def test_without_wall_time_the_unix_time_since_the_first_row_stands_in() -> None:
     rows = [metrics_row(step) for step in range(3)]
     for row in rows:
         del row["wall_s"]
-    assert reward_series(rows, []).times.tolist() == [0.0, 2.0, 4.0]
-
-
-def test_the_drawn_curves_are_the_series() -> None:
-    series = reward_series([metrics_row(step) for step in range(5)], [eval_row(0, 0.3), eval_row(5, 0.9)])
-    left, right = draw_rewards(series).axes
-    reward, accuracy = left.get_lines()
-    assert np.array_equal(reward.get_ydata(), series.rewards)
-    assert np.array_equal(accuracy.get_xdata(), [0, 5])
-    assert np.array_equal(right.get_lines()[1].get_ydata(), [0.3, 0.9])
+    assert run_times(rows, [])[0].tolist() == [0.0, 2.0, 4.0]
 
 
 def test_ages_weigh_as_much_as_the_tokens_they_are_of() -> None:
@@ -126,7 +125,9 @@ def test_ages_weigh_as_much_as_the_tokens_they_are_of() -> None:
     assert series.shares.tolist() == [[1.0, 0.0], pytest.approx([1 / 3, 2 / 3])]
     assert series.total.tolist() == pytest.approx([0.5, 0.5])
     assert series.labels == ["0", "1"]
-    heights = [patch.get_height() for patch in draw_ages(series).axes[0].patches]
+    figure = draw_ages(rows)
+    assert figure is not None
+    heights = [patch.get_height() for patch in figure.axes[0].patches]
     assert heights == pytest.approx([50.0, 50.0])
 
 
@@ -147,21 +148,7 @@ def test_very_old_tokens_share_the_last_bar() -> None:
 
 
 def test_rows_without_ages_have_no_histogram() -> None:
-    assert age_series([{"step": 0, "age_mean": 1.0, "age_max": 2}]) is None
-
-
-def test_the_offpolicy_series_holds_the_recorded_numbers_and_the_masks_that_occurred() -> None:
-    series = offpolicy_series([metrics_row(1, ess=0.5), metrics_row(0), {"step": 2, "entropy": 1.0}])
-    assert series is not None
-    assert series.steps.tolist() == [0, 1]
-    assert series.ess.tolist() == [0.91, 0.5]
-    assert series.clipped.tolist() == [0.034, 0.034]
-    assert {reason: share.tolist() for reason, share in series.masked.items()} == {
-        "too old": [0.01, 0.01],
-        "cap": [0.002, 0.002],
-    }
-    assert series.ages.tolist() == [0, 1]
-    assert series.ratios.tolist() == [pytest.approx([0.9, 1.0, 1.1]), pytest.approx([0.5, 1.01, 2.0])]
+    assert draw_ages([{"step": 0, "age_mean": 1.0, "age_max": 2}]) is None
 
 
 def test_ratio_quantiles_over_the_run_weigh_steps_by_their_tokens_of_that_age_in_logarithms() -> None:
@@ -169,21 +156,22 @@ def test_ratio_quantiles_over_the_run_weigh_steps_by_their_tokens_of_that_age_in
         metrics_row(0, trained_tokens=100, age_1=0.5, ratio_p99_age_1=2.0),
         metrics_row(1, trained_tokens=300, age_1=0.5, ratio_p99_age_1=32.0),
     ]
-    series = offpolicy_series(rows)
-    assert series is not None
-    assert series.ratios[1, 2] == pytest.approx(16.0)
+    ages, ratios = ratio_quantiles(rows)
+    assert ages.tolist() == [0, 1]
+    assert ratios.tolist() == [pytest.approx([0.9, 1.0, 1.1]), pytest.approx([0.5, 1.01, 16.0])]
 
 
 def test_rows_without_weights_have_no_offpolicy_plot() -> None:
-    assert offpolicy_series([{"step": 0, "entropy": 1.0}]) is None
+    assert draw_offpolicy([{"step": 0, "entropy": 1.0}]) is None
 
 
-def test_the_offpolicy_plot_draws_the_series() -> None:
-    series = offpolicy_series([metrics_row(step, ess=0.9 - step / 10) for step in range(3)])
-    assert series is not None
-    weights, ratios, shares, policy, norms = draw_offpolicy(series).axes
-    assert np.array_equal(weights.get_lines()[0].get_ydata(), 100 * series.ess)
-    assert np.array_equal(ratios.get_lines()[1].get_ydata(), series.ratios[:, 1])
+def test_the_offpolicy_plot_draws_the_recorded_numbers_and_the_masks_that_occurred() -> None:
+    rows = [metrics_row(step, ess=0.9 - step / 10) for step in range(3)]
+    figure = draw_offpolicy([*rows, {"step": 3, "entropy": 1.0}])
+    assert figure is not None
+    weights, ratios, shares, policy, norms = figure.axes
+    assert np.allclose(weights.get_lines()[0].get_ydata(), [90, 80, 70])
+    assert np.allclose(ratios.get_lines()[1].get_ydata(), [1.0, 1.01])
     low, high = ratios.get_ylim()
     assert low < 0.5
     assert high > 2.0
@@ -192,8 +180,9 @@ def test_the_offpolicy_plot_draws_the_series() -> None:
         "masked: too old",
         "masked: cap",
     ]
-    assert np.array_equal(policy.get_lines()[0].get_ydata(), series.entropy)
-    assert np.array_equal(norms.get_lines()[0].get_ydata(), series.grad_norm)
+    assert curves(shares)["masked: too old"] == [1.0] * 3
+    assert np.array_equal(policy.get_lines()[0].get_ydata(), [row["entropy"] for row in rows])
+    assert np.array_equal(norms.get_lines()[0].get_ydata(), [row["grad_norm"] for row in rows])
 
 
 def test_the_timeline_zooms_into_eight_steps_in_the_middle() -> None:
@@ -222,7 +211,7 @@ def test_a_swap_during_generation_is_not_counted_twice() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([*ACTIVITIES, "other"]), st.integers(0, 50), st.integers(1, 20)),
+        st.tuples(st.sampled_from([*COLOURS, "other"]), st.integers(0, 50), st.integers(1, 20)),
         min_size=1,
         max_size=25,
     )
@@ -246,5 +235,4 @@ def test_single_bars_are_drawn_for_short_runs_and_shares_for_long_ones(steps: in
 
 
 def test_every_known_activity_has_its_own_colour() -> None:
-    assert set(COLOURS) == set(ACTIVITIES)
     assert len(set(COLOURS.values())) == len(COLOURS)

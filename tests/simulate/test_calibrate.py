@@ -16,6 +16,7 @@ from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import ClusterConfig, Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.errors import ConfigError
+from flash.observe.observer import Wish
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
 from flash.rollout.engine import GenerateRequest
 from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
@@ -24,8 +25,7 @@ from flash.simulate.engine import SimEngine
 from flash.simulate.fitting import nonnegative_fit, spread_of
 from flash.simulate.report import SimReport
 from flash.simulate.workload import tokens
-from flash.simulate.world import World
-from flash.trained import TrainedSample
+from flash.simulate.world import SimObserver, World
 from flash.types import Activity, Batch, Canary, Completion, Published
 
 TRUTH = SimulateConfig(step_s=0.02, sequence_s=0.003, context_s=0.0, prefill_s=0.0005, swap_s=0.7)
@@ -136,26 +136,22 @@ def test_the_table_overlays_the_runs_own_configuration(run_dir: Path):
     assert merged.engine.max_sequences == PLACES
 
 
-class Book:
+class Book(SimObserver):
     """An observer that writes the run directory of a simulated run, as a recorder does of a real one."""
 
     def __init__(self, directory: RunDirectory) -> None:
+        super().__init__()
         self.directory = directory
 
-    def step(self, row: Mapping[str, float]) -> None:
+    def step(self, row: Mapping[str, float]) -> Wish | None:
         self.directory.append_metrics(row)
-
-    def evaluation(self, row: Mapping[str, float]) -> None: ...
+        return super().step(row)
 
     def activities(self, rows: Sequence[Activity]) -> None:
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
         self.directory.append_samples(sample_times(one, batch.step) for one in batch.trajectories)
-
-    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def recorded(config: Config) -> SimReport:

@@ -1,2 +1,2 @@
-"""Pictures of a run. `series` computes what they show, `plots` and `rhythm_plot` draw it; `trace` is for other
-viewers."""
+"""Pictures of a run: `plots` of its rows, `timeline` of who was busy when, `rhythm_plot` of a response; `trace` is for
+other viewers."""

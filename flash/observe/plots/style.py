@@ -71,3 +71,10 @@ def png(figure: Figure) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI, facecolor="white")
     return image.getvalue()
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds in the unit that reads best, and its name."""
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flash.observe.plots.series import lane_order
+from flash.observe.plots.timeline import lane_order
 from flash.observe.rundir.summary import number
 from flash.types import Activity
 

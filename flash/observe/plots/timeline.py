@@ -1,0 +1,231 @@
+"""The timeline of a run: who was busy when, as lanes of activities, and the picture of it.
+
+Legend: B bins of time. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flash.observe.plots.style import INK, new_figure, outside_legend, plain_axes, time_unit
+from flash.observe.rundir.summary import by_step, number
+from flash.types import Activity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+Floats = npt.NDArray[np.float64]
+
+COLOURS = {
+    "wait": "#d9d9d9",
+    "generate": "#0072b2",
+    "train": "#009e73",
+    "evaluate": "#56b4e9",
+    "publish": "#f0e442",
+    "swap": "#d55e00",
+    "checkpoint": "#cc79a7",
+}
+"""Known activities, in Okabe and Ito's palette, which colour-blind readers tell apart too; where two overlap in one
+lane, it was really doing the later one."""
+OTHER = "#000000"
+"""Colour of an unknown activity."""
+IDLE = ("wait",)
+"""Activities that do not count as work."""
+ZOOM_STEPS = 8
+"""Steps in the close-up."""
+BINS = 400
+"""Bins of time in the view of the whole run: about two pixels each."""
+MAX_LANES = 24
+"""Lanes drawn; of more, evenly chosen ones are."""
+
+
+class TimelineLane(NamedTuple):
+    """One row of the timeline."""
+
+    name: str
+    spans: list[Activity]
+    busy: float
+    """Share of the shown time spent on anything but waiting."""
+
+
+class TimelineSeries(NamedTuple):
+    """Who was busy when."""
+
+    lanes: list[TimelineLane]
+    start: float
+    stop: float
+    zoom: tuple[float, float]
+    """Of the close-up."""
+    zoom_steps: tuple[int, int] | None
+    """First and last step of the close-up; None when no step was recorded."""
+
+
+def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
+    """Prepare the timeline; None without spans."""
+    spans = [span for span in spans if span.stop > span.start]
+    if not spans:
+        return None
+    start, stop = min(span.start for span in spans), max(span.stop for span in spans)
+    lanes: dict[str, list[Activity]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    edges = np.array([start, stop])
+    prepared: list[TimelineLane] = []
+    for name in sorted(lanes, key=lane_order):
+        shares = lane_shares(lanes[name], edges)
+        busy = sum(float(share[0]) for activity, share in shares.items() if activity not in IDLE)
+        prepared.append(TimelineLane(name, lanes[name], busy))
+    zoom, steps = _zoom(by_step(metrics), start, stop)
+    return TimelineSeries(prepared, start, stop, zoom, steps)
+
+
+def drawing_order(names: Iterable[str]) -> list[str]:
+    """Each name once, in the order of COLOURS, unknown ones last."""
+    return sorted(set(names), key=_priority)
+
+
+def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
+    """Share of each bin [B] that a lane spent on each activity, for B + 1 edges.
+
+    No instant counts twice: where activities overlap, time belongs to the one that is later in COLOURS.
+    Law: the shares of a bin sum to at most 1.
+    """
+    width = np.diff(edges)
+    taken: list[Activity] = []
+    shares: dict[str, Floats] = {}
+    covered = np.zeros(len(width))
+    for name in reversed(drawing_order(span.name for span in spans)):
+        taken.extend(span for span in spans if span.name == name)
+        union = np.diff(covered_until(taken, edges)) / width
+        shares[name] = np.clip(union - covered, 0.0, 1.0)
+        covered = union
+    return shares
+
+
+def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
+    """Seconds before each time that lie inside at least one span."""
+    starts: list[float] = []
+    stops: list[float] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if stops and span.start <= stops[-1]:
+            stops[-1] = max(stops[-1], span.stop)
+        else:
+            starts.append(span.start)
+            stops.append(span.stop)
+    knots = np.array([knot for pair in zip(starts, stops, strict=True) for knot in pair])
+    lengths = np.array(stops) - np.array(starts)
+    before = np.concatenate([[0.0], np.cumsum(lengths)])
+    return np.interp(times, knots, np.repeat(before, 2)[1:-1])
+
+
+def _priority(name: str) -> tuple[int, str]:
+    return ([*COLOURS].index(name) if name in COLOURS else len(COLOURS), name)
+
+
+def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """Engines first, then trainers, then the rest; numbers in names count as numbers."""
+    kinds = ("engine", "trainer")
+    kind = next((place for place, word in enumerate(kinds) if word in name), len(kinds))
+    return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float, float], tuple[int, int] | None]:
+    """The window of ZOOM_STEPS steps in the middle of the run, or of half of a shorter run.
+
+    A row's time is when its step ended, so the window reaches from the end of the step before the first one.
+    """
+    ended = [row for row in steps if (at := number(row, "time")) is not None and start <= at <= stop + 1]
+    if len(ended) < 2:
+        middle, quarter = (start + stop) / 2, (stop - start) / 4
+        return (middle - quarter, middle + quarter), None
+    count = min(ZOOM_STEPS, max(1, len(ended) // 2))
+    first = (len(ended) - count) // 2
+    last = first + count - 1
+    begin = float(ended[first - 1]["time"]) if first else start
+    return (begin, float(ended[last]["time"])), (int(ended[first]["step"]), int(ended[last]["step"]))
+
+
+def draw_timeline(series: TimelineSeries) -> Figure:
+    """The whole run on top, as shares of time where single bars would be too thin; the close-up below."""
+    lanes = _chosen(series.lanes)
+    figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
+    whole, close = plain_axes(figure, 2, 1)
+    scale, unit = time_unit(series.stop - series.start)
+    edges = np.linspace(series.start, series.stop, BINS + 1)
+    first, last = series.zoom
+    for place, lane in enumerate(lanes):
+        if len(lane.spans) > BINS:
+            _stack(whole, place, lane_shares(lane.spans, edges), (edges - series.start) / scale)
+        else:
+            _bars(whole, place, lane.spans, (series.start, series.stop), scale)
+        _bars(close, place, lane.spans, series.zoom, 1.0)
+        whole.text(
+            1.01,
+            place,
+            f"{100 * lane.busy:.0f} % busy",
+            transform=whole.get_yaxis_transform(),
+            va="center",
+            color=INK,
+            fontsize=9,
+        )
+    marks = ((first - series.start) / scale, (last - series.start) / scale)
+    whole.axvspan(*marks, color=INK, alpha=0.15, linewidth=0, zorder=0)
+    whole.vlines(marks, -0.55, len(lanes) - 0.45, color=INK, linewidth=1)
+    whole.set_xlim(0, (series.stop - series.start) / scale)
+    whole.set_xlabel(f"whole run, {unit}")
+    close.set_xlim(0, last - first)
+    close.set_xlabel(f"{_steps_named(series.zoom_steps)} (marked above), seconds")
+    for axes in (whole, close):
+        axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+        axes.set_ylim(len(lanes) - 0.45, -0.55)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
+    _activity_legend(figure, lanes)
+    return figure
+
+
+def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
+    """One lane of the whole run: in each bin the shares of its activities, work below, waiting on top."""
+    floor = np.full(len(edges) - 1, place + 0.4)
+    for name in sorted(shares, key=lambda name: name in IDLE):
+        top = floor - 0.8 * shares[name]
+        axes.stairs(top, edges, baseline=floor, fill=True, color=COLOURS.get(name, OTHER), linewidth=0)
+        floor = top
+
+
+def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
+    """One lane, bar by bar; where bars overlap, the activity that matters more lies on top."""
+    first, last = window
+    seen = [span for span in spans if span.stop > first and span.start < last]
+    for name in drawing_order(span.name for span in seen):
+        bars = [((span.start - first) / scale, (span.stop - span.start) / scale) for span in seen if span.name == name]
+        # The edge keeps bars visible that are thinner than a pixel.
+        colour = COLOURS.get(name, OTHER)
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colour, edgecolor=colour, linewidth=0.4)
+
+
+def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
+    from matplotlib.patches import Patch
+
+    names = drawing_order(span.name for lane in lanes for span in lane.spans)
+    outside_legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
+
+
+def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
+    if len(lanes) <= MAX_LANES:
+        return list(lanes)
+    return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]
+
+
+def _steps_named(steps: tuple[int, int] | None) -> str:
+    if steps is None:
+        return "the middle"
+    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
