@@ -282,10 +282,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("too old", f"{plain(summary.stale_share, '.1%')} of the tokens"),
         ("failures", f"{summary.failures} attempts at a sample"),
         ("time", f"{clock(summary.wall_seconds)} ({short(summary.tokens_per_second)} tokens/s)"),
-        (
-            "async ratio",
-            f"{summary.async_ratio:g} (oldest trained token: {plain(summary.max_age, 'g')} versions)",
-        ),
+        ("async ratio", f"{summary.async_ratio:g} (oldest trained token: {plain(summary.max_age, 'g')} versions)"),
         ("trainer", f"waited {plain(summary.trainer_wait_share, '.1%')} of the time"),
         ("engines", f"idle {plain(summary.engine_idle_share, '.1%')} of the time"),
         ("canary", f"mean log-prob difference at most {plain(summary.canary_error, '.1e')}"),

@@ -36,13 +36,7 @@ class Recorder:
     """Writes `config.run_dir`. `now` gives Unix seconds; `resume_at` is the version a resumed run continues from."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: TokenText,
-        *,
-        now: Callable[[], float],
-        resume_at: int | None,
-        restarts: int,
+        self, config: Config, tokenizer: TokenText, *, now: Callable[[], float], resume_at: int | None, restarts: int
     ) -> None:
         self._config = config
         self._now = now

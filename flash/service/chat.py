@@ -179,12 +179,7 @@ def _pieces(asked: _Body) -> Iterator[Sequence[Any]]:
 
 def _refuse_the_rest(asked: _Body) -> None:
     refuse_unserved(asked)
-    refuse_given(
-        {
-            "logit_bias": asked.logit_bias,
-            "functions": asked.functions,
-        }
-    )
+    refuse_given({"logit_bias": asked.logit_bias, "functions": asked.functions})
     if asked.top_logprobs:
         raise unsupported("top_logprobs", TOP)
     if asked.response_format is not None and asked.response_format.type != "text":

@@ -160,10 +160,7 @@ def begins(item: dict[str, Any], index: int) -> Iterator[Event]:
     empty = {key: [] for key in ("content", "summary") if key in item} | (
         {"arguments": ""} if "arguments" in item else {}
     )
-    yield (
-        "response.output_item.added",
-        {"output_index": index, "item": {**item, "status": "in_progress", **empty}},
-    )
+    yield ("response.output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}})
     if "content" in item:
         part = {**item["content"][0], "text": ""}
         yield "response.content_part.added", {**_place(item, index), "part": part}

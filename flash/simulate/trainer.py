@@ -39,13 +39,7 @@ class SimTrainer:
     """One simulated trainer, and what it did and trained; `version` is what it begins with."""
 
     def __init__(
-        self,
-        config: Config,
-        settings: SimulateConfig,
-        hub: p.HubCaller,
-        now: Callable[[], float],
-        *,
-        version: int = 0,
+        self, config: Config, settings: SimulateConfig, hub: p.HubCaller, now: Callable[[], float], *, version: int = 0
     ) -> None:
         self._config = config
         self._settings = settings

@@ -61,13 +61,7 @@ SPEED = ColumnGroup(
             alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
             tracked="perf/wait_share",
         ),
-        Column(
-            "engines",
-            "engines that the run has now",
-            form=".0f",
-            label="engines",
-            tracked="perf/engines",
-        ),
+        Column("engines", "engines that the run has now", form=".0f", label="engines", tracked="perf/engines"),
         Column(
             "engine_restarts",
             "engines that died and start again, since the last step",
