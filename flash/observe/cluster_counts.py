@@ -195,9 +195,8 @@ def _each_engine(column: Column) -> Count:
         told = ((str(engine.number), column.of(engine.figures)) for engine in engines_of(cluster))
         return {number: value for number, value in told if value is not None}
 
-    means = f"{column.means} ({column.unit})" if column.unit else column.means
     worry = without_marks(". ".join(filter(None, (column.worry, capital(column.helps)))))
-    title, told = f"Each engine: {column.label}", f"{capital(without_marks(means))}."
+    title, told = f"Each engine: {column.label}", f"{capital(without_marks(column.meaning))}."
     return Count(f"engine_{column.name}", title, told, worry, of, column.unit, "engine")
 
 

@@ -92,8 +92,8 @@ def _metrics() -> Iterator[tuple[str, str, Values, str]]:
     yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))], KIND
     for of in ROWS:
         for column in columns(of):
-            help_ = without_marks(f"{column.means} ({column.unit})" if column.unit else column.means)
-            yield _metric(column, of), help_.replace("\\", r"\\"), _of_column(column, of), KIND
+            help_ = without_marks(column.meaning).replace("\\", r"\\")
+            yield _metric(column, of), help_, _of_column(column, of), KIND
     for count in (*COUNTS, *EACH_ENGINE):
         yield f"flash_cluster_{count.name}", count.means, _of_cluster(count), count.label
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from flash.ages import age_of
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_files import Glance, read_glances, read_samples, sampled_steps
 from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
@@ -88,6 +89,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     observation: str
     tokens: list[str]
     versions: list[int]
+    ages: list[int]
     logprobs: list[float | None]
     """With which they were sampled."""
     log_ratios: list[float | None]
@@ -223,10 +225,12 @@ def _shown(sample: Sample) -> ShownSample:
         of_turn = dict(zip(order, _parts(each, lengths), strict=True))
         return [of_turn[turn] for turn in range(len(spans))]
 
+    versions = [run.version for run in sample.versions for _ in range(run.count)]
     with np.errstate(invalid="ignore"):
         log_ratios = np.subtract(values.logprobs or values.sampled_logprobs, values.sampled_logprobs)
     columns = zip(
-        by_turn([run.version for run in sample.versions for _ in range(run.count)]),
+        by_turn(versions),
+        by_turn([age_of(version, sample.step) for version in versions]),
         by_turn(_numbers(values.sampled_logprobs)),
         by_turn(_numbers(log_ratios if values.logprobs else [])),
         by_turn(_numbers(values.advantages)),
@@ -238,7 +242,8 @@ def _shown(sample: Sample) -> ShownSample:
         ShownTurn(
             observation=turn.observation,
             tokens=sample.tokens[span.start : span.stop],
-            versions=versions,
+            versions=own_versions,
+            ages=ages,
             logprobs=logprobs,
             log_ratios=log_ratios,
             advantages=advantages,
@@ -251,7 +256,7 @@ def _shown(sample: Sample) -> ShownSample:
             metrics=turn.metrics,
             branch=turn.branch,
         )
-        for turn, span, (versions, logprobs, log_ratios, advantages, entropies, uses) in zip(
+        for turn, span, (own_versions, ages, logprobs, log_ratios, advantages, entropies, uses) in zip(
             sample.turns, spans, columns, strict=True
         )
     ]

@@ -74,6 +74,7 @@ def test_tokens_have_the_version_and_the_log_prob_that_sampled_them(run: RunDire
     assert turn.observation == PROMPT
     assert turn.tokens == ["the ", "sum ", "is ", "46 "]
     assert turn.versions == [6, 7, 7, 7]
+    assert turn.ages == [1, 0, 0, 0]
     assert (turn.logprobs[0], turn.logprobs[-1]) == (-0.01, -6.0)
     assert turn.log_ratios == [pytest.approx(math.log(1.5), abs=1e-4), 0.0, 0.0, 0.0]
     assert turn.advantages == [1.0, None, 1.0, 1.0]

@@ -107,6 +107,11 @@ class Column(msgspec.Struct, frozen=True, dict=True):
             return math.nan if (known := number(row, self.name)) is None else known
         return None
 
+    @property
+    def meaning(self) -> str:
+        """What it means, with its unit where the words do not have it."""
+        return self.means if self.unit in ("", *re.split(r"[ ,]+", self.means)) else f"{self.means} ({self.unit})"
+
     def text(self, value: float | None, percent: str = " %") -> str:
         """A value as people read it, with what stands behind a percentage."""
         if value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from flash.observe.columns.column import LIMITS, Column, ColumnGroup
 from flash.observe.columns.table import GROUPS, columns
@@ -22,8 +23,9 @@ def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
     for group in groups:
         if group.about:
             yield f"{group.about}\n"
-        yield "| name | unit | meaning |\n|---|---|---|"
-        yield from (f"| `{column.name}` | {column.unit} | {column.means} |" for column in group.columns)
+        yield "| name | meaning |\n|---|---|"
+        for meaning, columns_of in groupby(group.columns, lambda column: column.meaning):
+            yield f"| {', '.join(f'`{column.name}`' for column in columns_of)} | {meaning} |"
         yield ""
 
 
@@ -40,10 +42,10 @@ def _worries() -> Iterator[str]:
 
 def _alarms() -> Iterator[str]:
     """What helps stands once: with the column's worry, where it has one."""
-    yield "| alarm | looks at | default | what helps |\n|---|---|---|---|"
+    yield "| alarm | looks at | default | what helps, if not as above |\n|---|---|---|---|"
     for column in columns("step"):
         if (alarm := column.alarm) is not None:
-            looks_at, helps = alarm.looks_at or f"`{column.name}`", "as above" if column.worry else column.helps
+            looks_at, helps = alarm.looks_at or f"`{column.name}`", "" if column.worry else column.helps
             yield f"| `{alarm.name}` | {looks_at} | {_default(column)} | {helps} |"
     yield ""
 

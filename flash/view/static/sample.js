@@ -31,7 +31,7 @@ const COLOURINGS = {
   ratio: { name: "ratio", of: (turn, place) => turn.log_ratios[place], ...bothWays([1.02, 1.1, 1.35, 2].map(Math.log), Math.exp) },
   advantage: { name: "advantage", of: (turn, place) => turn.advantages[place], ...bothWays([0.02, 0.3, 0.6, 0.9], (value) => value, largestAdvantage) },
   entropy: { name: "entropy", of: (turn, place) => turn.entropies[place], ...upwards([0.1, 0.5, 1, 2, 3]) },
-  age: { name: "version", of: (turn, place, group) => Math.max(0, Math.min(OLDEST, group.step - turn.versions[place])),
+  age: { name: "version", of: (turn, place) => Math.max(0, Math.min(OLDEST, turn.ages[place])),
     shade: (age) => `a${age}`, legend: () => [...Array(OLDEST + 1).keys()].map((age) => [`a${age}`, `age ${age}${age === OLDEST ? "+" : ""}`]) },
   use: { name: "mask", of: (turn, place) => turn.uses[place], shade: (use) => use === "TRAINED" ? "" : use.toLowerCase(),
     legend: () => Object.entries(USES).map(([use, says]) => [use === "TRAINED" ? "" : use.toLowerCase(), says]) },
@@ -125,6 +125,6 @@ function token(group, turn, place, text) {
   const ratio = turn.log_ratios[place] ?? null, version = turn.versions[place];
   const told = [["log-prob", turn.logprobs[place]], ["ratio", ratio === null ? null : Math.exp(ratio)], ["advantage", turn.advantages[place]],
     ["entropy", turn.entropies[place]]].filter(([, one]) => (one ?? null) !== null).map(([name, one]) => `${name} ${figure(one)}`);
-  made.title = [...told, `version ${version}`, `age ${group.step - version}`, USES[turn.uses[place]]].filter(Boolean).join(", ");
+  made.title = [...told, `version ${version}`, `age ${turn.ages[place]}`, USES[turn.uses[place]]].filter(Boolean).join(", ");
   return made;
 }
