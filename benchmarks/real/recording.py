@@ -41,14 +41,14 @@ SHARE = 0.01
 """The goal: of the run's time."""
 LONGEST_MS = 5.0
 """The goal: of the loop, at once."""
-WRITER = ("_write_batch", "commit", "_write")
+WRITER = ("_write_batch", "_write_shown", "_write")
 """What the writing thread does; all else is done on the loop."""
 PARTS = {
     "rows and the terminal's lines": ("step", "evaluation", "note", "failure", "ledger"),
     "timeline": ("activities",),
     "samples and batches, handed over": ("batch", "trained"),
     "batches and rows of samples, written": ("_write_batch",),
-    "readable samples, written": ("commit",),
+    "readable samples, written": ("_write_shown",),
     "the cluster, looked at": ("overview", "status", "told", "cluster"),
     "the cluster, written": ("_write",),
 }

@@ -20,7 +20,7 @@ from flash.hub.hub import Hub
 from flash.hub.nodes.nodes import Nodes
 from flash.observe import cluster_file
 from flash.observe.recorder import Recorder
-from flash.observe.rundir.sample_writer import SampleWriter
+from flash.observe.rundir.batches import Batches
 from flash.rollout.node_watch import NodeWatch
 
 FILE = "FLASH_RECORDING_PROBE"
@@ -36,8 +36,8 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Recorder, "note"),
     (Recorder, "failure"),
     (Recorder, "cluster"),
-    (Recorder, "_write_batch"),
-    (SampleWriter, "commit"),
+    (Batches, "_write_batch"),
+    (Batches, "_write_shown"),
     (Hub, "overview"),
     (Nodes, "told"),
     (NodeWatch, "status"),

@@ -22,9 +22,8 @@ from flash.observe.cluster import HubNow
 from flash.observe.cluster_file import ClusterFile
 from flash.observe.console import Console
 from flash.observe.observer import Wish
-from flash.observe.rundir.batches import Batches
+from flash.observe.rundir.batches import Batches, TokenText
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.sample_writer import TokenText
 from flash.observe.rundir.summary import Summary, summarise
 from flash.observe.trackers.outsiders import Outsiders
 from flash.trained import TrainedSample

@@ -10,7 +10,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -100,32 +100,6 @@ class Recording:
         return msgspec.structs.replace(facts, device=peak, snapshot=file.name)
 
 
-class StepProfile(Protocol):
-    """Who is told of the steps of a trainer rank."""
-
-    def begins(self, version: int) -> None:
-        """A step begins with this version, with the wait for its batch."""
-        ...
-
-    def ends(self) -> None:
-        """There will be no more."""
-        ...
-
-
-class NoProfile:
-    """Nothing is profiled."""
-
-    def begins(self, version: int) -> None:
-        """Nothing."""
-
-    def ends(self) -> None:
-        """Nothing."""
-
-
-NO_PROFILE = NoProfile()
-"""Of a rank without an order."""
-
-
 class RankProfile:
     """Records the steps of a trainer rank that are ordered.
 
@@ -141,7 +115,8 @@ class RankProfile:
         self._done = False
 
     def begins(self, version: int) -> None:
-        """See `StepProfile`. A rank that starts again in the midst of them records the rest."""
+        """A step begins with this version, with the wait for its batch. A rank that starts again in the midst of those
+        that are ordered records the rest."""
         if self._recording.running:
             self._recording.steps += 1
         if not self._order.covers(version):
@@ -150,7 +125,7 @@ class RankProfile:
             self._recording.begin()
 
     def ends(self) -> None:
-        """Write what there is."""
+        """There will be no more steps: write what there is."""
         if self._recording.running:
             self._done = True
             self._recording.write()

@@ -179,7 +179,7 @@ def _train(
     import transformers
 
     from flash.profile.order import ordered
-    from flash.profile.recording import NO_PROFILE, RankProfile
+    from flash.profile.recording import RankProfile
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.loop import TrainerLoop
     from flash.trainer.state import checkpoint
@@ -207,10 +207,10 @@ def _train(
         checkpoint.load(Path(incarnation.checkpoint), trainer)
     publisher = make_publisher(config, index, advertised_host(config))
     stack.callback(publisher.close)
-    order = ordered()
-    profile = NO_PROFILE if order is None else RankProfile(order, index, cuda=cuda)
-    # Also after an error, of which people are told first.
-    stack.callback(profile.ends)
+    profile = None if (order := ordered()) is None else RankProfile(order, index, cuda=cuda)
+    if profile is not None:
+        # Also after an error, of which people are told first.
+        stack.callback(profile.ends)
     loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner, profile)
     gc.freeze()
     loop.run()

@@ -18,7 +18,7 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
-from flash.profile.recording import NO_PROFILE, StepProfile
+from flash.profile.recording import RankProfile
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.state import checkpoint
 from flash.trainer.state.stored import FileEntry
@@ -51,7 +51,7 @@ class TrainerLoop:
         publisher: WeightPublisher,
         hub: RankHub,
         tokenizer: Any,
-        profile: StepProfile = NO_PROFILE,
+        profile: RankProfile | None = None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -85,7 +85,8 @@ class TrainerLoop:
         self._leave()
 
     def _next_shard(self) -> Shard | None:
-        self._profile.begins(self._trainer.version)
+        if self._profile is not None:
+            self._profile.begins(self._trainer.version)
         did, self._activities = self._activities, []
         with self._doing("wait") as seconds:
             timeout = waits.batch_s(self._config)
@@ -129,7 +130,8 @@ class TrainerLoop:
             self._checkpoint()
         if self._finished and self._config.checkpoint.export:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
-        self._profile.ends()
+        if self._profile is not None:
+            self._profile.ends()
         # Rank 0 holds the weights of the last version until the engines have them.
         self._call(p.Goodbye(self._rank, self._activities), waits.taken_s(self._config))
 
