@@ -18,7 +18,7 @@ from typing import Any
 from envs.arithmetic import Arithmetic as Arithmetic
 from flash.hub.hub import Hub
 from flash.hub.nodes.nodes import Nodes
-from flash.observe import cluster_file
+from flash.observe import cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.batches import Batches
 from flash.rollout.node_watch import NodeWatch
@@ -41,7 +41,7 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Hub, "overview"),
     (Nodes, "told"),
     (NodeWatch, "status"),
-    (cluster_file, "_write"),
+    (cluster, "_write"),
 )
 
 _inside = threading.local()

@@ -18,8 +18,7 @@ from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
 from flash.observe.alarms import Alarms, Given
-from flash.observe.cluster import HubNow
-from flash.observe.cluster_file import ClusterFile
+from flash.observe.cluster import ClusterFile, HubNow
 from flash.observe.console import Console
 from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches, TokenText

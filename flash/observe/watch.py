@@ -15,15 +15,15 @@ from rich.text import Text
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
-from flash.observe.cluster_file import read_cluster
-from flash.observe.columns.table import named
+from flash.observe.cluster import Cluster, EngineNow, NodeNow, read_cluster
+from flash.observe.cluster_counts import COUNTS, engines_of
+from flash.observe.columns.table import columns, named
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed, opened
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import number
 from flash.observe.text import clean, clock
-from flash.observe.watch_cluster import cluster_lines
 
 Row = Mapping[str, Any]
 
@@ -37,6 +37,12 @@ BAR = 24
 VALUES, NARROWEST = 52, 8
 """Columns of the table before the courses, and the fewest that are worth drawing one."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+OLD_S = 15.0
+"""A run that goes on writes a picture every two seconds."""
+MOST_KINDS, MOST_NODES = 5, 3
+"""Kinds of failures, and nodes that are missing, that are shown, the last ones."""
+MESSAGE = 160
+"""Characters of a message that are shown: the page has all of it."""
 
 
 HELD_OUT = named("mean_reward", "evaluation")
@@ -48,7 +54,7 @@ NUMBERS = (
     named("tokens_per_second"),
 )
 WAITS = tuple(map(named, ("trainer_wait_share", "engine_idle_share")))
-COUNTS = (
+COUNTERS = (
     *map(named, ("engines", "in_flight", "queue_ready_groups", "failures", "given_up", "filtered")),
     *map(named, ("engine_restarts", "trainer_restarts")),
 )
@@ -164,7 +170,7 @@ def waits(rows: Sequence[Row]) -> Iterator[Text]:
 
 def counts(row: Row) -> Text:
     """The counters of the last step, but for those that are zero from the third on."""
-    known = [(one, value) for one in COUNTS if (value := number(row, one.name)) is not None]
+    known = [(one, value) for one in COUNTERS if (value := number(row, one.name)) is not None]
     return Text(
         "  ".join(f"{one.label} {one.text(value)}" for place, (one, value) in enumerate(known) if value or place < 3)
     )
@@ -199,3 +205,44 @@ def _block(mean: float | None, low: float, high: float) -> str:
         return "!"
     place = (mean - low) / (high - low) if high > low else 0.5
     return BLOCKS[min(len(BLOCKS) - 1, int(place * len(BLOCKS)))]
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
+    """The lines at this time, in Unix seconds."""
+    if cluster.hub is not None and not cluster.ended:
+        age = now - cluster.at
+        if age > OLD_S:
+            yield Text(f"nothing was heard of the cluster for {clock(age)}; this is how it was then", "bold yellow")
+        yield Text(clean(f"waits for {cluster.hub.doing}"), style="dim")
+    for count in COUNTS:
+        if not count.listed and count.holds(cluster) and (text := count.text(cluster)) not in ("", "0"):
+            yield Text(f"{count.title.lower()}: {text}")
+    if cluster.hub is not None and not cluster.ended:
+        if engines := list(_engine_figures(engines_of(cluster))):
+            yield Text(f"each engine: {', '.join(engines)}")
+        missing = [node for node in cluster.hub.nodes if node.state in ("gone", "silent")]
+        yield from (_missing(node, now) for node in missing[:MOST_NODES])
+    for each in cluster.failures[:MOST_KINDS]:
+        message = " ".join(each.message.split())
+        cut = message if len(message) <= MESSAGE else f"{message[:MESSAGE]} …"
+        told = f"{each.kind} failed {each.count} times, the last one {clock(now - each.last)} ago: {cut}"
+        yield Text(clean(told), style="yellow")
+
+
+def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
+    """What they tell, each figure in the mean, with the lowest and the highest where these differ."""
+    for column in columns("engine"):
+        known = [value for engine in engines if (value := column.of(engine.figures)) is not None]
+        if known:
+            low, mean, high = map(column.text, (min(known), sum(known) / len(known), max(known)))
+            yield f"{column.label} {mean}" if low == high else f"{column.label} {mean} ({low} to {high})"
+
+
+def _missing(node: NodeNow, now: float) -> Text:
+    since = node.gone_at if node.gone_at is not None else node.heard_at
+    when = "" if since is None else f" for {clock(now - since)}"
+    host = f" ({node.status.host})" if node.status is not None else ""
+    return Text(clean(f"node {node.node}{host} is {node.state}{when}{node.why and ': '}{node.why}"), style="yellow")

@@ -225,12 +225,31 @@ def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
     return msgspec.json.encode({**_head(name, "chat.completion"), "choices": choices, "usage": usage(answers)})
 
 
-class ChatEvents:
-    """Answers as server-sent events. Calls and log-probs come with the end of each, counts with that of all."""
+class ChoiceEvents:
+    """Answers as server-sent events with choices, each with what all of them begin with, and counts at their end."""
+
+    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
+        self._head = head
+        self._with_usage = with_usage
+
+    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
+        """All answers were."""
+        counts = self._event([], usage=usage(answers)) if self._with_usage else b""
+        return counts + b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        """It ends in the middle."""
+        return _event(error.said)
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({**self._head, "choices": choices, **more})
+
+
+class ChatEvents(ChoiceEvents):
+    """Calls and log-probs come with the end of each answer."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
-        self._head = _head(name, "chat.completion.chunk")
-        self._with_usage = with_usage
+        super().__init__(_head(name, "chat.completion.chunk"), with_usage=with_usage)
 
     def begin(self, index: int) -> bytes:
         """Before anything was said."""
@@ -250,20 +269,8 @@ class ChatEvents:
         events.append(self._event(_choice(index, {}, finish_reason=_finish(answer))))
         return b"".join(events)
 
-    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
-        """All answers were."""
-        counts = self._event([], usage=usage(answers)) if self._with_usage else b""
-        return counts + b"data: [DONE]\n\n"
 
-    def fail(self, error: ApiError) -> bytes:
-        """It ends in the middle."""
-        return event(error.said)
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "choices": choices, **more})
-
-
-def event(content: dict[str, Any]) -> bytes:
+def _event(content: dict[str, Any]) -> bytes:
     """A server-sent event without a name."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from flash.service.chat import AgentRequest, PolicyAnswer, event, usage
+from flash.service.chat import AgentRequest, ChoiceEvents, PolicyAnswer, usage
 from flash.service.errors import TOP, ApiError, unsupported
 from flash.service.fields import (
     MODEL,
@@ -94,12 +94,11 @@ def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
     return msgspec.json.encode({**_head(name), "choices": choices, "usage": usage(answers)})
 
 
-class CompletionEvents:
-    """Answers as server-sent events. Log-probs come with the end of each, counts with that of all."""
+class CompletionEvents(ChoiceEvents):
+    """Log-probs come with the end of each answer."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
-        self._head = _head(name)
-        self._with_usage = with_usage
+        super().__init__(_head(name), with_usage=with_usage)
 
     def begin(self, index: int) -> bytes:
         """Nothing: a text just begins."""
@@ -112,18 +111,6 @@ class CompletionEvents:
     def said(self, answer: PolicyAnswer, index: int) -> bytes:
         """All was said."""
         return self._event([{**_choice(answer, index), "text": ""}])
-
-    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
-        """All answers were."""
-        counts = self._event([], usage=usage(answers)) if self._with_usage else b""
-        return counts + b"data: [DONE]\n\n"
-
-    def fail(self, error: ApiError) -> bytes:
-        """It ends in the middle."""
-        return event(error.said)
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "choices": choices, **more})
 
 
 def _head(name: str) -> dict[str, Any]:

@@ -33,16 +33,9 @@ from flash.view.samples import FoundSamples, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
 
 STATIC = Path(__file__).parent / "static"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 ASSETS = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/tools.js": ("tools.js", "text/javascript"),
-    "/overview.js": ("overview.js", "text/javascript"),
-    "/samples.js": ("samples.js", "text/javascript"),
-    "/sample.js": ("sample.js", "text/javascript"),
-    "/timeline.js": ("timeline.js", "text/javascript"),
-    "/cluster.js": ("cluster.js", "text/javascript"),
+    f"/{file.name}".replace("/index.html", "/"): file for file in sorted(STATIC.iterdir()) if file.suffix in MEDIA_TYPES
 }
 """Every file that is served."""
 HOSTS = ("127.0.0.1", "localhost")
@@ -137,7 +130,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     }
     return Starlette(
         routes=[
-            *(Route(path, _asset(*asset)) for path, asset in ASSETS.items()),
+            *(Route(path, _asset(file)) for path, file in ASSETS.items()),
             Route("/plotly.js", _plotly),
             Route("/metrics", metrics),
             *(Route(path, _answering(answer)) for path, answer in answers.items()),
@@ -179,9 +172,9 @@ def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Respo
     return handle
 
 
-def _asset(name: str, media_type: str) -> Callable[[Request], Response]:
+def _asset(file: Path) -> Callable[[Request], Response]:
     def handle(_: Request) -> Response:
-        return Response((STATIC / name).read_bytes(), media_type=media_type)
+        return Response(file.read_bytes(), media_type=MEDIA_TYPES[file.suffix])
 
     return handle
 

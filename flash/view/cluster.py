@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from flash.observe.cluster import Cluster
+from flash.observe.cluster import Cluster, read_cluster
 from flash.observe.cluster_counts import COUNTS, EACH_ENGINE, engines_of
-from flash.observe.cluster_file import read_cluster
 from flash.observe.columns.column import capital, without_marks
 from flash.observe.columns.table import columns
 from flash.observe.rundir.rundir import RunDirectory

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from flash.observe.cluster_file import read_cluster
+from flash.observe.cluster import read_cluster
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed
 from flash.observe.rundir.rundir import RunDirectory

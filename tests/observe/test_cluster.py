@@ -9,8 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.observe.cluster import FAILURE_TEXT, MOST_EVENTS, MOST_KINDS, FailureTally
-from flash.observe.cluster_file import WITHOUT_A_WORD, ClusterFile, read_cluster
+from flash.observe.cluster import (
+    FAILURE_TEXT,
+    MOST_EVENTS,
+    MOST_KINDS,
+    WITHOUT_A_WORD,
+    ClusterFile,
+    FailureTally,
+    read_cluster,
+)
 from flash.observe.rundir.rundir import RunDirectory
 from tests.observe.clusters import cluster, hub_now
 

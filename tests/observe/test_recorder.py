@@ -14,7 +14,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
-from flash.observe.cluster_file import read_cluster
+from flash.observe.cluster import read_cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.sample_files import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather

@@ -15,7 +15,7 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.parts import Start
 from flash.hub.ranks.trainers import why_not
-from flash.observe.cluster_file import read_cluster
+from flash.observe.cluster import read_cluster
 from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import read_batch
