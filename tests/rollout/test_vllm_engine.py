@@ -361,6 +361,8 @@ def test_the_engine_tells_how_full_it_is_and_blames_no_swap_for_a_full_cache(ser
     assert 0 < seen[0].kv_used < 0.5
     after = served.engine.pressure
     assert (after.running, after.waiting, after.kv_used, after.preemptions) == (0, 0, 0.0, 0)
+    assert after.prefix_hit_share is not None
+    assert 0 <= after.prefix_hit_share < 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
