@@ -11,11 +11,11 @@ import msgspec
 
 from flash.config.load import flat
 from flash.errors import ConfigError
-from flash.observe.console import BLANK, summary_rows
+from flash.observe.console import summary_rows
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, by_step, number
 from flash.observe.stats import Interval, difference
-from flash.observe.text import escaped, width
+from flash.observe.text import BLANK, escaped, plain, width
 
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""
@@ -98,8 +98,7 @@ def _interval(row: Mapping[str, Any]) -> Interval | None:
 
 
 def _evaluated(row: Mapping[str, Any]) -> str:
-    mean = number(row, "mean_reward")
-    return BLANK if mean is None else f"{mean:.3f}"
+    return plain(number(row, "mean_reward"), ".3f")
 
 
 def _limits(row: Mapping[str, Any]) -> str:
@@ -108,8 +107,7 @@ def _limits(row: Mapping[str, Any]) -> str:
 
 
 def _whole(row: Mapping[str, Any], key: str) -> str:
-    value = number(row, key)
-    return BLANK if value is None else f"{value:.0f}"
+    return plain(number(row, key), ".0f")
 
 
 def _best_of_k(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flash.observe.plots.style import BLUE, ORANGE, WIDTH, png
+from flash.observe.plots.style import BLUE, ORANGE, new_figure, png
 from flash.simulate.report import SimReport
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ def _short(key: str) -> str:
 
 
 def _figure(columns: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    axes = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    figure = new_figure(HEIGHT)
+    axes = list(figure.subplots(1, columns, squeeze=False).flat)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -104,6 +104,10 @@ class ShownTurn(msgspec.Struct, frozen=True):
     note: str
     metrics: dict[str, float]
     branch: int
+
+
+AS_IT_WAS = [name for name in SampleTurn.__struct_fields__ if name in ShownTurn.__struct_fields__]
+"""What of a turn is shown as it is kept."""
 
 
 class ShownSample(msgspec.Struct, frozen=True):
@@ -228,37 +232,22 @@ def _shown(sample: Sample) -> ShownSample:
     versions = [run.version for run in sample.versions for _ in range(run.count)]
     with np.errstate(invalid="ignore"):
         log_ratios = np.subtract(values.logprobs or values.sampled_logprobs, values.sampled_logprobs)
-    columns = zip(
-        by_turn(versions),
-        by_turn([age_of(version, sample.step) for version in versions]),
-        by_turn(_numbers(values.sampled_logprobs)),
-        by_turn(_numbers(log_ratios if values.logprobs else [])),
-        by_turn(_numbers(values.advantages)),
-        by_turn(_numbers(values.entropies)),
-        by_turn([NAMES.get(use, "") for use in values.uses]),
-        strict=True,
-    )
+    columns: dict[str, list[list[Any]]] = {
+        "versions": by_turn(versions),
+        "ages": by_turn([age_of(version, sample.step) for version in versions]),
+        "logprobs": by_turn(_numbers(values.sampled_logprobs)),
+        "log_ratios": by_turn(_numbers(log_ratios if values.logprobs else [])),
+        "advantages": by_turn(_numbers(values.advantages)),
+        "entropies": by_turn(_numbers(values.entropies)),
+        "uses": by_turn([NAMES.get(use, "") for use in values.uses]),
+        "tokens": [sample.tokens[span.start : span.stop] for span in spans],
+    }
     turns = [
         ShownTurn(
-            observation=turn.observation,
-            tokens=sample.tokens[span.start : span.stop],
-            versions=own_versions,
-            ages=ages,
-            logprobs=logprobs,
-            log_ratios=log_ratios,
-            advantages=advantages,
-            entropies=entropies,
-            uses=uses,
-            reward=turn.reward,
-            generate_s=turn.generate_s,
-            env_s=turn.env_s,
-            note=turn.note,
-            metrics=turn.metrics,
-            branch=turn.branch,
+            **{name: of_turn[place] for name, of_turn in columns.items()},
+            **{name: getattr(turn, name) for name in AS_IT_WAS},
         )
-        for turn, span, (own_versions, ages, logprobs, log_ratios, advantages, entropies, uses) in zip(
-            sample.turns, spans, columns, strict=True
-        )
+        for place, turn in enumerate(sample.turns)
     ]
     return ShownSample(
         sample_index=sample.sample_index,
