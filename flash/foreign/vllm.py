@@ -50,9 +50,8 @@ TOUCHED = (
     "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
     "vllm.v1.engine.output_processor:RequestOutputCollector.request_id",
     "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async",
-    "vllm.v1.engine.core_client:MPClient.resources",
-    "vllm.v1.engine.core_client:BackgroundResources.engine_manager",
-    "vllm.v1.engine.utils:CoreEngineProcManager.processes",
+    "vllm.v1.engine.utils:get_mp_context",
+    "vllm.v1.executor.multiproc_executor:get_mp_context",
     "vllm.v1.engine.exceptions:EngineDeadError",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._ensure_worker_termination",
     "vllm.exceptions:VLLMClientError",
@@ -132,6 +131,34 @@ def import_engine() -> None:
     import_module("vllm.v1.engine.async_llm")
 
 
+def import_core() -> None:
+    """Import what an engine's core and workers are made of, for processes that are forked from this one.
+
+    Where there are GPUs no more than vLLM itself has imported where it forks: nothing that may initialise CUDA.
+    """
+    import setproctitle
+    from vllm.platforms import current_platform
+
+    # Finds where a title may stand, which it could not do once a forked process has changed its environment.
+    setproctitle.getproctitle()
+    import_module("vllm.v1.engine.core")
+    if current_platform.is_cpu():
+        for module in ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"):
+            import_module(module)
+
+
+def begin_cores_with(context: Any) -> None:
+    """In a node loop: have vLLM begin cores through this context of multiprocessing."""
+    utils: Any = import_module("vllm.v1.engine.utils")
+    utils.get_mp_context = lambda: context
+
+
+def begin_workers_with(context: Any) -> None:
+    """In a core: the same of workers."""
+    executors: Any = import_module("vllm.v1.executor.multiproc_executor")
+    executors.get_mp_context = lambda: context
+
+
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`.
 
@@ -181,12 +208,6 @@ def count_nothing_here(llm: Any) -> None:
 def cache_tokens(llm: Any) -> int:
     """Tokens that the KV cache of an engine that has started holds; 0: it does not tell."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
-
-
-def core_process(llm: Any) -> Any:
-    """The one process of the engine's core, as `multiprocessing` has it."""
-    (core,) = llm.engine_core.resources.engine_manager.processes
-    return core
 
 
 def worker_pids(core_pid: int) -> list[int]:

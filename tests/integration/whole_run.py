@@ -143,9 +143,12 @@ class Run:
 
     def core(self) -> int:
         """The process id of the engine's core, which has started: its title has overwritten its environment."""
-        threads = Path(f"/proc/{self.node_loop()}/task").iterdir()
-        children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-        (core,) = (pid for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore"))
+        (core,) = (
+            pid
+            for server in children_of(self.node_loop())
+            for pid in children_of(server)
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")
+        )
         return core
 
     def variable(self, pid: int, name: str) -> str:
@@ -165,6 +168,12 @@ class Run:
         while left := self.processes():
             assert time.monotonic() < end, f"processes left behind: {left}"
             time.sleep(0.1)
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes that it has started, and that live."""
+    threads = Path(f"/proc/{parent}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 
 def balanced(ledger: dict[str, int]) -> bool:

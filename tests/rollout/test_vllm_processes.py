@@ -8,9 +8,7 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -19,12 +17,19 @@ import anyio.to_thread
 import pytest
 
 from flash.foreign import vllm
-from flash.rollout.vllm.processes import EngineProcesses
-from flash.weights.plugin import WORKER_KILLED
+from flash.foreign.forking import server_that_imports
+from flash.rollout.vllm.processes import WORKER_KILLED, Core, EngineProcesses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SPAWN = multiprocessing.get_context("spawn")
+
+class FakeCore(Core):
+    """A core that is forked from a process which has imported nothing, and does what it is given."""
+
+    server = server_that_imports()
+
+    def run(self) -> None:
+        BaseProcess.run(self)
 
 
 def core(worker: Any, tells: bool) -> None:
@@ -43,8 +48,8 @@ def core(worker: Any, tells: bool) -> None:
 
 def begin(*, tells: bool = False) -> tuple[BaseProcess, int]:
     """A core, and the process id of its worker."""
-    receive, send = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=core, args=(send, tells), name="EngineCore_0", daemon=True)
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = FakeCore(target=core, args=(send, tells), name="EngineCore_0", daemon=True)
     process.start()
     assert receive.poll(30), "the core does not start"
     return process, receive.recv()
@@ -60,12 +65,6 @@ def ended(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
-
-
-def llm(process: BaseProcess) -> Any:
-    """As much of an AsyncLLM as leads to its core."""
-    manager = SimpleNamespace(processes=[process])
-    return SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,8 @@ def test_the_first_process_that_ends_is_told_once_and_the_others_are_ended(which
             died.set()
 
         processes = EngineProcesses(tell)
-        processes.watch(llm(process))
+        processes.begun(process)
+        processes.watch()
         assert processes.core == process.pid
         os.kill(process.pid if which == "core" else worker, how)
         with anyio.fail_after(10):
@@ -113,7 +113,8 @@ def test_a_stopped_worker_is_ended_and_what_was_closed_tells_nothing() -> None:
     async def scenario() -> None:
         process, worker = begin()
         processes = EngineProcesses(causes.append)
-        processes.watch(llm(process))
+        processes.begun(process)
+        processes.watch()
         os.kill(worker, signal.SIGSTOP)
         processes.unwatch()
         processes.unwatch()
@@ -125,30 +126,35 @@ def test_a_stopped_worker_is_ended_and_what_was_closed_tells_nothing() -> None:
     assert causes == []
 
 
-def test_a_start_that_is_given_up_ends_its_own_core_and_no_other_engines() -> None:
-    cores: dict[str, tuple[BaseProcess, int]] = {}
+def test_each_start_knows_the_core_of_its_own_thread_and_ends_no_other() -> None:
     starts = {name: EngineProcesses(lambda cause: None) for name in ("given up", "other")}
-    over = threading.Event()
+    cores = {name: FakeCore(target=signal.pause, name="EngineCore_0", daemon=True) for name in starts}
 
     def start(name: str) -> None:
-        starts[name].start_here()
-        cores[name] = begin()
-        over.wait(60)  # as a constructor that waits for its core
+        with starts[name].starting():
+            cores[name].start()
 
     threads = [threading.Thread(target=start, args=(name,)) for name in starts]
-    run(threads, lambda: len(cores) == 2)
-    try:
-        starts["given up"].end_starting(10)
-        process, worker = cores["given up"]
-        assert not process.is_alive()
-        assert ended(worker)
-        assert cores["other"][0].is_alive()
-    finally:
-        starts["other"].end_starting(10)
-        over.set()
-        for thread in threads:
-            thread.join(10)
-    assert not cores["other"][0].is_alive()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {name: start.core for name, start in starts.items()} == {name: core.pid for name, core in cores.items()}
+    starts["given up"].end_starting(10)
+    assert not cores["given up"].is_alive()
+    assert cores["other"].is_alive()
+    starts["other"].end_starting(10)
+    assert not cores["other"].is_alive()
+
+
+def test_a_core_that_begins_after_its_start_was_given_up_is_ended_at_once() -> None:
+    processes = EngineProcesses(lambda cause: None)
+    processes.end_starting(10)
+    process, worker = begin()
+    processes.begun(process)
+    assert process.pid is not None
+    assert ended(process.pid)
+    assert ended(worker)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +183,8 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
                 anyio.from_thread.run_sync(noted.set)
 
         def start() -> None:
-            processes.start_here()
             begun.append(begin(tells=True))
+            processes.begun(begun[0][0])
             anyio.from_thread.run_sync(has_begun.set)
             anyio.from_thread.run(over.wait)
 
@@ -206,15 +212,3 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
     else:
         assert said is not None
         assert said.startswith(told.format(core=pid))
-
-
-def run(threads: list[threading.Thread], ready: Callable[[], bool]) -> None:
-    """Start them, and wait until they have done what they do."""
-    done = threading.Event()
-    for thread in threads:
-        thread.start()
-    for _ in range(3000):
-        if ready():
-            return
-        done.wait(0.01)
-    raise AssertionError("the cores do not start")

@@ -32,7 +32,7 @@ from flash.errors import (
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
-from flash.rollout.vllm.processes import EngineProcesses
+from flash.rollout.vllm.processes import CORES, EngineProcesses
 from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, version_runs
 from flash.rollout.vllm.start import configure, engine_environment
 from flash.types import Completion, Published
@@ -120,7 +120,7 @@ class VLLMEngine:
                     group.start_soon(self._processes.follow_start, self._remember)
                     await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
                     group.cancel_scope.cancel()
-                self._processes.watch(self._llm)
+                self._processes.watch()
                 self._gauge.has_cache(vllm.cache_tokens(self._llm))
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
@@ -289,9 +289,9 @@ class VLLMEngine:
 
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
-        self._processes.start_here()
-        with engine_environment(self._config, self._cpus):
+        with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._stepped)
+            vllm.begin_cores_with(CORES)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:

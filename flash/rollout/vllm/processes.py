@@ -1,22 +1,24 @@
-"""The processes of one vLLM engine: its core, a child of this process, and the workers of that.
+"""The processes of one vLLM engine: its core, and the workers of that.
 
-When one of them ends the engine is lost, and is told so; when it is closed, all of them end. Workers share the process
-group that their core has opened. A core that loses a worker to a signal tells it by its exit code
-(`flash.weights.plugin`).
+The core is forked from a process that has imported vLLM (`flash.rollout.vllm.fork_server`), and forks its workers; all
+of them share a process group of their own. They end by themselves when the node loop is gone, however it went. When one
+of them ends the engine is lost, and is told so; when it is closed, all end. A core that loses a worker to a signal ends
+at once, and tells it by its exit code: the node loop names the cause, of which vLLM would only tell the consequences.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import anyio
@@ -24,20 +26,89 @@ import anyio.to_thread
 
 from flash.errors import how_it_ended
 from flash.foreign import vllm
-from flash.weights.plugin import WORKER_KILLED
+from flash.foreign.forking import ForkedProcess, server_that_imports
+from flash.weights.plugin import NODE_PID, follow
 
+WORKER_KILLED = 128
+"""Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
 FIND_S = 0.1
 """Seconds between two looks for a core that is about to be started."""
 REMEMBER_S = 0.5
 """Seconds between two notes of what a starting engine keeps on this machine."""
 FOLLOWS_S = 2.0
 """Seconds in which a core follows its worker, and tells by its own end how that one ended."""
-LOOKS, LOOK_S = 50, 0.001
-"""How often, and after how many seconds, it is asked again how the core ended; blocks, once in an engine's life. Twenty
-times as often where it has ended: on a busy machine the thread that was told may not get to note it for long."""
+ENDS_S = 0.05
+"""Seconds in which a core ends of which vLLM says that it is dead; blocks, once in an engine's life."""
 
-_running_cores: set[int] = set()
-"""Process ids of this process's started engine cores: the others are still starting."""
+
+class _Starting(threading.local):
+    """What a thread is about to start."""
+
+    engine: EngineProcesses | None = None
+
+
+_starting = _Starting()
+
+
+class Core(ForkedProcess):
+    """The core of the engine that its thread starts; see the module's docstring."""
+
+    server = server_that_imports("flash.rollout.vllm.fork_server")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._variables = dict(os.environ)
+
+    def start(self) -> None:
+        """As of `Process`."""
+        super().start()
+        if _starting.engine is not None:
+            _starting.engine.begun(self)
+
+    def run(self) -> None:
+        """As of `Process`, in the new process."""
+        os.environ.clear()
+        os.environ.update(self._variables)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        follow(int(os.environ[NODE_PID]))
+        vllm.begin_workers_with(_Workers())
+        vllm.on_killed_worker(_end_as_worker)
+        super().run()
+
+
+class _Cores(ForkServerContext):
+    Process = Core
+
+
+class _Worker(ForkProcess):
+    def run(self) -> None:
+        """As of `Process`, in the new process."""
+        follow(int(os.environ[NODE_PID]))
+        # OpenMP has read where its threads are to run in the process that all are forked from.
+        bound: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if bound != "nobind":
+            rank: int = self._kwargs["local_rank"]  # pyright: ignore[reportAttributeAccessIssue]
+            os.sched_setaffinity(0, map(int, bound.split("|")[rank].split(",")))
+        super().run()
+
+
+class _Workers(ForkContext):
+    Process = _Worker
+
+
+CORES = _Cores()
+"""multiprocessing, as vLLM begins cores with it."""
+
+
+def _end_as_worker(number: int) -> None:
+    """End this core, without a word: its workers end with it."""
+    os._exit(WORKER_KILLED + number)
+
+
+def _killed_worker(code: int) -> bool:
+    """Whether a core's exit code tells that a signal has killed a worker; 255 tells that nobody knows how it ended."""
+    return WORKER_KILLED < code <= WORKER_KILLED + signal.NSIG
 
 
 class EngineProcesses:
@@ -45,46 +116,50 @@ class EngineProcesses:
 
     def __init__(self, on_end: Callable[[str], object]) -> None:
         self._tell = on_end
-        self._starter: int | None = None
-        self._core: Any = None
+        self._core: BaseProcess | None = None
+        self._given_up = False
         self._lost_worker: int | None = None
         """The first worker that ended."""
         self._workers: dict[int, int] = {}
         """By process id, a descriptor that becomes readable when it ends."""
-        self._core_end: int | None = None
-        """The same of the core."""
         self._watches = False
+        self._started = False
 
     @property
     def core(self) -> int:
-        """The process id of the core, which has started."""
-        return self._core.pid
+        """The process id of the core, which has begun."""
+        return self._begun.pid or 0
 
-    def start_here(self) -> None:
-        """This thread is about to start the core."""
-        self._starter = threading.get_native_id()
+    @property
+    def _begun(self) -> BaseProcess:
+        assert self._core is not None, "it has begun"
+        return self._core
+
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """The core that this thread begins in the block is this engine's."""
+        _starting.engine = self
+        try:
+            yield
+        finally:
+            _starting.engine = None
+
+    def begun(self, core: BaseProcess) -> None:
+        """This is the core; the thread that has begun it waits until it is ready, or has ended."""
+        self._core = core
+        if self._given_up:
+            self._kill(core)
 
     async def follow_start(self, remember: Callable[[int], None]) -> None:
-        """Find the core as soon as the starting thread has begun it: once it has ended nobody else knows how.
+        """Until it is cancelled, tell `remember` of the core again and again, in a thread.
 
-        Then, until it is cancelled, it tells `remember` of the core again and again, in a thread: what kills an engine
-        that starts may kill this process too.
+        What kills an engine that starts may kill this process too.
         """
-        while not self._look():  # noqa: ASYNC110 (nothing tells when a thread has begun a process)
+        while self._core is None:  # noqa: ASYNC110 (the thread that begins it is not the loop's)
             await anyio.sleep(FIND_S)
         while True:
             await anyio.to_thread.run_sync(remember, self.core)
             await anyio.sleep(REMEMBER_S)
-
-    def _look(self) -> bool:
-        """Whether the core that the starting thread has begun is known."""
-        with suppress(OSError):  # the thread has ended, which it does not do with a core half started
-            begun = {int(pid) for pid in Path(f"/proc/self/task/{self._starter}/children").read_text().split()}
-            for core in multiprocessing.active_children():
-                started = core.pid in _running_cores
-                if core.name.startswith(vllm.CORE_PROCESS) and core.pid in begun and not started:
-                    self._core = core
-        return self._core is not None
 
     def killed_in_start(self, error: Exception) -> str | None:
         """Which process of a start that ended with this error a signal has killed; None: it has failed by itself.
@@ -94,22 +169,20 @@ class EngineProcesses:
         if self._core is None or not vllm.is_end_of_starting_core(error):
             return None
         words, code = self.how_core_ended(), self._core.exitcode
-        return words if code is not None and (code < 0 or code > WORKER_KILLED) else None
+        return words if code is not None and (code < 0 or _killed_worker(code)) else None
 
-    def watch(self, llm: Any) -> None:
-        """Notice the death of the core or one of its workers, without which it only fails."""
-        self._core = vllm.core_process(llm)
-        _running_cores.add(self._core.pid)
+    def watch(self) -> None:
+        """Notice the death of the core or one of its workers, without which it only fails. It has started."""
+        self._started = True
         try:
-            self._core_end = os.pidfd_open(self._core.pid)
-            for pid in vllm.worker_pids(self._core.pid):
+            for pid in vllm.worker_pids(self.core):
                 self._workers[pid] = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):  # since it was ready, one of them has ended
             self._tell(self.how_core_ended())
             return
         self._watches = True
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._core_end, self._on_core_end)
+        loop.add_reader(self._begun.sentinel, self._on_core_end)
         for pid, descriptor in self._workers.items():
             loop.add_reader(descriptor, self._on_worker_end, pid)
 
@@ -118,8 +191,7 @@ class EngineProcesses:
         if not self._watches:
             return
         self._watches = False
-        for descriptor in (self._core_end, *self._workers.values()):
-            assert descriptor is not None, "it is watched"
+        for descriptor in (self._begun.sentinel, *self._workers.values()):
             asyncio.get_running_loop().remove_reader(descriptor)
 
     def end(self, seconds: float) -> None:
@@ -133,18 +205,19 @@ class EngineProcesses:
             ended = select.poll()
             ended.register(descriptor, select.POLLIN)
             ended.poll(1000 * max(0.0, end - time.monotonic()))
-        _running_cores.discard(self._core.pid)
-        if self._core_end is not None:
-            for descriptor in (self._core_end, *self._workers.values()):
-                os.close(descriptor)
-            self._core_end, self._workers = None, {}
+            os.close(descriptor)
+        self._workers = {}
 
     def end_starting(self, seconds: float) -> None:
-        """End the core that the starting thread has begun and nobody watches yet, if there is one; blocks."""
-        if self._look() and self._core.pid not in _running_cores:
-            self._core.kill()
-            _kill_group(self._core.pid)
+        """End the core that the starting thread has begun, or is about to, and nobody watches yet; blocks."""
+        self._given_up = True
+        if self._core is not None and not self._started:
+            self._kill(self._core)
             self._core.join(seconds)
+
+    def _kill(self, core: BaseProcess) -> None:
+        core.kill()
+        _kill_group(core.pid)
 
     def _on_core_end(self) -> None:
         self._on_end(self.how_core_ended())
@@ -166,21 +239,19 @@ class EngineProcesses:
             self._tell(cause)
 
     def how_core_ended(self) -> str:
-        """A thread of vLLM's may be asking the system at this moment, which answers once: it notes the answer then."""
-        for _ in range(LOOKS * (20 if _ended(self._core.sentinel) else 1)):
-            if self._core.exitcode is not None:
-                return self._with_code(self._core.exitcode)
-            time.sleep(LOOK_S)
-        return f"its core, process {self._core.pid}, failed"
+        """How the core ended that is dead, in words."""
+        connection.wait([self._begun.sentinel], ENDS_S)
+        code = self._begun.exitcode
+        return f"its core, process {self.core}, failed" if code is None else self._with_code(code)
 
     def _with_code(self, code: int) -> str:
         worker = self._lost_worker or next((pid for pid, end in self._workers.items() if _ended(end)), None)
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
-        if code > WORKER_KILLED:
+        if _killed_worker(code):
             return f"{named} {how_it_ended(WORKER_KILLED - code)}"
         if code >= 0 and self._lost_worker is not None:
-            return f"{named} has ended, and its core, process {self._core.pid}, with it"
-        return f"its process {self._core.pid} {how_it_ended(code)}"
+            return f"{named} has ended, and its core, process {self.core}, with it"
+        return f"its process {self.core} {how_it_ended(code)}"
 
 
 def _ended(descriptor: int) -> bool:
