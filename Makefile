@@ -12,7 +12,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 ALONE := $(BIN)/python -m pytest -v --exitfirst --last-failed --last-failed-no-failures none
 
-.PHONY: env check unit test lint bench gpu-check docs site clean
+.PHONY: env check unit test all-tests lint bench gpu-check docs site clean
 
 # Returns at once when .venv is current.
 env:
@@ -28,8 +28,10 @@ unit: env
 # Everything: also real engines, process groups and, where an engine for them answers, containers. What fails beside
 # others is run again by itself: if it passes then it is a race, told above and to be mended, but no broken change.
 test: env
+	@$(MAKE) --no-print-directory --jobs=2 all-tests lint
+
+all-tests: env
 	$(PYTEST) || { [ $$? = 1 ] && $(ALONE); }
-	@$(MAKE) --no-print-directory lint
 
 lint: env
 	$(BIN)/ruff check .

@@ -48,8 +48,7 @@ def srun(arguments: list[str]) -> int:
     (nodes,) = (argument.partition("=")[2] for argument in arguments if argument.startswith("--nodes="))
     for node in range(int(nodes)):
         variables = os.environ | {"SLURM_STEP_ID": "0", "SLURM_NODEID": str(node)}
-        tasks.append(subprocess.Popen(command, env=variables, start_new_session=True))
-        (FOLDER / f"group-{tasks[-1].pid}").touch()
+        tasks.append(subprocess.Popen(command, env=variables, start_new_session=True, preexec_fn=tell_group))
     if ending:  # told so while tasks were still being started
         kill_all()
     worst = 0
@@ -63,6 +62,11 @@ def srun(arguments: list[str]) -> int:
         if code and "--kill-on-bad-exit=1" in arguments:
             signal_all(signal.SIGTERM)
     return worst
+
+
+def tell_group() -> None:
+    """In a task, before its command: who has read its first line may signal it."""
+    (FOLDER / f"group-{os.getpid()}").touch()
 
 
 def scancel(arguments: list[str]) -> int:
