@@ -4,8 +4,9 @@ An async test is marked `anyio`; it runs on the real clock, or, marked `virtual`
 takes no time. A synchronous test reaches the virtual clock through `flash.simulate.clock.run_virtual`.
 
 With several workers (`pytest -n 3`) the tests of a file stay together. Whole runs share one worker, tests of several
-hosts or jobs another, those of engines alone a third, those that use containers a fourth, whole runs of which something
-dies a fifth, so that no more than one of each kind is under way; they begin first, since they take longest.
+hosts or jobs another, those of engines alone and what else imports vLLM a third, those that use containers a fourth,
+whole runs of which something dies a fifth, so that no more than one of each kind is under way; they begin first, since
+they take longest.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ MODELS = Path(__file__).parents[1] / "outputs" / "models"
 FIRST = ("runs", "hosts", "containers", "engines", "deaths")
 """Groups that workers take before all others."""
 
+IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py", "test_worker_profile.py")
+"""Files whose tests import it, which takes five seconds of a processor, beside those that are named after it."""
+
 # Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at
 # each run of the same code, so that a change is judged by itself; elsewhere each run draws new ones.
 settings.register_profile("flash", deadline=None, derandomize="CI" in os.environ)
@@ -58,7 +62,7 @@ def group_of(nodeid: str) -> str:
         return "hosts"
     if path.startswith("tests/integration/"):
         return "deaths" if "deaths" in path else "runs"
-    if "vllm_engine" in path:
+    if "vllm" in path or path.endswith(IMPORT_VLLM):
         return "engines"
     return "containers" if "/sandbox/" in path else path
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.types import Canary, Completion, Published, Sampling
 from flash.weights.fingerprint import Fingerprint
+from flash.weights.plugin import SPIN_S
 from flash.weights.update import decode_update, encode_update
 from tests.rollout import engine_contract as contract
 from tests.rollout.engine_contract import LONG, complete
@@ -374,6 +376,14 @@ def test_law_4_behaviour_logprobs_are_of_the_distribution_sampled_from(served: S
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_on_a_cpu_a_process_of_an_engine_spins_no_second_for_the_next_message(served: Served) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition: Any = shm_broadcast.SpinCondition
+    assert condition.keywords == {"busy_loop_s": SPIN_S}
+    assert "busy_loop_s" in inspect.signature(condition.func).parameters
+
+
 def test_a_greedy_response_takes_the_likeliest_token(served: Served) -> None:
     import torch
 
@@ -469,6 +479,7 @@ def test_tokens_of_an_aborted_request_that_were_in_no_piece_are_told(served: Ser
 
 
 def test_in_bfloat16_the_output_layer_that_is_kept_in_float32_is_that_of_each_version(tmp_path: Path) -> None:
+    """And the engine that is closed then leaves no process."""
     with serving(tmp_path, make_model(tmp_path), dtype="bfloat16") as served:
         before: list[float] = []
         for seed in range(3):
@@ -479,6 +490,10 @@ def test_in_bfloat16_the_output_layer_that_is_kept_in_float32_is_that_of_each_ve
             assert not before or sum(gaps) / len(gaps) > 0.3, "an old one would show"
             before = canary.logprobs
             change(served.model, seed)
+        core = served.engine._processes.core
+        assert len(processes_of_group(core)) >= 2, "an engine core and its worker"
+    assert not processes_of_group(core)
+    assert not [process for process in multiprocessing.active_children() if process.pid == core]
 
 
 def test_law_7_weights_that_compute_something_else_fail_the_canary(served: Served) -> None:
@@ -546,15 +561,6 @@ def test_an_engine_that_comes_too_late_for_a_version_is_dead_and_not_the_weights
     doomed.publish()
     with pytest.raises(EngineDeadError, match=r"too late for version .* is not held any more"):
         doomed.load(published)
-
-
-def test_a_closed_engine_leaves_no_process(tmp_path: Path) -> None:
-    with serving(tmp_path, make_model(tmp_path)) as served:
-        core = served.engine._processes.core
-        members = processes_of_group(core)
-        assert len(members) >= 2, "an engine core and its worker"
-    assert not processes_of_group(core)
-    assert not [process for process in multiprocessing.active_children() if process.pid == core]
 
 
 def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
