@@ -111,9 +111,10 @@ def launch(config: Config) -> int:
     if ranks_here:
         sys.stdout.write(f"[{describe_start(config)}]\n")
         sys.stdout.flush()
-        from flash.trainer.objective import try_objective  # torch, which nothing before this needs
+        if config.algorithm.options or ":" in config.algorithm.objective:  # what is ours, as it is, has been tried
+            from flash.trainer.objective import try_objective  # torch, which nothing else here needs
 
-        try_objective(config.algorithm)
+            try_objective(config.algorithm)
         if config.cluster.trainer_nodes == 1:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
