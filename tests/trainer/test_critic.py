@@ -20,6 +20,7 @@ from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
+from tests.trainer import two_critic_ranks
 from tests.trainer.critic_cases import (
     Reference,
     Sequenced,
@@ -303,7 +304,7 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks("tests.trainer.two_critic_ranks", model, folder)
+    run_two_ranks(two_critic_ranks.main, model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 

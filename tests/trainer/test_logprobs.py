@@ -23,6 +23,7 @@ from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
 from flash.trainer.model.output_layer import OutputLayer
+from tests.trainer import two_logprob_ranks
 from tests.trainer.packed_cases import (
     EVEN_LENGTHS,
     LENGTHS,
@@ -190,7 +191,7 @@ def test_two_ranks_give_the_gradient_of_one(
     tied_model: Path, untied_model: Path, biased_model: Path, tmp_path: Path
 ) -> None:
     models = [str(tied_model), str(untied_model), str(biased_model)]
-    run_two_ranks("tests.trainer.two_logprob_ranks", tmp_path, after=models)
+    run_two_ranks(two_logprob_ranks.main, tmp_path, after=models)
     results = torch.load(tmp_path / "gradients.pt")
     assert len(results) == 6
     for (folder, dtype), found in results.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from flash.branches import trained_branches
 from flash.config.tree import Config
+from flash.foreign.forking import ForkedProcess, server_that_imports
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Sampling, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
@@ -191,20 +190,24 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
 
 
-def run_two_ranks(module: str, *arguments: object, after: Sequence[object] = ()) -> None:
-    """Run `python -m module arguments… rank after…` for ranks 0 and 1; both end well, and in time."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, (*arguments, rank, *after))], cwd=Path(__file__).parents[2]
-        )
-        for rank in (0, 1)
-    ]
+class Rank(ForkedProcess):
+    """One of two ranks, of a process that has imported what they are made of."""
+
+    server = server_that_imports(*(f"tests.trainer.two_{name}ranks" for name in ("", "critic_", "logprob_")))
+
+
+def run_two_ranks(main: Callable[..., None], *arguments: object, after: Sequence[object] = ()) -> None:
+    """Run main(arguments…, rank, after…) for ranks 0 and 1; both end well, and in time."""
+    ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in (0, 1)]
     try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(100)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.kill()
 
 
 def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,3 @@ def main(model: Path, folder: Path, rank: int) -> None:
     results["doubled"] = doubled(model)
     torch.save(results, folder / f"results-{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +28,3 @@ def main(folder: Path, rank: int, *models: Path) -> None:
     if rank == 0:
         torch.save(results, folder / "gradients.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -182,7 +181,3 @@ def main(model: Path, folder: Path, rank: int) -> None:
     results["failed save"] = failed_save(trainer, folder, rank)
     torch.save(results, folder / f"results-{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
