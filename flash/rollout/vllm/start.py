@@ -1,6 +1,6 @@
 """How vLLM is started: its arguments, and the environment variables of its processes.
 
-vLLM's children inherit this process's environment at the moment they are spawned, so it is changed for that long and
+vLLM's processes have this process's environment of the moment in which they begin, so it is changed for that long and
 then put back exactly as it was. All engines of a process share one environment, which lets them start at the same time.
 Where an engine is started again, what environments start meanwhile inherits it too.
 """
@@ -173,8 +173,6 @@ def engine_variables(
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
-        # A fork would inherit the node loop's threads and sockets.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
     if SCRATCH in inherited:
