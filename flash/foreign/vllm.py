@@ -107,8 +107,6 @@ TOUCHED_BY_WORKERS = (
 )
 """The same for `flash.foreign.vllm_worker`, whose import is long."""
 
-CORE_PROCESS = "EngineCore"
-"""How the name of the process that vLLM starts first begins."""
 WORKER_TITLE = b"VLLM::Worker"
 """How vLLM has the command line of a worker begin."""
 CORE_ENDED = "Failed core proc(s)"
@@ -217,6 +215,11 @@ def worker_pids(core_pid: int) -> list[int]:
         with suppress(OSError):  # threads come and go meanwhile
             children += (thread / "children").read_text().split()
     return [int(pid) for pid in children if _command(pid).startswith(WORKER_TITLE)]
+
+
+def worker_rank(name: str) -> int:
+    """The place of a worker among those of its engine, by the name that vLLM gives its process: VllmWorker-0."""
+    return int(name.rpartition("-")[2])
 
 
 def _command(pid: str) -> bytes:

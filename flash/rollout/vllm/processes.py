@@ -86,10 +86,10 @@ class _Worker(ForkProcess):
         """As of `Process`, in the new process."""
         follow(int(os.environ[NODE_PID]))
         # OpenMP has read where its threads are to run in the process that all are forked from.
-        bound: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if bound != "nobind":
-            rank: int = self._kwargs["local_rank"]  # pyright: ignore[reportAttributeAccessIssue]
-            os.sched_setaffinity(0, map(int, bound.split("|")[rank].split(",")))
+            share = bound.split("|")[vllm.worker_rank(self.name)]
+            os.sched_setaffinity(0, map(int, share.split(",")))
         super().run()
 
 
