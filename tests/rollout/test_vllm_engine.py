@@ -376,6 +376,14 @@ def test_law_4_behaviour_logprobs_are_of_the_distribution_sampled_from(served: S
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_an_engine_is_forked_from_a_process_that_has_imported_vllm_once(served: Served) -> None:
+    core = served.engine._processes.core
+    parent = int(Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent != os.getpid()
+    assert "/site-packages/vllm/" in Path(f"/proc/{parent}/maps").read_text()
+    assert core in processes_of_group(core), "out of reach of the signals that the launcher's group gets"
+
+
 def test_on_a_cpu_a_process_of_an_engine_spins_no_second_for_the_next_message(served: Served) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
