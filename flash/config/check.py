@@ -266,13 +266,14 @@ def placement_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Tensor groups are whole, and lie within a node."""
+    """Tensor groups are whole, lie within a node, and nothing asks for all heads of a layer at once."""
     tensor, ranks = config.parallel.tensor, config.cluster.trainer_ranks
     if ranks % tensor:
         message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {tensor}"
         yield ConfigProblem("parallel.tensor", message)
-    elif tensor > 1:
-        yield ConfigProblem("parallel.tensor", f"expected 1, as no layer is divided so far, got {tensor}")
+    if tensor > 1 and config.algorithm.rhythm is not None:
+        message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {tensor}"
+        yield ConfigProblem("parallel.tensor", message)
 
 
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:

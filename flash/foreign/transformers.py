@@ -1,14 +1,17 @@
-"""transformers beyond what it documents: what a model says of its own layers."""
+"""transformers beyond what it documents: what a model says of its own layers, and how they are divided."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from shutil import copymode
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
 TOUCHED = (
@@ -19,6 +22,8 @@ TOUCHED = (
     "transformers:PreTrainedModel.set_output_embeddings",
     "transformers:PreTrainedModel.get_correct_attn_implementation",
     "transformers:AttentionInterface.register",
+    "transformers:PreTrainedModel.tp_plan",
+    "transformers.distributed.tensor_parallel:apply_tensor_parallelism",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
@@ -61,6 +66,14 @@ def layer_number(attention: nn.Module) -> int | None:
     """Which decoder layer an attention module belongs to, from 0; None where it does not say."""
     number = getattr(attention, "layer_idx", None)
     return number if isinstance(number, int) else None
+
+
+def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Leave to each rank of the mesh its part of each decoder layer, in place, by the model's own plan."""
+    plan = {name: style for name, style in model.tp_plan.items() if "layers" in name.split(".")}
+    apply_tensor_parallelism(model, mesh, plan)
+    # What FSDP shards once more is gathered in two steps, of which torch warns.
+    getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
 
 
 def open_weights(folder: Path) -> None:

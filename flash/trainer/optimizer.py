@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -72,6 +73,15 @@ class LossScale:
         return True
 
 
+def global_norm(grads: Sequence[Tensor]) -> float:
+    """Of all parameters together; a divided layer's lie on another mesh than the others."""
+    by_mesh: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = [get_total_norm(some) for some in by_mesh.values()]
+    return math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
+
+
 def apply_gradient(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -97,8 +107,7 @@ def apply_gradient(
     if by != 1:
         for grad in grads:
             grad.div_(by)
-    norm_tensor = get_total_norm(grads)
-    norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
+    norm = global_norm(grads)
     scaled_too_far = scale.seen(finite=math.isfinite(norm))
     if not math.isfinite(norm) and not scaled_too_far and on_nonfinite == "stop":
         raise ContractError(f'{whose}: the gradient norm is {norm}; {advice}, or set train.on_nonfinite = "skip"')

@@ -48,6 +48,8 @@ def test_a_dry_run_reads_a_files_tokenizer_and_says_what_will_be_made_of_it() ->
     assert not Path("tiny.hf").exists()
     fetch(Path("tiny.gguf"), Path("tiny.hf"), 60)
     assert dry_run(resolve())[1] == "model: ./tiny.hf, a LlamaForCausalLM of 0.0784M parameters"
+    with pytest.raises(ConfigError, match=r"^parallel\.tensor: expected a divisor of the model's num_attention_heads"):
+        dry_run(resolve("cluster.trainer_ranks=3", "parallel.tensor=3"))
 
 
 def test_a_dry_run_says_what_will_be_fetched_and_that_the_environment_is_not_played() -> None:

@@ -35,7 +35,7 @@ from tests.trainer.critic_cases import (
     trained,
     update,
 )
-from tests.trainer.trainer_cases import relative_error, run_two_ranks, write_model
+from tests.trainer.trainer_cases import relative_error, run_ranks, write_model
 from tests.trainer.two_critic_ranks import SPLITS, parts_of
 
 
@@ -304,7 +304,7 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(two_critic_ranks.main, model, folder)
+    run_ranks(two_critic_ranks.main, 2, model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 

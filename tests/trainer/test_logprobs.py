@@ -35,7 +35,7 @@ from tests.trainer.packed_cases import (
     weighted,
     write_biased_model,
 )
-from tests.trainer.trainer_cases import VOCABULARY, reference_model, relative_error, run_two_ranks, write_model
+from tests.trainer.trainer_cases import VOCABULARY, reference_model, relative_error, run_ranks, write_model
 
 
 @pytest.fixture(scope="session")
@@ -191,7 +191,7 @@ def test_two_ranks_give_the_gradient_of_one(
     tied_model: Path, untied_model: Path, biased_model: Path, tmp_path: Path
 ) -> None:
     models = [str(tied_model), str(untied_model), str(biased_model)]
-    run_two_ranks(two_logprob_ranks.main, tmp_path, after=models)
+    run_ranks(two_logprob_ranks.main, 2, tmp_path, after=models)
     results = torch.load(tmp_path / "gradients.pt")
     assert len(results) == 6
     for (folder, dtype), found in results.items():

@@ -15,7 +15,7 @@ from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.trainer import two_ranks
 from tests.trainer.critic_cases import critic_gradient
-from tests.trainer.trainer_cases import gradient_of, relative_error, run_two_ranks, state_of, weights_of
+from tests.trainer.trainer_cases import gradient_of, relative_error, run_ranks, state_of, weights_of
 from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(two_ranks.main, model, folder)
+    run_ranks(two_ranks.main, 2, model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 

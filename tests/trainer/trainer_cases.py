@@ -148,7 +148,7 @@ def random_shard(seed: int = 0) -> Shard:
     return make_shard(trajectories)
 
 
-def aged_shard(seed: int = 0, step: int = 3) -> Shard:
+def aged_shard(seed: int = 0, step: int = 3, prompt: int = 4) -> Shard:
     """Tokens of ages 0 to 3, of which those of age 3 are masked; the groups of `random_shard`."""
     rng = np.random.default_rng(seed)
     trajectories = []
@@ -156,7 +156,7 @@ def aged_shard(seed: int = 0, step: int = 3) -> Shard:
         for member in range(size):
             oldest = int(rng.integers(0, 4))
             runs = [VersionRun(step - age, int(rng.integers(1, 7))) for age in range(oldest, -1, -1)]
-            one = make_trajectory(group, member, runs, rng, reward=float(rng.normal()))
+            one = make_trajectory(group, member, runs, rng, reward=float(rng.normal()), prompt=prompt)
             if len(one.turns) > 1:
                 first = float(rng.normal())
                 rewards = (first, one.reward - first)
@@ -191,20 +191,22 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
 
 
 class Rank(ForkedProcess):
-    """One of two ranks, of a process that has imported what they are made of."""
+    """One of several ranks, of a process that has imported what they are made of."""
 
-    server = server_that_imports(*(f"tests.trainer.two_{name}ranks" for name in ("", "critic_", "logprob_")))
+    server = server_that_imports(
+        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "tensor"))
+    )
 
 
-def run_two_ranks(main: Callable[..., None], *arguments: object, after: Sequence[object] = ()) -> None:
-    """Run main(arguments…, rank, after…) for ranks 0 and 1; both end well, and in time."""
-    ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in (0, 1)]
+def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:
+    """Run main(arguments…, rank, after…) for so many ranks; all end well, and in time."""
+    ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in range(count)]
     try:
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(100)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
+            rank.join(300)
+        assert [rank.exitcode for rank in ranks] == [0] * count
     finally:
         for rank in ranks:
             rank.kill()
@@ -216,6 +218,15 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {
         name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
         for name, parameter in trainer.model.named_parameters()
+    }
+
+
+def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of AdamW, by their kinds and parameters."""
+    return {
+        f"{moment} of {name}": whole(trainer.optimizer.state[parameter][moment]).clone()
+        for name, parameter in trainer.model.named_parameters()
+        for moment in ("exp_avg", "exp_avg_sq")
     }
 
 

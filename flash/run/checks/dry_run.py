@@ -91,7 +91,7 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
             yield _of_folder(config, folder), f"{path} will be made, with one token per character"
     else:
-        yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model)}"
+        yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model, config.parallel.tensor)}"
 
 
 def _of_folder(config: Config, folder: str) -> Tokenizer:
@@ -99,14 +99,16 @@ def _of_folder(config: Config, folder: str) -> Tokenizer:
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 
 
-def _described(model: ModelConfig) -> str:
+def _described(model: ModelConfig, tensor: int) -> str:
     """The model's class and size, by its configuration alone.
 
     Raises:
-        ConfigError: transformers knows no such causal language model.
+        ConfigError: transformers knows no such causal language model, or `tensor` ranks cannot divide its layers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flash.trainer.model.model import check_divisible
 
     trusted = model.trust_remote_code
     try:
@@ -118,6 +120,8 @@ def _described(model: ModelConfig) -> str:
         raise ConfigError(
             f"model.path: {model.path!r} is no causal language model that can be made: {error}"
         ) from error
+    if tensor > 1:
+        check_divisible(described, tensor)
     size = sum(parameter.numel() for parameter in made.parameters())
     return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
 

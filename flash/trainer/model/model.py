@@ -1,5 +1,7 @@
 """The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
 
+Where ranks divide layers, they do so by transformers' own plan, below FSDP, which shards over the other ranks.
+
 Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of
 `flash.trainer.model.packed`. Everything that touches parameters is a collective: all ranks call it together.
 """
@@ -14,15 +16,18 @@ from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.foreign.transformers import layer_types, takes_attention
+from flash.foreign.transformers import divide_layers, layer_types, takes_attention
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
+
+DIVIDED = ("llama", "qwen2", "qwen3")
+"""Kinds of models whose gradients are, divided, those of one process: `tests/trainer/test_tensor.py` shows it."""
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -46,14 +51,14 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 def shard_model(
     model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: bool = False
 ) -> PreTrainedModel:
-    """Shard in place, as a model of this kind: each decoder layer, then the rest.
+    """Divide and shard in place, as a model of this kind: each decoder layer, then the rest.
 
     Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off. With `recompute`
     a decoder layer's activations are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
-        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; or its output
-            layer cannot.
+        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; its output
+            layer cannot; or its layers cannot be divided.
     """
     if not takes_attention(model):
         raise ConfigError(
@@ -65,7 +70,11 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32")
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
-    fuse_layers(model, cuda=mesh.device.type == "cuda")
+    fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
+    if mesh.tensor is not None:
+        # Embedding and output layer stay whole, and their gradients are computed on each rank of a group.
+        check_divisible(model.config, mesh.tensor.size())
+        divide_layers(model, mesh.tensor)
     # With one data shard there is nothing to free between forward and backward; resharding would only copy.
     reshard = mesh.data_shards > 1
     whole = layer_types(model)
@@ -77,6 +86,23 @@ def shard_model(
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()
+
+
+def check_divisible(described: PreTrainedConfig, ranks: int) -> None:
+    """Whether so many ranks can divide the layers of a model of this configuration.
+
+    Raises:
+        ConfigError: heads or widths do not divide, or nothing has shown that it is exact for a model of this kind.
+    """
+    described = described.get_text_config()
+    if described.model_type not in DIVIDED:
+        raise ConfigError(
+            f"parallel.tensor: expected 1 for a {described.model_type}; it is known to be exact for "
+            f"{', '.join(DIVIDED)} alone, got {ranks}"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(described, name)) % ranks:
+            raise ConfigError(f"parallel.tensor: expected a divisor of the model's {name} = {count}, got {ranks}")
 
 
 def reshard(model: nn.Module) -> None:

@@ -105,20 +105,8 @@ def load(path: Path, trainer: Trainer) -> None:
         CheckpointError: on every rank, when a file is damaged, the model is another one, or the checkpoint holds
             something beside the policy that the trainer does not keep, or lacks something that it does.
     """
-    import torch.distributed as dist
-    import torch.distributed.checkpoint.state_dict_loader as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    manifest = _together(lambda: read_manifest(path), path)[rank]
-    if fault := lacking_extras(path, manifest.extras, _extras(trainer)):
-        raise CheckpointError(fault)
-    _together(lambda: verify(path, manifest.files[rank::world]), path)
     state = _state(trainer)
-    try:
-        dcp.load(state, checkpoint_id=path / STATE)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
+    manifest = _read(path, state, _extras(trainer))
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
         _put_state(critic.model, critic.optimizer, state[name])
@@ -145,24 +133,33 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
         CheckpointError: on every rank, when a file is damaged, or the model is another one.
     """
     import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint.state_dict_loader as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import DTensor
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    manifest = _together(lambda: read_manifest(path), path)[rank]
-    _together(lambda: verify(path, manifest.files[rank::world]), path)
     held: dict[str, Any] = get_model_state_dict(trainer.model)
     weights = {name: torch.zeros_like(value) for name, value in held.items()}
-    try:
-        dcp.load({"model": weights}, checkpoint_id=path / STATE)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
+    _read(path, {"model": weights})
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu() for name, value in weights.items()
     }
+
+
+def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = None) -> Manifest:
+    """Fill the tensors of a state from a checkpoint that is whole, and that holds no other `extras` than these."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    manifest = _together(lambda: read_manifest(path), path)[rank]
+    if extras is not None and (fault := lacking_extras(path, manifest.extras, extras)):
+        raise CheckpointError(fault)
+    _together(lambda: verify(path, manifest.files[rank::world]), path)
+    try:
+        dcp.load(state, checkpoint_id=path / STATE)
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
+    return manifest
 
 
 def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
