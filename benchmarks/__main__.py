@@ -23,6 +23,7 @@ MODULES = {
                 "goodput",
                 "hub_scale",
                 "journal",
+                "mid_run",
                 "nodes",
                 "queue_scheduling",
                 "redundant_envs",

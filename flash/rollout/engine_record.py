@@ -6,52 +6,13 @@ import anyio
 
 from flash.errors import EngineDeadError
 from flash.observe.state_times import StateTimes
-from flash.rollout.engine import Engine, Pressure
+from flash.rollout.concurrency import ConcurrencyLimit, ResponseLengths
+from flash.rollout.engine import Engine
 from flash.rollout.routing import EngineView, RoutedRequest
 from flash.types import Activity
 
-HIGH_WATER = 0.95
-"""Share of the KV cache from which the engine counts as too full: sequences grow, and the next growth may evict one."""
-LOW_WATER = 0.85
-"""Share of the KV cache up to which there is room for more sequences."""
-CUT = 0.8
-"""What is left of the limit after a sign of overflow."""
-REGAIN = 1 / 16
-"""What each response that ends adds to the limit while there is room: a cut is made good after a few rounds."""
 MERGE_GAP_S = 0.05
 """Idle gaps shorter than this are not drawn on the timeline: they are scheduling noise, though they count as idle."""
-
-
-class ConcurrencyLimit:
-    """How many requests an engine may hold at once, by its own pressure: at least 1, at most `ceiling`. Pure.
-
-    The limit starts at the engine's number of sequences, falls by a share when the KV cache overflows or is about to,
-    and rises slowly while all of it is used and the cache has room. It only keeps requests from starting.
-    """
-
-    def __init__(self, ceiling: int) -> None:
-        assert ceiling >= 1, "an engine runs at least one sequence"
-        self._ceiling = ceiling
-        self._limit = float(ceiling)
-        self._preemptions = 0
-
-    @property
-    def limit(self) -> int:
-        """Requests that the engine may hold."""
-        return int(self._limit)
-
-    def observe(self, pressure: Pressure, held: int, *, ended: bool) -> None:
-        """Take note of the engine's pressure while it holds `held` requests; `ended`: one of them has just ended.
-
-        A cut is followed by another only when the first has taken effect, that is, when no more are held than allowed.
-        """
-        preempted = pressure.preemptions > self._preemptions
-        self._preemptions = pressure.preemptions
-        if preempted or pressure.kv_used >= HIGH_WATER:
-            if held <= self.limit:
-                self._limit = max(1.0, min(self._limit, held) * CUT)
-        elif ended and held >= self.limit and pressure.kv_used <= LOW_WATER:
-            self._limit = min(float(self._ceiling), self._limit + REGAIN)
 
 
 class EngineUsage:
@@ -122,9 +83,10 @@ class EngineRecord(EngineView):
     `index` counts the engines of this proxy, `number` those of the run.
     """
 
-    def __init__(self, engine: Engine, index: int, number: int, limit: int) -> None:
+    def __init__(self, engine: Engine, index: int, number: int, limit: int, lengths: ResponseLengths) -> None:
         super().__init__(index, limit, engine.version)
         self.number = number
+        self._lengths = lengths
         self.running: dict[anyio.CancelScope, RoutedRequest] = {}
         """One scope per request, the youngest last: cancelling it makes the request move."""
         self.emptied = anyio.Event()
@@ -141,7 +103,7 @@ class EngineRecord(EngineView):
     def begin(self, engine: Engine, limit: int) -> None:
         """From now on it is this one, of which nothing is known yet."""
         self.engine = engine
-        self.concurrency = ConcurrencyLimit(limit)
+        self.concurrency = ConcurrencyLimit(limit, self._lengths)
         self.canary_error = 0.0
         self.loaded: tuple[float, float] | None = None
         """When it began to load its version, and when it had it."""

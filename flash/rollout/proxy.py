@@ -19,6 +19,7 @@ import msgspec
 
 from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
+from flash.rollout.concurrency import ResponseLengths
 from flash.rollout.engine import Engine, EpisodeRequest
 from flash.rollout.engine_record import EngineRecord
 from flash.rollout.outage import OutageClock
@@ -83,8 +84,9 @@ class LLMProxy:
     ) -> None:
         self._settings = settings
         self._outages = outages
+        lengths = ResponseLengths()
         self.records = [
-            EngineRecord(engine, index, first_index + index, settings.max_sequences)
+            EngineRecord(engine, index, first_index + index, settings.max_sequences, lengths)
             for index, engine in enumerate(engines)
         ]
         """Of each engine, what is known of it."""
@@ -140,16 +142,14 @@ class LLMProxy:
             self._sessions.at(self._now())
             engine = self._router.ask(routed)
             if engine is not None:
-                record = self.records[engine]
-                self._observe(record, ended=False)
-                return record
+                return self.records[engine]
             record = await self._queued(routed)
             if record is None:
                 continue
             if record.alive and not record.closed:
                 return record
             # A swap or its death came between the choice and now.
-            self._release(record, routed, ended=False)
+            self._release(record, routed)
 
     async def _queued(self, routed: RoutedRequest) -> EngineRecord | None:
         """Wait in the queue until an engine has taken the request; None when it has to ask again."""
@@ -158,7 +158,7 @@ class LLMProxy:
             await wait.over.wait()
         except BaseException:  # cancelled: the request leaves the queue, or gives back what it has just got
             if wait.engine is not None:
-                self._release(wait.engine, routed, ended=False)
+                self._release(wait.engine, routed)
             elif routed.place is not None:
                 self._router.withdraw(routed)
                 self._on_room()
@@ -171,18 +171,25 @@ class LLMProxy:
         self, record: EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[Sequence[int]], None]
     ) -> Completion | None:
         """One engine's part of a response: the whole, or None when it goes on elsewhere."""
-        scope = anyio.CancelScope()
+        scope, concurrency, rest, whole = anyio.CancelScope(), record.concurrency, response.rest(), None
         self._begin(record, scope, routed)
+        concurrency.begins(scope, len(rest.prompt) - rest.done, rest.done, rest.done + rest.max_new_tokens)
+        before = record.limit
+        self._observe(record)
+        if record.limit > before:
+            self._fill(record)
         try:
             with scope:
-                async with aclosing(record.engine.generate(response.rest())) as pieces:
+                async with aclosing(record.engine.generate(rest)) as pieces:
                     async for piece in pieces:
                         record.failed_in_a_row = 0
                         if isinstance(piece, Completion):
                             before, whole = response.length, response.completed(piece)
                             record.tokens += response.length - before
+                            concurrency.grows(scope, response.length - before)
                             return whole
                         record.tokens += len(piece.token_ids)
+                        concurrency.grows(scope, len(piece.token_ids))
                         if not routed.proven:
                             self._proven(record, routed)
                         response.add(piece)
@@ -197,22 +204,23 @@ class LLMProxy:
             if not gone and (len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed)):
                 raise
         finally:
+            concurrency.ends(scope, whole=whole is not None)
             self._end(record, scope)
-            self._release(record, routed, ended=True)
+            self._release(record, routed)
         return None
 
-    def _release(self, record: EngineRecord, routed: RoutedRequest, *, ended: bool) -> None:
+    def _release(self, record: EngineRecord, routed: RoutedRequest) -> None:
         """A request has left an engine: the oldest that waits takes its place."""
-        self._observe(record, ended=ended)
+        self._observe(record)
         record.release(routed)
         if record.held == 0:
             record.emptied.set()
         self._fill(record)
 
-    def _observe(self, record: EngineRecord, *, ended: bool) -> None:
+    def _observe(self, record: EngineRecord) -> None:
         """Let the engine's limit follow its pressure."""
         pressure = record.engine.pressure
-        record.concurrency.observe(pressure, record.held, ended=ended)
+        record.concurrency.observe(pressure)
         record.limit = record.concurrency.limit
         self._sessions.caches[record.index].memory = pressure.kv_tokens
 

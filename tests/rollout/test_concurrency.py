@@ -1,95 +1,156 @@
-"""The limit of requests per engine, under any history of pressure."""
+"""The limit of requests per engine, under any history of lengths and pressure."""
 
 from __future__ import annotations
 
+import math
+import random
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated.configure import TWO_ENGINES, configure, run_world
+from flash.rollout.concurrency import DEVIATIONS, EDGES, PRIOR, ConcurrencyLimit, ResponseLengths
 from flash.rollout.engine import Pressure
-from flash.rollout.engine_record import CUT, HIGH_WATER, LOW_WATER, ConcurrencyLimit
+
+CACHE = 10_000
 
 
-def pressure(kv_used: float, preemptions: int = 0) -> Pressure:
-    return Pressure(running=0, waiting=0, kv_used=kv_used, preemptions=preemptions)
+def pressure(kv_used: float, *, waiting: int = 0, kv_tokens: int = CACHE) -> Pressure:
+    return Pressure(running=0, waiting=waiting, kv_used=kv_used, preemptions=0, kv_tokens=kv_tokens)
 
 
-def test_without_pressure_the_limit_is_the_engines_number_of_sequences() -> None:
-    limit = ConcurrencyLimit(256)
-    for held in (1, 100, 256):
-        limit.observe(pressure(0.5), held, ended=True)
+def lengths_of(responses: list[int]) -> ResponseLengths:
+    lengths = ResponseLengths()
+    for length in responses:
+        lengths.grew(0, length)
+        lengths.ended(length)
+    return lengths
+
+
+def limit_of(lengths: ResponseLengths, rows: list[tuple[int, int, int]], ceiling: int = 256) -> ConcurrencyLimit:
+    """Of an engine that runs responses with these prompts, tokens, and greatest lengths."""
+    limit = ConcurrencyLimit(ceiling, lengths)
+    for number, (prompt, done, longest) in enumerate(rows):
+        limit.begins(number, prompt, done, longest)
+    return limit
+
+
+@pytest.mark.parametrize(("kv_tokens", "longest"), [(0, 1000), (256 * 40, 30)])
+def test_where_all_fits_or_nothing_is_known_the_limit_is_the_engines_number_of_sequences(
+    kv_tokens: int, longest: int
+) -> None:
+    limit = limit_of(ResponseLengths(), [(10, 0, longest)] * 3)
+    limit.observe(pressure(0.9, kv_tokens=kv_tokens))
     assert limit.limit == 256
 
 
-def test_a_full_cache_cuts_the_limit_below_what_is_held() -> None:
-    limit = ConcurrencyLimit(256)
-    limit.observe(pressure(HIGH_WATER), 100, ended=False)
-    assert limit.limit == int(100 * CUT)
-
-
-def test_a_preemption_cuts_the_limit_also_when_the_cache_has_room_again() -> None:
-    limit = ConcurrencyLimit(100)
-    limit.observe(pressure(0.5, preemptions=1), 100, ended=True)
-    assert limit.limit == int(100 * CUT)
-    limit.observe(pressure(0.5, preemptions=1), 80, ended=False)
-    assert limit.limit == int(100 * CUT), "a preemption is news once"
-
-
-def test_the_next_cut_waits_until_the_last_one_has_taken_effect() -> None:
-    limit = ConcurrencyLimit(100)
-    for held in (100, 99, 90, 81):
-        limit.observe(pressure(1.0), held, ended=True)
-    assert limit.limit == 80
-    limit.observe(pressure(1.0), 80, ended=True)
-    assert limit.limit == 64
-
-
-def test_a_cut_is_made_good_while_all_of_the_limit_is_used_and_the_cache_has_room() -> None:
-    limit = ConcurrencyLimit(100)
-    limit.observe(pressure(1.0), 100, ended=True)
-    ends = 0
-    while limit.limit < 100:
-        limit.observe(pressure(LOW_WATER), limit.limit, ended=True)
-        ends += 1
-    assert 100 <= ends <= 1000
-
-
-def test_a_limit_that_is_not_reached_does_not_rise() -> None:
-    limit = ConcurrencyLimit(100)
-    limit.observe(pressure(1.0), 100, ended=True)
+def test_the_hazard_is_the_ends_over_the_tokens_of_those_that_still_run_too() -> None:
+    lengths = ResponseLengths()
     for _ in range(1000):
-        limit.observe(pressure(0.1), limit.limit - 1, ended=True)
-    assert limit.limit == 80
+        lengths.grew(0, 6)
+        lengths.ended(6)
+        lengths.grew(0, 4)  # and runs on
+    rates = dict(zip(EDGES[:-1].round(3), np.diff(lengths.hazard(8)) / np.diff(EDGES), strict=True))
+    assert rates[1.0] == pytest.approx(PRIOR / (2000 + PRIOR * 4)), "the token after the first"
+    assert rates[2.828] == pytest.approx(PRIOR / (2000 + PRIOR * 4)), "the token after three, of both"
+    assert rates[5.657] == pytest.approx((1000 + PRIOR) / PRIOR / 4), "none has grown beyond six"
+    assert rates[32.0] == pytest.approx(1 / 4), "where none was, a response has half its greatest length"
 
 
-Observation = tuple[float, int, int, bool]
-OBSERVATIONS: st.SearchStrategy[list[Observation]] = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 1), st.integers(1, 64), st.booleans())
-)
+def test_a_response_counts_the_same_in_one_piece_or_in_many() -> None:
+    whole, pieces = ResponseLengths(), ResponseLengths()
+    whole.grew(0, 1000)
+    for first in range(0, 1000, 7):
+        pieces.grew(first, min(1000, first + 7))
+    assert whole.hazard(2000) == pytest.approx(pieces.hazard(2000))
 
 
-@given(st.integers(1, 64), OBSERVATIONS)
-def test_the_limit_stays_between_one_and_the_ceiling_and_moves_only_for_a_reason(
-    ceiling: int, observations: list[Observation]
+def test_responses_of_one_length_fill_the_cache_up_to_it() -> None:
+    """All end at 1,000 tokens: young ones take that each, and old ones are about to go."""
+    lengths = lengths_of([1000] * 5000)
+    young = limit_of(lengths, [(24, 0, 4096)])
+    young.observe(pressure(24 / CACHE))
+    # A hazard that is constant from 861 to 1,023 tokens has some of them end sooner.
+    assert CACHE / 1024 - 1 <= young.limit <= CACHE / 880
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.2, 0.9))
+def test_as_many_may_begin_as_keep_expectation_and_deviations_within_the_cache(
+    seed: int, count: int, used: float
 ) -> None:
-    limit, preemptions = ConcurrencyLimit(ceiling), 0
-    for kv_used, new, held, ended in observations:
-        before, preemptions = limit.limit, preemptions + new
-        limit.observe(pressure(kv_used, preemptions), held, ended=ended)
-        assert 1 <= limit.limit <= ceiling
-        if limit.limit > before:
-            assert ended
-            assert held >= before
-            assert kv_used <= LOW_WATER
-            assert not new
-        if limit.limit < before:
-            assert new or kv_used >= HIGH_WATER
+    draw = random.Random(seed)
+    lengths = lengths_of([max(1, int(draw.lognormvariate(5.5, 0.8))) for _ in range(400)])
+    rows = [(draw.randrange(10, 200), draw.randrange(600), 2000) for _ in range(count)]
+    limit = limit_of(lengths, rows)
+    limit.observe(pressure(used))
+    hazard = lengths.hazard(2000)
+
+    def outlives(age: int, more: float) -> float:
+        return math.exp(np.interp(age, EDGES, hazard) - np.interp(age + more, EDGES, hazard)) * (age + more < 2000)
+
+    spread = (used * CACHE - sum(prompt + age for prompt, age, _ in rows)) / count
+    prompt = sum(prompt for prompt, _, _ in rows) / count
+
+    def most(more: int) -> float:
+        """Of what the cache holds at any time, where so many more begin."""
+        found = 0.0
+        for step in (0.0, *(2.0 ** (power / 4) for power in range(4, 44))):
+            if step >= 2000:
+                break
+            sizes = [(max(1.0, p + age + spread) + step, outlives(age, step)) for p, age, _ in rows]
+            mean = sum(size * alive for size, alive in sizes)
+            deviation = DEVIATIONS * math.sqrt(sum(size**2 * alive * (1 - alive) for size, alive in sizes))
+            new = (prompt + step) * math.exp(-np.interp(step, EDGES, hazard))
+            found = max(found, (mean + deviation + more * new) / CACHE)
+        return found
+
+    more = limit.limit - count
+    assert more >= 0 or count == 0
+    if limit.limit > max(1, count):
+        assert most(more) <= 1 + 1e-9
+    if limit.limit < 256:
+        assert most(more + 1) > 1 - 1e-9
 
 
-@given(st.integers(1, 64), OBSERVATIONS)
-def test_under_lasting_pressure_the_limit_reaches_one(ceiling: int, observations: list[Observation]) -> None:
-    limit = ConcurrencyLimit(ceiling)
-    for kv_used, _, held, ended in observations:
-        limit.observe(pressure(kv_used), held, ended=ended)
-    for _ in range(64):
-        limit.observe(pressure(1.0), limit.limit, ended=True)
+def test_while_the_engine_has_put_some_back_no_other_begins() -> None:
+    limit = limit_of(lengths_of([100] * 50), [(10, 10, 4000)] * 5)
+    limit.observe(pressure(0.1))
+    assert limit.limit > 5
+    limit.observe(pressure(0.1, waiting=1))
+    assert limit.limit == 5
+
+
+def test_one_may_always_run() -> None:
+    limit = limit_of(ResponseLengths(), [(2 * CACHE, 0, CACHE)])
+    limit.observe(pressure(1.0))
     assert limit.limit == 1
+    limit.ends(0, whole=True)
+    limit.observe(pressure(0.0))
+    assert limit.limit == 1, "what comes next may be as large"
+
+
+def test_a_response_that_moves_away_is_no_end() -> None:
+    lengths = ResponseLengths()
+    limit = limit_of(lengths, [(10, 0, 4000)] * 2)
+    for name, whole in ((0, False), (1, True)):
+        limit.grows(name, 100)
+        limit.ends(name, whole=whole)
+    (place,) = np.flatnonzero((EDGES[:-1] <= 100) & (EDGES[1:] > 100))
+    rate = np.diff(lengths.hazard(4000))[place] / np.diff(EDGES)[place]
+    assert rate == pytest.approx((1 + PRIOR) / (2 * (100 - math.ceil(EDGES[place])) + PRIOR * 2000))
+
+
+@pytest.mark.parametrize("responses", ["lognormal(600, 450, low=1, high=3000)", "uniform(1, 1500)", "constant(800)"])
+def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: str) -> None:
+    config = configure(
+        run={"name": "limit", "steps": 12, "seed": 3},
+        rollout={"group_size": 8, "max_new_tokens": 3000},
+        train={"batch_size": 64, "async_ratio": 4},
+        engine={"max_sequences": 256, "stream_interval": 64},
+        simulate=TWO_ENGINES | {"kv_tokens": 20_000, "response_tokens": responses, "train_step_s": 1.0},
+    )
+    world, report = run_world(config)
+    assert len(world.engines) == 2
+    assert sum(engine.pressure.preemptions for engine in world.engines) < report.samples

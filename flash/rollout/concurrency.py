@@ -1,0 +1,128 @@
+"""How many requests an engine may hold at once, so that its KV cache is full and seldom overflows. Pure state.
+
+What runs grows by a token a step each, until it ends. How soon that is, is learned from the responses so far: the
+hazard of an end, per token, within a quarter of an octave of lengths is the ends there over the tokens generated there,
+by those that still run too (the maximum of the likelihood of piecewise constant hazards under censoring). With
+S(s | a) the probability that a response of a tokens outlives s more, the cache is expected to hold in s steps
+
+    U(s) = sum over what runs of (context + s) · S(s | age),
+
+with a variance of the sum of (context + s)² · S · (1 - S). Each request more adds (prompt + s) · S(s | 0). As many may
+begin as keep the expectation, and two standard deviations, within the cache at every s. Where more of them live than
+that, the engine puts its youngest back, which costs least, as it has the least to compute again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flash.rollout.engine import Pressure
+
+EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
+"""Lengths between which the hazard is constant, in tokens: quarters of octaves."""
+DEVIATIONS = 2.0
+"""Of the expected use, that are kept free: once in forty times more is used."""
+AHEAD = 1 / 1024
+"""The least s that is looked at, as a share of the greatest length."""
+PRIOR = 0.5
+"""Responses that count as seen before the first one, of half the greatest length each, between any two edges."""
+
+
+class ResponseLengths:
+    """What is known of how long responses become, of all engines of a node."""
+
+    def __init__(self) -> None:
+        self._ends = np.zeros(len(EDGES))
+        self._tokens = np.zeros(len(EDGES))
+
+    def grew(self, first: int, last: int) -> None:
+        """A response has got its tokens from `first` on, before `last`."""
+        while first < last:
+            place = _place(first)
+            stop = last if place + 1 == len(EDGES) else min(last, math.ceil(EDGES[place + 1]))
+            self._tokens[place] += stop - first
+            first = stop
+
+    def ended(self, length: int) -> None:
+        """One has ended by itself, with so many tokens."""
+        self._ends[_place(length)] += 1
+
+    def hazard(self, longest: int) -> NDArray[np.float64]:
+        """Of an end until each of `EDGES`, in sum, where a response has at most `longest` tokens."""
+        rates = (self._ends + PRIOR) / (self._tokens + PRIOR * longest / 2)
+        return np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(EDGES))])
+
+
+class ConcurrencyLimit:
+    """The limit of one engine: at least 1, at most `ceiling`, which it is until the first response begins."""
+
+    def __init__(self, ceiling: int, lengths: ResponseLengths) -> None:
+        assert ceiling >= 1, "an engine runs at least one sequence"
+        self._ceiling = ceiling
+        self._lengths = lengths
+        self._running: dict[Hashable, list[int]] = {}
+        """Of each response that runs, the tokens before it, its own, and how many these may become."""
+        self._worst = 0
+        """Tokens of all of them together if each becomes as long as it may."""
+        self._newest = (0, 0)
+        """Tokens before the last response that has begun, and how many its own may become."""
+        self._limit = ceiling
+
+    @property
+    def limit(self) -> int:
+        """Requests that the engine may hold."""
+        return self._limit
+
+    def begins(self, name: Hashable, prompt: int, done: int, longest: int) -> None:
+        """A response of at most `longest` tokens, of which it has `done`, goes on after its prompt."""
+        self._running[name] = [prompt, done, longest]
+        self._worst += prompt + longest
+        self._newest = prompt, longest
+
+    def grows(self, name: Hashable, tokens: int) -> None:
+        """It has got so many more."""
+        row = self._running[name]
+        self._lengths.grew(row[1], row[1] + tokens)
+        row[1] += tokens
+
+    def ends(self, name: Hashable, *, whole: bool) -> None:
+        """It runs here no more; `whole`: it has come to its end."""
+        prompt, length, longest = self._running.pop(name)
+        self._worst -= prompt + longest
+        if whole and length < longest:
+            self._lengths.ended(length)
+
+    def observe(self, pressure: Pressure) -> None:
+        """Take note of how full the engine is, once a response has begun."""
+        running, cache = len(self._running), pressure.kv_tokens
+        mean = self._worst / running if running else sum(self._newest)
+        if not cache or mean * self._ceiling <= cache:
+            self._limit = self._ceiling
+            return
+        more = 0 if pressure.waiting else self._room(cache, pressure.kv_used * cache)
+        self._limit = max(1, min(self._ceiling, running + more))
+
+    def _room(self, cache: int, used: float) -> int:
+        """How many more may begin."""
+        prompt, age, longest = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 3).T
+        mean, most = (prompt.mean(), longest.max()) if len(age) else self._newest
+        hazard = self._lengths.hazard(int(most))
+        steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]
+        # The engine's own count knows what has not been delivered yet, and what several share.
+        context = np.maximum(1.0, prompt + age + (used - (prompt + age).sum()) / max(1, len(age)))[:, None]
+        later = age[:, None] + steps
+        alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(later, EDGES, hazard))
+        alive *= later < longest[:, None]
+        size = (context + steps) * alive
+        taken = size.sum(axis=0) + DEVIATIONS * np.sqrt((size * (context + steps) * (1 - alive)).sum(axis=0))
+        new = (mean + steps) * np.exp(-np.interp(steps, EDGES, hazard))
+        return max(0, math.floor(((cache - taken) / new).min()))
+
+
+def _place(length: int) -> int:
+    """Between which of `EDGES` a length is."""
+    return int(np.searchsorted(EDGES, length, side="right")) - 1
