@@ -15,6 +15,7 @@ that, the engine puts its youngest back, which costs least, as it has the least 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable
 
 import numpy as np
@@ -24,6 +25,7 @@ from flash.rollout.engine import Pressure
 
 EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
 """Lengths between which the hazard is constant, in tokens: quarters of octaves."""
+_EDGES = EDGES.tolist()
 DEVIATIONS = 2.0
 """Of the expected use, that are kept free: once in forty times more is used."""
 AHEAD = 1 / 1024
@@ -43,7 +45,7 @@ class ResponseLengths:
         """A response has got its tokens from `first` on, before `last`."""
         while first < last:
             place = _place(first)
-            stop = last if place + 1 == len(EDGES) else min(last, math.ceil(EDGES[place + 1]))
+            stop = last if place + 1 == len(_EDGES) else min(last, math.ceil(_EDGES[place + 1]))
             self._tokens[place] += stop - first
             first = stop
 
@@ -65,7 +67,10 @@ class ConcurrencyLimit:
         self._ceiling = ceiling
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
-        """Of each response that runs, the tokens before it, its own, and how many these may become."""
+        """Of each response that runs, the tokens before it, its own, how many these may become, and whether the engine
+        has given any: only then it surely counts in the engine's own use."""
+        self._seen: Pressure | None = None
+        """What was last taken note of."""
         self._worst = 0
         """Tokens of all of them together if each becomes as long as it may."""
         self._newest = (0, 0)
@@ -79,7 +84,7 @@ class ConcurrencyLimit:
 
     def begins(self, name: Hashable, prompt: int, done: int, longest: int) -> None:
         """A response of at most `longest` tokens, of which it has `done`, goes on after its prompt."""
-        self._running[name] = [prompt, done, longest]
+        self._running[name] = [prompt, done, longest, 0]
         self._worst += prompt + longest
         self._newest = prompt, longest
 
@@ -88,10 +93,11 @@ class ConcurrencyLimit:
         row = self._running[name]
         self._lengths.grew(row[1], row[1] + tokens)
         row[1] += tokens
+        row[3] = 1
 
     def ends(self, name: Hashable, *, whole: bool) -> None:
         """It runs here no more; `whole`: it has come to its end."""
-        prompt, length, longest = self._running.pop(name)
+        prompt, length, longest, _ = self._running.pop(name)
         self._worst -= prompt + longest
         if whole and length < longest:
             self._lengths.ended(length)
@@ -101,19 +107,25 @@ class ConcurrencyLimit:
         running, cache = len(self._running), pressure.kv_tokens
         mean = self._worst / running if running else sum(self._newest)
         if not cache or mean * self._ceiling <= cache:
-            self._limit = self._ceiling
+            self._limit, self._seen = self._ceiling, None
             return
-        more = 0 if pressure.waiting else self._room(cache, pressure.kv_used * cache)
+        if running and pressure is self._seen:
+            return  # no step since: who has begun or ended meanwhile takes or leaves room that is counted
+        self._seen = pressure
+        # What an engine that runs nothing has last told is of requests that are gone.
+        more = 0 if running and pressure.waiting else self._room(cache, pressure.kv_used * cache)
         self._limit = max(1, min(self._ceiling, running + more))
 
     def _room(self, cache: int, used: float) -> int:
         """How many more may begin."""
-        prompt, age, longest = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 3).T
+        prompt, age, longest, given = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 4).T
         mean, most = (prompt.mean(), longest.max()) if len(age) else self._newest
         hazard = self._lengths.hazard(int(most))
         steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]
-        # The engine's own count knows what has not been delivered yet, and what several share.
-        context = np.maximum(1.0, prompt + age + (used - (prompt + age).sum()) / max(1, len(age)))[:, None]
+        # The engine's own count knows what has not been delivered yet, and what several share; not who has just begun.
+        known = given > 0
+        spread = (used - (prompt + age)[known].sum()) / max(1, known.sum())
+        context = np.maximum(1.0, prompt + age + known * spread)[:, None]
         later = age[:, None] + steps
         alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(later, EDGES, hazard))
         alive *= later < longest[:, None]
@@ -125,4 +137,4 @@ class ConcurrencyLimit:
 
 def _place(length: int) -> int:
     """Between which of `EDGES` a length is."""
-    return int(np.searchsorted(EDGES, length, side="right")) - 1
+    return bisect_right(_EDGES, length) - 1

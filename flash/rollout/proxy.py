@@ -174,10 +174,7 @@ class LLMProxy:
         scope, concurrency, rest, whole = anyio.CancelScope(), record.concurrency, response.rest(), None
         self._begin(record, scope, routed)
         concurrency.begins(scope, len(rest.prompt) - rest.done, rest.done, rest.done + rest.max_new_tokens)
-        before = record.limit
-        self._observe(record)
-        if record.limit > before:
-            self._fill(record)
+        self._look(record)
         try:
             with scope:
                 async with aclosing(record.engine.generate(rest)) as pieces:
@@ -192,6 +189,7 @@ class LLMProxy:
                         concurrency.grows(scope, len(piece.token_ids))
                         if not routed.proven:
                             self._proven(record, routed)
+                            self._look(record)
                         response.add(piece)
                         progress(piece.token_ids)
                 raise EngineError(f"engine {record.number} ended a response without completing it")
@@ -216,6 +214,13 @@ class LLMProxy:
         if record.held == 0:
             record.emptied.set()
         self._fill(record)
+
+    def _look(self, record: EngineRecord) -> None:
+        """A request has begun, or has its first tokens: the engine may hold more, or less."""
+        before = record.limit
+        self._observe(record)
+        if record.limit > before:
+            self._fill(record)
 
     def _observe(self, record: EngineRecord) -> None:
         """Let the engine's limit follow its pressure."""

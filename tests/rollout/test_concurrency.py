@@ -34,6 +34,7 @@ def limit_of(lengths: ResponseLengths, rows: list[tuple[int, int, int]], ceiling
     limit = ConcurrencyLimit(ceiling, lengths)
     for number, (prompt, done, longest) in enumerate(rows):
         limit.begins(number, prompt, done, longest)
+        limit.grows(number, 0)
     return limit
 
 
@@ -154,3 +155,25 @@ def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: 
     world, report = run_world(config)
     assert len(world.engines) == 2
     assert sum(engine.pressure.preemptions for engine in world.engines) < report.samples
+
+
+def test_prompts_that_the_engine_has_not_counted_yet_take_their_room() -> None:
+    lengths = lengths_of([500] * 400)
+    limit = ConcurrencyLimit(64, lengths)
+    told = pressure(0.0, kv_tokens=100_000)
+    for number in range(64):
+        limit.begins(number, 8000, 0, 4000)
+        limit.observe(told)
+    assert limit.limit <= 12
+
+
+def test_what_is_told_again_is_looked_at_once() -> None:
+    limit = limit_of(lengths_of([100] * 50), [(10, 10, 4000)] * 5)
+    limit.observe(pressure(0.1, waiting=1))
+    assert limit.limit == 5
+    told = pressure(0.1)
+    limit.observe(told)
+    more = limit.limit
+    assert more > 5
+    limit.observe(told)
+    assert limit.limit == more
