@@ -37,6 +37,7 @@ TOLD: dict[str, str] = {
     "critic.path": WEIGHTS.format("the shapes alone"),
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
+    "rollout.temperature": "samples of groups that were begun before are sampled as the others of their group",
     "simulate.*": "a run never reads it, only `flash simulate` does",
 }
 """What does not follow from the change."""

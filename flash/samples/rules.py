@@ -90,13 +90,14 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest response, in tokens."""
 
     @classmethod
-    def of(cls, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
+    def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
         """What a domain leaves open is the run's. Raises ConfigError: nothing can be trained at its temperature."""
         own = msgspec.structs.asdict(domain)
         holds = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
         if not LOWEST_TEMPERATURE <= holds["temperature"] <= HIGHEST_TEMPERATURE:
             expected = f"from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-            raise ConfigError(f"a domain's temperature: expected a number {expected}, got {holds['temperature']:g}")
+            got = f"got {holds['temperature']:g}"
+            raise ConfigError(f"env.path: temperature of the domain {name!r}: expected a number {expected}, {got}")
         kept = GroupFilter(holds.pop("drop_equal_rewards"), holds.pop("accuracy_bounds"))
         return cls(filter=kept, sampling=Sampling(holds.pop("temperature")), **holds)
 
@@ -112,7 +113,7 @@ class Problems(NamedTuple):
     @classmethod
     def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
         """Those that the environment of a run says."""
-        return cls(kind_of, {name: DomainSettings.of(domain, config.rollout) for name, domain in domains.items()})
+        return cls(kind_of, {name: DomainSettings.of(name, domain, config.rollout) for name, domain in domains.items()})
 
 
 def _unnamed(seed: int) -> str:
@@ -137,7 +138,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     waves: bool = False
     """Groups start in batches, the next batch when the last one is home."""
     filter: GroupFilter = GroupFilter()
-    sampling: Sampling = PLAIN
+    sampling: Sampling
     domains: dict[str, DomainSettings] = {}
     """By the kind of their problems; empty: nothing is decided by kind."""
     drift: float = 1.0

@@ -11,6 +11,7 @@ import pytest
 from flash.config.load import dump, given, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
+from flash.observe.rundir.frames import append_frame, read_frames
 from flash.observe.rundir.recording import forget_before, read_batch, recorded_steps, write_batch
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import plan, refuse_idle
@@ -46,6 +47,21 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
         file.write_bytes(whole[:end])
         with pytest.raises(RecordingError, match="step-000003"):
             read_batch(tmp_path, 3)
+
+
+def test_a_file_of_before_tasks_said_how_they_were_sampled_is_refused(tmp_path: Path) -> None:
+    """Its samples would pass for sampled at temperature 1."""
+    write_batch(tmp_path, a_batch())
+    (file,) = tmp_path.iterdir()
+    with file.open("rb") as source:
+        head, *rest = read_frames(source)
+    frame = bytearray()
+    append_frame(frame, {name: value for name, value in msgspec.msgpack.decode(head).items() if name != "format"})
+    for record in rest:
+        append_frame(frame, msgspec.Raw(record))
+    file.write_bytes(frame)
+    with pytest.raises(RecordingError, match="another version of Flash wrote it"):
+        read_batch(tmp_path, 3)
 
 
 def test_a_file_that_is_empty_or_of_another_step_is_called_so(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flash.samples.leases import TaskQueue
 from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
-from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import PLAIN, Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 
 class KeptStates:
@@ -69,7 +69,7 @@ def make_buffer(
     **rules: Any,
 ) -> SampleBuffer:
     contract = AgeContract(alpha, batch, group, steps, extra_groups)
-    rules = {"retries": 1, "breaker": 1000} | rules
+    rules = {"retries": 1, "breaker": 1000, "sampling": PLAIN} | rules
     members = group + rules.get("extra_per_group", 0)
     source = TaskSource(0, members, kind_of, state.cursor if state else None)
     return SampleBuffer(

@@ -26,7 +26,7 @@ from flash.samples.replay import Replay
 from flash.samples.rules import AgeContract, BufferRules, DomainSettings
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
-from flash.types import Failure, Lease, Outcome, Sampling, VersionRun
+from flash.types import PLAIN, Failure, Lease, Outcome, Sampling, VersionRun
 from tests.samples.cases import lease_all, trajectory, void
 
 ANY = GroupFilter()
@@ -57,6 +57,7 @@ def buffer_of(
     step: int = 0,
     **more: Any,
 ) -> SampleBuffer:
+    more = {"sampling": PLAIN} | more
     made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
     cursor = None if state is None else state.cursor
     source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), cursor, made.samplings())
@@ -175,8 +176,8 @@ def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
 
 def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_restart_that_changes_it() -> None:
     journal, run = MemoryJournal(), RolloutConfig(temperature=0.9)
-    domains = {"a": DomainSettings.of(Domain(temperature=0.3, group_size=2), run)}
-    domains["b"] = DomainSettings.of(Domain(group_size=2), run)
+    domains = {"a": DomainSettings.of("a", Domain(temperature=0.3, group_size=2), run)}
+    domains["b"] = DomainSettings.of("b", Domain(group_size=2), run)
     buffer = buffer_of(domains, alpha=0, journal=journal)
     lent = lease_all(buffer, 0)
     assert Counter((lease.task.kind, lease.task.sampling.temperature) for lease in lent) == {
@@ -198,8 +199,10 @@ def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_r
 
 
 def test_a_domain_cannot_have_a_temperature_of_which_nothing_is_trained() -> None:
-    with pytest.raises(ConfigError, match=r"a domain's temperature: expected a number from 0.01 to 100, got 0"):
-        DomainSettings.of(Domain(temperature=0.0), RolloutConfig())
+    with pytest.raises(
+        ConfigError, match=r"env.path: temperature of the domain 'c': expected a number from 0.01 to 100, got 0"
+    ):
+        DomainSettings.of("c", Domain(temperature=0.0), RolloutConfig())
 
 
 def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:

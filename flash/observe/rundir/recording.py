@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,8 @@ from flash.types import Batch, BatchSample, Trajectory
 _SUFFIX = ".bin"
 _AT_ONCE = 64 << 10
 """Bytes."""
+FORMAT = 2
+"""Of the records; since 2 a task says how it was sampled."""
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -30,6 +33,8 @@ class RecordingHead(msgspec.Struct, frozen=True):
     trajectories: int
     """How many records follow."""
     earlier: list[BatchSample]
+    format: Literal[2]
+    """`FORMAT`; a file of before it has none, and its samples would be taken for sampled at temperature 1."""
 
 
 def write_batch(folder: Path, batch: Batch) -> None:
@@ -42,7 +47,7 @@ def write_batch(folder: Path, batch: Batch) -> None:
     aside = file.with_name(file.name + ".tmp")
     try:
         with aside.open("wb") as out:
-            head = RecordingHead(batch.step, batch.min_version, len(batch.trajectories), batch.earlier)
+            head = RecordingHead(batch.step, batch.min_version, len(batch.trajectories), batch.earlier, FORMAT)
             frame = bytearray()
             for record in (head, *batch.trajectories):
                 append_frame(frame, record)
