@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flash.branches import branch_tokens
@@ -12,6 +13,8 @@ from flash.types import RETRIED, Outcome, Trajectory
 
 FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
 """Ends of an attempt that count as failures."""
+ROUNDING_S = 1e-3
+"""By which an engine that was idle throughout may seem to have been idle longer than that."""
 
 
 class Branches:
@@ -124,9 +127,10 @@ class StepMetrics:
         rates = {"trainer_wait_share": waits, "tokens_per_second": tokens} if ran else {}
         idle = lifetime = 0.0
         for engine in engines:
-            before = self._idle.get(engine.index)
-            if before is not None and before[1] <= engine.lifetime_s:  # else it is new
-                idle, lifetime = idle + engine.idle_s - before[0], lifetime + engine.lifetime_s - before[1]
+            before = self._idle.get(engine.index, (math.inf, math.inf))
+            more_idle, more = engine.idle_s - before[0], engine.lifetime_s - before[1]
+            if -ROUNDING_S <= more_idle <= more + ROUNDING_S:  # else it is new
+                idle, lifetime = idle + more_idle, lifetime + more
             self._idle[engine.index] = engine.idle_s, engine.lifetime_s
         return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
 

@@ -54,7 +54,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     """−1: it has none yet."""
     loaded_at: float | None
     """When it had its version."""
-    figures: dict[str, float]
+    figures: dict[str, float] = {}
     """What else it tells, by the names of `flash.observe.columns.engine`."""
     deaths: int = 0
     died_at: float | None = None

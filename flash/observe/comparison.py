@@ -58,7 +58,7 @@ def results(runs: Sequence[Compared]) -> list[Row]:
     """What the runs came to: rows that all have in the same order."""
     measure = "accuracy" if all(number(run.last, "binary") == 1 for run in runs) else "reward"
     rows: list[Row] = [
-        ("state", ["ended" if run.summary is not None else "under way, or interrupted" for run in runs]),
+        ("state", [_state(run.summary) for run in runs]),
         (f"first {measure}", [_evaluated(run.first) for run in runs]),
         (f"last {measure}", [_evaluated(run.last) for run in runs]),
         ("  95% interval", [_limits(run.last) for run in runs]),
@@ -86,6 +86,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [[escaped(text) for text in (title, *texts)] for title, texts in rows]
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(_filled, line, widths)).rstrip() for line in lines]
+
+
+def _state(summary: Summary | None) -> str:
+    if summary is None:
+        return "under way, or interrupted"
+    return "failed" if summary.error else "ended"
 
 
 def _filled(text: str, columns: int) -> str:

@@ -166,7 +166,8 @@ class Recorder:
         self._console.stage("writing the summary")
         self.batches.written()
         self.ledger(ledger)
-        summary = write_summary(self.directory, self._config, ledger, self._restarts, late)
+        error = "" if self.stopped is None else str(self.stopped)
+        summary = write_summary(self.directory, self._config, ledger, self._restarts, late, error)
         if not interrupted:
             from flash.observe.plots.plots import write_plots
 

@@ -104,6 +104,9 @@ def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_th
     assert idle((9.0, 14.0), (1.0, 1.0)) == pytest.approx(1 / 4)
     assert idle((1.0, 2.0), (1.0, 3.0)) == pytest.approx(0 / 2)
     assert idle((2.0, 4.0), (1.0, 5.0)) == pytest.approx(1 / 4)
+    assert idle((300.0, 600.0)) is not None
+    assert idle((5.0, 610.0)) is None, "another one, which lives longer than the one before it"
+    assert idle((9.0, 620.0)) == pytest.approx(4 / 10)
 
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
