@@ -129,7 +129,8 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
         got = f"got {show(table[tag])}{suggest(kind, kinds)}" if tag in table else "which is missing"
         return None, [ConfigProblem(f"{key}.{tag}", f"expected {_either([show(name) for name in kinds])}, {got}")]
     struct = kinds[kind]
-    places = {field.name: Place(field.type, field.required) for field in msgspec.structs.fields(struct)}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+    places = {name: Place(field.type, field.required) for name, field in fields.items()}
 
     def unknown(name: str) -> str:
         return NO_KEY if issubclass(struct, Section) else _no_option(name, kind, kinds, places)
@@ -139,7 +140,7 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
     if problems:
         return None, problems
     try:
-        return struct(**values), []
+        return struct(**{fields[name].name: value for name, value in values.items()}), []
     except ValueError as error:
         return None, [ConfigProblem(key, str(error))]
 
