@@ -46,8 +46,8 @@ class Trainers(HubPart):
         self._choosing = False
         self._store: str | None = None
         """Where the ranks of the newest incarnation meet, once its rank 0 has said so."""
-        self._causes: set[int] = set()
-        """The processes by which the last incarnation ended that did."""
+        self._causes: set[tuple[int, int]] = set()
+        """By which the last incarnation ended that did: each a node, and a process on it."""
         self._calls: set[anyio.CancelScope] = set()
         self._changes = 0
         """Of which processes the incarnations have."""
@@ -161,10 +161,10 @@ class Trainers(HubPart):
     def _quiet(self) -> dict[int, float]:
         return self.incarnations.silent(waits.SILENT_S, self._now())
 
-    def _processes_of(self, ranks: Iterable[int]) -> set[int]:
-        """Of those that have said which they are."""
-        processes = (self.incarnations.ranks[rank].process for rank in ranks)
-        return {process for process in processes if process is not None}
+    def _processes_of(self, ranks: Iterable[int]) -> set[tuple[int, int]]:
+        """Of those that have said which they are, with their nodes: on two nodes a process may have the same number."""
+        processes = ((self.node_of(rank), self.incarnations.ranks[rank].process) for rank in ranks)
+        return {(node, process) for node, process in processes if process is not None}
 
     def _named(self, rank: int) -> str:
         where = f"on node {self.node_of(rank)}"
@@ -187,13 +187,14 @@ class Trainers(HubPart):
         ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if self.node_of(number) == request.node]
         living = [rank.process for rank in ranks if rank.process is not None]
         ended = [rank.ended for rank in ranks if rank.ended is not None and rank.ended not in living]
-        return p.RanksReply(self._changes, living, ended, causes=[one for one in ended if one in self._causes])
+        causes = [one for one in ended if (request.node, one) in self._causes]
+        return p.RanksReply(self._changes, living, ended, causes=causes)
 
     def _changed(self) -> None:
         self._changes += 1
         self._progress.send("ranks")
 
-    def _end(self, error: FlashError, causes: set[int]) -> None:
+    def _end(self, error: FlashError, causes: set[tuple[int, int]]) -> None:
         """The newest incarnation is over, for this reason, by these processes."""
         progress, self._causes = self._progress, causes
         if progress.error is not None or progress.done:

@@ -31,6 +31,8 @@ from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
 """Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
+ALONE = 255
+"""Exit code of a core, as `ForkedProcess` has it, whose fork server is gone: it may live on."""
 FIND_S = 0.1
 """Seconds between two looks for a core that is about to be started."""
 REMEMBER_S = 0.5
@@ -50,6 +52,10 @@ class _Starting(threading.local):
 _starting = _Starting()
 
 
+class ForkServerGoneError(Exception):
+    """The process from which a core was to be forked has ended; the next core begins another one."""
+
+
 class Core(ForkedProcess):
     """The core of the engine that its thread starts; see the module's docstring."""
 
@@ -61,7 +67,10 @@ class Core(ForkedProcess):
 
     def start(self) -> None:
         """As of `Process`."""
-        super().start()
+        try:
+            super().start()
+        except (EOFError, ConnectionError) as error:
+            raise ForkServerGoneError("the process from which engines are forked has ended") from error
         if _starting.engine is not None:
             _starting.engine.begun(self)
 
@@ -122,6 +131,8 @@ class EngineProcesses:
         """The first worker that ended."""
         self._workers: dict[int, int] = {}
         """By process id, a descriptor that becomes readable when it ends."""
+        self._core_end: int | None = None
+        """The same of the core, which may outlive the one who tells how it ended."""
         self._watches = False
         self._started = False
 
@@ -166,15 +177,18 @@ class EngineProcesses:
 
         To be asked before `end_starting`, which kills them too.
         """
+        if isinstance(error, ForkServerGoneError):
+            return str(error)
         if self._core is None or not vllm.is_end_of_starting_core(error):
             return None
         words, code = self.how_core_ended(), self._core.exitcode
-        return words if code is not None and (code < 0 or _killed_worker(code)) else None
+        return words if code is not None and (code < 0 or code == ALONE or _killed_worker(code)) else None
 
     def watch(self) -> None:
         """Notice the death of the core or one of its workers, without which it only fails. It has started."""
         self._started = True
         try:
+            self._core_end = os.pidfd_open(self.core)
             for pid in vllm.worker_pids(self.core):
                 self._workers[pid] = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):  # since it was ready, one of them has ended
@@ -201,12 +215,12 @@ class EngineProcesses:
         _kill_group(self._core.pid)
         end = time.monotonic() + seconds
         self._core.join(seconds)
-        for descriptor in self._workers.values():
+        for descriptor in (*self._workers.values(), *([] if self._core_end is None else [self._core_end])):
             ended = select.poll()
             ended.register(descriptor, select.POLLIN)
             ended.poll(1000 * max(0.0, end - time.monotonic()))
             os.close(descriptor)
-        self._workers = {}
+        self._workers, self._core_end = {}, None
 
     def end_starting(self, seconds: float) -> None:
         """End the core that the starting thread has begun, or is about to, and nobody watches yet; blocks."""
@@ -242,6 +256,8 @@ class EngineProcesses:
         """How the core ended that is dead, in words."""
         connection.wait([self._begun.sentinel], ENDS_S)
         code = self._begun.exitcode
+        if code == ALONE:
+            return f"the process from which its core, process {self.core}, was forked has ended"
         return f"its core, process {self.core}, failed" if code is None else self._with_code(code)
 
     def _with_code(self, code: int) -> str:

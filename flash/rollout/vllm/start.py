@@ -159,6 +159,8 @@ def engine_variables(
     }
     # Would override the KV cache size that the engine is given.
     variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    # Ours alone: a worker of a GPU would take it for cores that it is to be bound to.
+    variables.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     # Permits pickles from the network: only for the backend whose handles cannot travel otherwise.
     variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if config.weights_backend == "ipc":
