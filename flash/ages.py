@@ -7,7 +7,7 @@ sample that α admits one version early is one version old, whatever the fractio
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,15 @@ def max_age(async_ratio: float) -> int:
 def age_of(version: Versions, step: int) -> Versions:
     """The age of tokens of a version, or of each of several, in the step that trains version `step`."""
     return step - version
+
+
+@overload
+def recent(version: int, min_version: int) -> bool: ...
+@overload
+def recent(version: npt.NDArray[Any], min_version: int) -> npt.NDArray[np.bool_]: ...
+def recent(version: Any, min_version: int) -> Any:
+    """Whether tokens of a version, or of each of several, are trained where `min_version` is the oldest that is."""
+    return version >= min_version
 
 
 def version_of(age: int, step: int) -> int:

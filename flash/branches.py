@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
+from flash.ages import recent
 from flash.types import Span, Trajectory, VersionRun
 
 
@@ -42,7 +43,7 @@ def trained_branches(trajectory: Trajectory, min_version: int) -> int:
     if len(trajectory.branches) == 1:
         return int(trajectory.trained_tokens(min_version) > 0)
     parts = divide_versions(trajectory.versions, branch_tokens(trajectory))
-    return sum(any(run.version >= min_version for run in part) for part in parts)
+    return sum(any(recent(run.version, min_version) for run in part) for part in parts)
 
 
 def sequences(trajectory: Trajectory) -> list[Trajectory]:

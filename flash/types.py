@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from flash.ages import recent
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -260,7 +262,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     def trained_tokens(self, min_version: int) -> int:
         """How many action tokens are recent enough to be trained."""
-        return sum(run.count for run in self.versions if run.version >= min_version)
+        return sum(run.count for run in self.versions if recent(run.version, min_version))
 
     @property
     def oldest_version(self) -> int:
@@ -269,7 +271,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     def entry(self, min_version: int = 0) -> BatchSample:
         """What the batch must know of it, in a step that trains tokens of `min_version` or newer."""
-        trained = [run.version for run in self.versions if run.version >= min_version]
+        trained = [run.version for run in self.versions if recent(run.version, min_version)]
         return BatchSample(
             group_id=self.task.group_id,
             reward=self.reward,

@@ -15,7 +15,8 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "types", "trained", "ages", "foreign"},
+    {"errors", "ages", "foreign"},
+    {"types", "trained"},
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "profile", "http"},
     {"weights", "samples", "service", "view"},

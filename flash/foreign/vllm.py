@@ -450,6 +450,18 @@ def nccl_broadcast(group: Any, tensors: Sequence[tuple[str, Any]], device: int) 
 # -- load ------------------------------------------------------------------------------------------------------------
 
 
+def step_numbers(stats: Any) -> dict[str, Any]:
+    """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.gauges.PressureGauge.read`."""
+    return {
+        "running": stats.num_running_reqs,
+        "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+        "kv_used": stats.kv_cache_usage,
+        "resumed": stats.prefix_cache_stats.preempted_requests,
+        "asked": stats.prefix_cache_stats.queries,
+        "cached": stats.prefix_cache_stats.hits,
+    }
+
+
 def stat_logger(record: Callable[[Any], None]) -> Any:
     """vLLM's kind of class that passes each step's `SchedulerStats` on.
 

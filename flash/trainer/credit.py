@@ -26,7 +26,7 @@ from algorithms.advantages import (
 from algorithms.base import Advantage
 from algorithms.shaping import Shaping
 from algorithms.staleness import Staleness
-from flash.ages import age_of
+from flash.ages import age_of, recent
 from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
 from flash.trainer.packing import MicroBatch
@@ -135,7 +135,7 @@ def age_weights(shard: Shard, staleness: Staleness, async_ratio: float) -> Float
         ValueError: a sample is from the future.
     """
     oldest_B = np.array([entry.oldest_version for entry in shard.batch], dtype=np.float64)
-    trained_B = oldest_B >= shard.min_version
+    trained_B = recent(oldest_B, shard.min_version)
     weight_B = np.zeros_like(oldest_B)
     weight_B[trained_B] = staleness.weights(age_of(oldest_B[trained_B], shard.step), async_ratio)
     return weight_B

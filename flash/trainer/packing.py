@@ -18,6 +18,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from flash.ages import recent
 from flash.branches import sequences
 from flash.errors import ContractError
 from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
@@ -235,7 +236,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         keep_T=action_T - 1,
         target_T=input_P[action_T],
         behaviour_T=np.concatenate([sequence.trajectory.behaviour() for sequence in sequences]).astype(np.float32),
-        mask_T=version_T >= min_version,
+        mask_T=recent(version_T, min_version),
         version_T=version_T,
         sequence_T=np.repeat(np.arange(len(sequences)), counts),
         turn_T=np.concatenate([_turns(*pair) for pair in zip(sequences, actions, strict=True)]),

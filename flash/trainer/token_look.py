@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import PackedTokens
+from flash.ages import recent
 from flash.branches import spans_by_turn
 from flash.trained import TokenUse, TrainedSample, shown_places
 from flash.trainer.loss import TokenLoss
@@ -39,7 +40,7 @@ class TokenLook:
 
     def __init__(self, shard: Shard, count: int) -> None:
         self._count = count
-        places = set(shown_places((entry.oldest_version >= shard.min_version for entry in shard.batch), count))
+        places = set(shown_places((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
         self._parts: list[_Part] = []

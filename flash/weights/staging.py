@@ -12,6 +12,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """A model's tensors by name, one after the other."""
 Announce = Callable[[bytes], None]
 """Tells the engines, by `Published.update_info`, that they may start to load a version."""
+VERSIONS_KEPT = 2
+"""Versions that a publisher holds: the newest, and the one that engines may still be reading."""
 
 
 def stage(

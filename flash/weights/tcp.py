@@ -29,13 +29,11 @@ from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import blocking_handshake, client_handshake, new_token
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.listener import WeightsListener
-from flash.weights.staging import Announce, NamedTensors, dtype_name, stage
+from flash.weights.staging import VERSIONS_KEPT, Announce, NamedTensors, dtype_name, stage
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, encode_update
 
 CHUNK_BYTES = 4 << 20
 """Bytes per send and receive: each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
-VERSIONS_KEPT = 2
-"""Versions a publisher holds: the newest, and the one that engines may still be pulling."""
 WORKER_NAME = "engine worker"
 """What a worker calls itself when it proves the token."""
 MAX_MANIFEST_BYTES = 256 << 20

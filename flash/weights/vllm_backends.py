@@ -29,11 +29,8 @@ from flash.errors import DeadlineError
 from flash.foreign import vllm
 from flash.foreign.torch import ipc_handle
 from flash.weights.fingerprint import Fingerprint
-from flash.weights.staging import dtype_name, stage
+from flash.weights.staging import VERSIONS_KEPT, dtype_name, stage
 from flash.weights.update import TRAINER_RANKS, UpdateInfo, encode_update
-
-VERSIONS_KEPT = 2
-"""Versions whose device copies the ipc publisher keeps: the newest, and the one that engines may still be reading."""
 
 StagedTensors = list[tuple[str, torch.Tensor]]
 IpcHandles = list[dict[str, Any]]

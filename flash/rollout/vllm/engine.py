@@ -300,7 +300,7 @@ class VLLMEngine:
 
     def _stepped(self, stats: Any) -> None:
         """vLLM tells of a step."""
-        self._gauge.record(stats)
+        self._gauge.read(**vllm.step_numbers(stats))
         self._steps.steps(anyio.current_time())
 
     def _die(self, cause: str) -> EngineDeadError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import msgspec
 
@@ -36,7 +35,14 @@ class PressureGauge:
         self._excused = self._pressure.running
 
     def read(
-        self, *, running: int, waiting: int, kv_used: float, resumed: int, asked: int = 0, cached: int = 0
+        self,
+        *,
+        running: int,
+        waiting: int,
+        resumed: int,
+        asked: int = 0,
+        cached: int = 0,
+        **others: float,
     ) -> None:
         """Take one step's numbers.
 
@@ -44,6 +50,7 @@ class PressureGauge:
             resumed: sequences that went on in it after they had been put back.
             asked: prompt tokens of the requests that it began.
             cached: how many of these the prefix cache held.
+            others: fields of `Pressure`, as they are.
         """
         excused = min(resumed, self._excused)
         # Nobody waits: all that were put back go on, and the excuse has served.
@@ -53,18 +60,8 @@ class PressureGauge:
         if asked:
             self._prompts.append((asked, cached))
             hits = sum(cached for _, cached in self._prompts) / sum(asked for asked, _ in self._prompts)
-        self._pressure = Pressure(running, waiting, kv_used, preemptions, self._pressure.kv_tokens, hits)
-
-    def record(self, stats: Any) -> None:
-        """Take the `SchedulerStats` of one step of vLLM's."""
-        self.read(
-            running=stats.num_running_reqs,
-            waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            kv_used=stats.kv_cache_usage,
-            resumed=stats.prefix_cache_stats.preempted_requests,
-            asked=stats.prefix_cache_stats.queries,
-            cached=stats.prefix_cache_stats.hits,
-        )
+        told = {"running": running, "waiting": waiting, "preemptions": preemptions, "prefix_hit_share": hits}
+        self._pressure = msgspec.structs.replace(self._pressure, **told, **others)
 
 
 class StepWatch:
