@@ -288,11 +288,12 @@ async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient
 
 @asynccontextmanager
 async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
+    spec = None if arguments.sandbox else _spec(arguments)
     async with _client(arguments) as client:
-        if arguments.sandbox:
+        if spec is None:
             yield await client.find(arguments.sandbox)
         else:
-            async with client.acquire(_spec(arguments), owner="cli") as sandbox:
+            async with client.acquire(spec, owner="cli") as sandbox:
                 yield sandbox
 
 
