@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ exit ${FLASH_EXIT-0}
 """
 
 INSTALL = """
+from importlib import import_module
 from pathlib import Path
 
 with (Path(__file__).parents[1] / "made.log").open("a") as log:
@@ -151,7 +153,7 @@ def test_right_arguments_make_the_environment(fresh, arguments):
 def test_it_knows_the_options_of_its_commands(command):
     (known,) = re.findall(rf'^    \[{command}\]="(.*)"$', (ROOT / "launch.sh").read_text(), flags=re.MULTILINE)
     parser = argparse.ArgumentParser()
-    made = getattr(main, command).add_parser(parser.add_subparsers())
+    made = import_module(main.COMMANDS[command]).add_parser(parser.add_subparsers())
     assert set(known.split()) == set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", made.format_usage()))
 
 
