@@ -70,7 +70,7 @@ class ConcurrencyLimit:
         """Of each response that runs, the tokens before it, its own, how many these may become, and whether the engine
         has given any: only then it surely counts in the engine's own use."""
         self._seen: Pressure | None = None
-        """What was last taken note of."""
+        """What was last taken note of: an engine tells a new one after each step."""
         self._worst = 0
         """Tokens of all of them together if each becomes as long as it may."""
         self._newest = (0, 0)
