@@ -19,7 +19,7 @@ import msgspec
 
 from envs import nested
 from flash.config.objects import check_options, load_environment
-from flash.config.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from flash.config.section import PositiveFloat
 from flash.environment import (
     Domain,
     Environment,
@@ -40,42 +40,21 @@ GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio: its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """One environment of a mixture."""
+class Kind(Domain, frozen=True, kw_only=True):
+    """One environment of a mixture, and what the run does with its problems."""
 
     path: str
     """`module:Class`."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the class, checked against its signature."""
-    weight: float = 1.0
-    """Its share of the trained groups and of the held-out problems, in proportion to the other weights."""
-    reward_scale: float = 1.0
+    reward_scale: PositiveFloat = 1.0
     """Multiplies the rewards of training problems; those of held-out ones stay as they are."""
-    group_size: int | None = None
-    """Samples per prompt. None, here and below: as `[rollout]` has it."""
-    drop_equal_rewards: bool | None = None
-    """Whether groups are filtered out whose rewards are all equal."""
-    accuracy_bounds: tuple[float, float] | None = None
-    """Groups are filtered out whose mean reward, scaled, lies outside."""
-    max_turns: int | None = None
-    """Responses after which an episode is truncated."""
-    max_new_tokens: int | None = None
-    """Longest response, in tokens."""
-    temperature: float | None = None
-    """Of sampling, and of the trainer's log-probs; held-out problems have `eval.temperature`."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """What cannot work: the option and what is wrong with it."""
-        if not 0 < self.weight < math.inf:
-            yield "weight", f"expected a number above 0, got {self.weight!r}"
-        if not 0 < self.reward_scale < math.inf:
-            yield "reward_scale", f"expected a number above 0, got {self.reward_scale!r}"
-        for name in ("group_size", "max_turns", "max_new_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                yield name, f"expected an integer above 0, got {value}"
-        if self.temperature is not None and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
-            expected = f"expected a number from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-            yield "temperature", f"{expected}, got {self.temperature:g}"
+        for name in ("weight", "reward_scale"):
+            if math.isinf(value := getattr(self, name)):
+                yield name, f"expected a number above 0, got {value!r}"
         if self.accuracy_bounds is not None and not self.accuracy_bounds[0] <= self.accuracy_bounds[1]:
             yield "accuracy_bounds", f"expected [low, high], got {list(self.accuracy_bounds)}"
         if self.group_size == 1 and self.drop_equal_rewards:

@@ -66,6 +66,7 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
                 turns=turns,
                 lost_tokens=0,
                 branches=(0,),
+                kept=trajectory.kept and trajectory.kept.part(acted, acted + counts[number]),
             )
         )
         acted += counts[number]

@@ -5,8 +5,9 @@ a `Failure`. The hub deals trained groups to trainer ranks as a `Shard`. A train
 `Published`.
 
 Token arrays are little-endian bytes: int32 ids, float32 log-probs. Versions are run-length pairs over the action
-tokens. What there is one of per sample is out of the garbage collector's sight (`gc=False`): it can be part of no
-cycle, and looking through a hundred thousand of them would stop the hub for half a second.
+tokens, kept sets ragged (`flash.sampling`). What there is one of per sample is out of the garbage collector's sight
+(`gc=False`): it can be part of no cycle, and looking through a hundred thousand of them would stop the hub for half a
+second.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.ages import recent
+from flash.sampling import PLAIN, Kept, Sampling
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -86,21 +88,6 @@ Observation = str | list[Message]
 """What an environment shows: plain text, or chat messages that go through the model's chat template."""
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What makes of the policy's logits the distribution that a sample's tokens are drawn from.
-
-    It goes with the sample: the engine draws from this distribution, and the trainer takes log-probs under it. Fields
-    have the names that vLLM has for them; new ones come last.
-    """
-
-    temperature: float = 1.0
-    """Logits are divided by it. 0 is greedy, of which nothing can be trained."""
-
-
-PLAIN = Sampling()
-"""The policy's own distribution."""
-
-
 class Task(msgspec.Struct, frozen=True, gc=False):
     """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
 
@@ -155,11 +142,13 @@ class Completion(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    """Behaviour log-prob of each token, of the distribution it was sampled from (temperature applied)."""
+    """Behaviour log-prob of each token, of the distribution it was sampled from."""
     versions: list[VersionRun]
     finish: Literal["stop", "length", "text"]
-    """`stop`: the model ended its answer. `length`: the token limit did. `text`: one of the texts that it was to end
-    at did, and is its last."""
+    """`stop`: the model ended its answer. `length`: the token limit did. `text`: one of the texts or tokens that it was
+    to end at did, and is its last."""
+    kept: Kept | None = None
+    """Where its sampling keeps some tokens only."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -212,6 +201,8 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Tokens that were sampled for it and are not among these: of requests that were aborted when they moved."""
     branches: tuple[int, ...] = (0,)
     """Where each branch begins in `token_ids`, ascending; in each something was sampled."""
+    kept: Kept | None = None
+    """Of its action tokens, where its sampling keeps some tokens only."""
 
     def tokens(self) -> Int32Array:
         """The whole sequence, int32 [T]: a view of `token_ids`."""
@@ -244,7 +235,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     def size(self) -> int:
         """Bytes that it takes, about."""
         text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
-        return len(self.token_ids) + len(self.logprobs) + text
+        return len(self.token_ids) + len(self.logprobs) + text + (self.kept.size if self.kept else 0)
 
     def action_mask(self) -> BoolArray:
         """bool [T]: True where the policy sampled."""

@@ -15,7 +15,7 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "ages", "foreign"},
+    {"errors", "ages", "sampling", "foreign"},
     {"types", "trained"},
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "profile", "http"},
@@ -109,7 +109,7 @@ def test_rooms_are_small() -> None:
 
 
 def test_samples_know_no_peer_and_no_clock(graph: dict[str, set[str]]) -> None:
-    below = {"errors", "types", "ages", "branches", "config", "environment", "observe", "samples"}
+    below = {"errors", "types", "sampling", "ages", "branches", "config", "environment", "observe", "samples"}
     known = {room(other) for module, others in graph.items() for other in others if module.startswith("flash.samples.")}
     assert known <= below
 

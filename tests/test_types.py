@@ -7,11 +7,19 @@ from itertools import accumulate, pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flash.branches import branch_tokens, divide_versions, sequences, spans_by_turn, trained_branches
+from flash.sampling import Kept, together
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
 from tests.samples.cases import trajectory
+
+
+def kept_of(tokens: int, number: int) -> Kept:
+    counts = [(number + place) % 4 for place in range(tokens)]
+    return Kept.of(range(sum(counts)), counts)
+
 
 RUNS = st.lists(st.builds(VersionRun, st.integers(0, 3), st.integers(1, 4)), max_size=6)
 
@@ -45,12 +53,14 @@ def test_versions_that_were_divided_are_the_whole_again(runs: list[VersionRun], 
 def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[list[VersionRun]]) -> None:
     task = Task(1, 1, 0, 1)
     parts = [trajectory(task, 0, sum(run.count for run in each), versions=each) for each in runs]
+    parts = [replace(part, kept=kept_of(part.action_count, number)) for number, part in enumerate(parts)]
     whole = joined(parts)
     alone = sequences(whole)
     assert [one.tokens().tolist() for one in alone] == [part.tokens().tolist() for part in parts]
     assert [one.action_versions().tolist() for one in alone] == [part.action_versions().tolist() for part in parts]
     assert [one.action_spans for one in alone] == [part.action_spans for part in parts]
     assert [one.branches for one in alone] == [(0,)] * len(parts)
+    assert [one.kept for one in alone] == [part.kept for part in parts]
     assert branch_tokens(whole) == [part.action_count for part in parts]
     for version in range(5):
         trained = [part.trained_tokens(version) for part in parts]
@@ -58,3 +68,27 @@ def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[lis
         assert trained_branches(whole, version) == np.count_nonzero(trained)
     begins = accumulate((part.length for part in parts), initial=0)
     assert [span.start for span in spans_by_turn(whole)] == [begin + 2 for begin in begins][:-1]
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.data())
+def test_kept_sets_that_were_divided_are_the_whole_again(counts: list[int], data: st.DataObject) -> None:
+    whole = Kept.of(range(sum(counts)), counts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(counts)), max_size=4)))
+    parts = [whole.part(start, stop) for start, stop in pairwise((0, *cuts, len(counts)))]
+    assert together(parts) == whole
+    assert all(part.fault(part.tokens) is None for part in parts)
+    assert whole.size == 4 * (len(counts) + sum(counts))
+
+
+def test_kept_sets_that_cannot_be_those_of_the_tokens_are_told() -> None:
+    good = Kept.of([5, 6, 7], [2, 0, 1])
+    assert good.fault(3) is None
+    assert good.fault(2) == "2 sampled tokens, and kept sets of 3 with 3 tokens"
+    for wrong in (
+        Kept(good.ids[:-1], good.counts),
+        Kept(good.ids, good.counts[:-2]),
+        Kept.of([5, 6], [2, 0, 1]),
+        Kept.of([5, 6, 7], [4, 0, -1]),
+        Kept.of([5, -6, 7], [2, 0, 1]),
+    ):
+        assert wrong.fault(3) is not None

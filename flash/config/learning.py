@@ -17,7 +17,7 @@ from flash.config.section import BelowOne, Fraction, LearningRate, NonNegative, 
 
 
 class TrainConfig(Section, frozen=True):
-    """A step of the trainer: batch, staleness, optimizer, schedule."""
+    """A step of the trainer."""
 
     batch_size: Positive = 256
     """Samples per step, a multiple of rollout.group_size."""
@@ -88,7 +88,7 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """The value models of `advantage = "gae"`, each with an optimizer of its own."""
+    """The value models of `advantage = "gae"`."""
 
     path: str | None = None
     """Folder or hub id, with the policy's tokenizer. None: model.path."""

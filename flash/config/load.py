@@ -35,7 +35,7 @@ from flash.config.decode import (
 from flash.config.machine import count_gpus
 from flash.config.objects import import_from
 from flash.config.packaged import with_folder
-from flash.config.section import Section
+from flash.config.section import UNFOLLOWED, Section
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -225,6 +225,8 @@ def _with_hint(problem: ConfigProblem) -> ConfigProblem:
     same table, or else the nearest in another."""
     if problem.message != NO_KEY:
         return problem
+    if (why := UNFOLLOWED.get(problem.key.removeprefix("rollout."))) is not None:
+        return ConfigProblem(problem.key, f"{NO_KEY}: {why}")
     return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 
 

@@ -10,7 +10,7 @@ from flash.config.section import Fraction, NonNegativeFloat, Positive, Section
 
 
 class ObserveConfig(Section, frozen=True):
-    """Who is told of a run, beside its folder and the terminal."""
+    """Who is told of a run."""
 
     sink: str | None = None
     """`module:function`, [your tracker](metrics.md#your-tracker)."""

@@ -23,7 +23,7 @@ A run is TOML files and overrides: `flash train base.toml mine.toml train.async_
 tables deep. An override's value is TOML or else text; `{}` clears a table, `none` unsets a key or takes an optional
 table away. Where tables have kinds, `kind` chooses: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
 
-Whatever would stop a run before its first step is refused at once; `--dry-run` tries all but engines and training.
+`--dry-run` tries all but engines and training.
 """
 
 
@@ -56,7 +56,7 @@ def _kinds(key: str, annotation: Any) -> Iterator[str]:
         return
     yield f"### `{key}`\n"
     if "" not in kinds:
-        yield f"{'Each item is' if in_list else 'Is'} a table of one of these kinds.\n"
+        yield f"{'Tables' if in_list else 'A table'} of these kinds.\n"
     for kind, struct in kinds.items():
         yield f"**`kind = {show(kind)}`**: {inspect.getdoc(struct)}\n" if kind else f"{inspect.getdoc(struct)}\n"
         if msgspec.structs.fields(struct):

@@ -12,6 +12,7 @@ from typing import Any
 
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import key_paths
+from flash.sampling import Sampling
 
 COUNTED = "its unfinished groups are counted by it"
 MADE = "the weights that it goes on with were made with it"
@@ -26,19 +27,17 @@ REFUSED: dict[str, str] = {
 }
 """Why the run needs what it had; `flash.run.checks.preflight` says it."""
 
-WEIGHTS = "the weights are those of the newest checkpoint all the same; it gives only {}"
-PROBLEMS = (
-    "in groups whose problem is of the former environment nothing more begins: those with finished samples are trained "
-    "as they are, the others leave"
-)
+WEIGHTS = "the newest checkpoint's weights stay; it gives only {}"
+PROBLEMS = "groups of the former environment begin nothing more: those with finished samples are trained, others leave"
+SAMPLED = "groups that were begun go on as they began"
 TOLD: dict[str, str] = {
     "model.path": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
     "model.fetch": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
     "critic.path": WEIGHTS.format("the shapes alone"),
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
-    "rollout.temperature": "samples of groups that were begun before are sampled as the others of their group",
-    "simulate.*": "a run never reads it, only `flash simulate` does",
+    **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},
+    "simulate.*": "only `flash simulate` reads it",
 }
 """What does not follow from the change."""
 
@@ -82,9 +81,8 @@ def markdown() -> Iterator[str]:
     """The tables, for the reference."""
     yield "## What `--resume` may change\n"
     yield (
-        "A key that is changed for `flash train … --resume` takes effect in all that is still to be done; schedules "
-        "count from the first step of the run. The run goes back to its checkpoint where what was recorded since then "
-        "was made otherwise. Of these the change is refused before any work, or does less, which a line then says:\n"
+        "A changed key takes effect in all that is still to be done; schedules count from the run's first step. What "
+        "was recorded otherwise since the checkpoint is made again. Of these the change is refused, or does less:\n"
     )
     for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
         together: dict[str, list[str]] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from flash.sampling import PLAIN, Sampling
 
 MOST = 2**31 - 1
 """The largest of any count: what libraries below hold in 32 bits."""
@@ -19,6 +22,14 @@ LOWEST_TEMPERATURE = 0.01
 """Engines take what is below for this, and so would sample from another distribution than the trainer assumes."""
 HIGHEST_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)]
+HIGHEST_TOP_K = 1024
+"""All of them travel with each token."""
+TopK = Annotated[int, Meta(ge=0, le=HIGHEST_TOP_K)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Texts = tuple[Annotated[str, Meta(min_length=1, max_length=1000)], ...]
+TokenIds = tuple[NonNegative, ...]
+Biases = tuple[tuple[NonNegative, Annotated[float, Meta(ge=-100, le=100)]], ...]
+Penalty = Annotated[float, Meta(gt=0, le=10)]
 Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
 """Seconds. Nothing that crosses a network is there for sure within a tenth of one; clocks end at some centuries."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -30,3 +41,23 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One table of the configuration."""
+
+
+FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
+"""What changes the distribution of a token, other than its temperature."""
+UNFOLLOWED: dict[str, str] = dict.fromkeys(
+    ("presence_penalty", "frequency_penalty"),
+    "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not known; "
+    "repetition_penalty looks at the whole context",
+)
+"""What no run does, and why."""
+
+
+def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
+    """What cannot be trained as it is sampled: the key and what is wrong with it."""
+    if sampling.top_k:
+        return
+    why = f"is followed by the trainer for the tokens that top_k keeps alone: set it too, to {HIGHEST_TOP_K} at most"
+    for name in FOLLOWED:
+        if getattr(sampling, name) != getattr(PLAIN, name):
+            yield name, why

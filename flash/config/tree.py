@@ -14,16 +14,24 @@ from msgspec import Meta, field
 from flash.config.learning import AlgorithmConfig, CriticConfig, TrainConfig
 from flash.config.observe import AlarmsConfig, ObserveConfig, TrackConfig
 from flash.config.section import (
+    BelowOne,
+    Biases,
     Deadline,
     LearningRate,
     NonNegative,
     NonNegativeFloat,
+    Penalty,
     Positive,
     Section,
     Seed,
     Temperature,
+    Texts,
+    TokenIds,
+    TopK,
+    TopP,
 )
 from flash.config.simulate import SimulateConfig
+from flash.sampling import Sampling
 
 
 class RunConfig(Section, frozen=True):
@@ -46,7 +54,7 @@ class RunConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy: its folder or hub id, and how it is loaded."""
+    """The policy."""
 
     path: str
     """Hugging Face folder or hub id, or a [`.gguf` file](quickstart.md#a-pretrained-model)."""
@@ -67,7 +75,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class TinyModelConfig(Section, frozen=True):
-    """How to make `model.path` when it does not exist: a small Qwen3, warm-started on the environment's examples."""
+    """How to make a missing `model.path`: a small Qwen3, warm-started on the environment's examples."""
 
     layers: Positive = 3
     """Decoder layers."""
@@ -97,7 +105,7 @@ class EnvConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    """How samples are made: groups, lengths, concurrency, what happens to the late and the failed."""
+    """How samples are made."""
 
     group_size: Positive = 8
     """Samples per prompt."""
@@ -137,6 +145,22 @@ class RolloutConfig(Section, frozen=True):
     """Off: a node's environments step together."""
     temperature: Temperature = 1.0
     """Of sampling, and of the trainer's log-probs."""
+    top_k: TopK = 0
+    """[Likeliest tokens](asynchrony.md#sampling) to draw from; 0: all."""
+    top_p: TopP = 1.0
+    """Their least total probability."""
+    min_p: BelowOne = 0.0
+    """Least share of the likeliest's."""
+    min_tokens: NonNegative = 0
+    """Shortest response."""
+    stop: Texts = ()
+    """Texts that end a response, and stay."""
+    stop_token_ids: TokenIds = ()
+    """Tokens that do."""
+    logit_bias: Biases = ()
+    """Added: `[[token, bias]]`."""
+    repetition_penalty: Penalty = 1.0
+    """Of the context's tokens."""
     seeded: bool | None = None
     """A seed per response, to [repeat a run](asynchrony.md#repeating-a-run), at a cost. None: on the CPU at α = 0."""
     retries: NonNegative = 2
@@ -148,7 +172,7 @@ class RolloutConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    """The vLLM engines: how many, how large, and what they share."""
+    """The vLLM engines."""
 
     count: Positive = 1
     """Engines per rollout node."""
@@ -183,7 +207,7 @@ class WeightsConfig(Section, frozen=True):
 
 
 class EvalConfig(Section, frozen=True):
-    """Held-out evaluation: at the start, every `every` steps meanwhile, and at the end."""
+    """Held-out evaluation: at the start, every `every` steps, and at the end."""
 
     every: NonNegative = 10
     """Steps; 0: only first and last."""
@@ -338,6 +362,11 @@ class Config(Section, frozen=True):
         if self.rollout.seeded is not None:
             return self.rollout.seeded
         return self.train.async_ratio == 0 and self.gpus_per_node == 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How a run samples where no domain has it otherwise."""
+        return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
 
     def trainer_ranks_on(self, node: int) -> int:
         """Trainer processes on this node."""

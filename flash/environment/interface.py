@@ -23,6 +23,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from flash.config.section import (
+    BelowOne,
+    Biases,
+    NonNegative,
+    Penalty,
+    Positive,
+    PositiveFloat,
+    Temperature,
+    Texts,
+    TokenIds,
+    TopK,
+    TopP,
+)
+from flash.sampling import Sampling
 from flash.types import Message, Observation, Piece, Tool
 
 HELD_OUT = 1 << 31
@@ -146,7 +160,7 @@ class LastResponse(Protocol):
         ...
 
     def scored(self) -> list[tuple[str, float]]:
-        """Text and log-prob of each token of the last response, as it was sampled (temperature applied)."""
+        """Text and log-prob of each token of the last response, as it was sampled."""
         ...
 
     def spoken(self, *, calling: bool = True) -> Spoken:
@@ -156,6 +170,11 @@ class LastResponse(Protocol):
 
 class NextResponse(Protocol):
     """How the next response is to be sampled."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """From which distribution all responses of the episode are drawn."""
+        ...
 
     def limit(self, tokens: int) -> None:
         """Let the next response have at most so many tokens."""
@@ -271,20 +290,29 @@ class Kinds(Protocol):
 class Domain(msgspec.Struct, frozen=True, kw_only=True):
     """What a run does with the problems of one kind. None: as the run's configuration has it."""
 
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Its share of the trained groups, in proportion to the other weights."""
-    group_size: int | None = None
+    group_size: Positive | None = None
     """Samples per prompt."""
     drop_equal_rewards: bool | None = None
     """Whether groups are filtered out whose rewards are all equal."""
     accuracy_bounds: tuple[float, float] | None = None
     """Groups are filtered out whose mean reward lies outside."""
-    max_turns: int | None = None
+    max_turns: Positive | None = None
     """Responses after which an episode is truncated."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Positive | None = None
     """Longest response, in tokens."""
-    temperature: float | None = None
-    """Of sampling, and of the trainer's log-probs; above 0. Evaluations have their own."""
+    temperature: Temperature | None = None
+    """Of sampling, and of the trainer's log-probs. Evaluations have their own."""
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: BelowOne | None = None
+    min_tokens: NonNegative | None = None
+    stop: Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    logit_bias: Biases | None = None
+    repetition_penalty: Penalty | None = None
+    """As the keys of `[rollout]` that have these names."""
 
 
 NO_DOMAINS: Mapping[str, Domain] = MappingProxyType({})

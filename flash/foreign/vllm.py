@@ -41,6 +41,8 @@ TOUCHED = (
     "vllm.v1.engine.async_llm:AsyncLLM.output_handler",
     "vllm.v1.engine.async_llm:AsyncLLM.engine_core",
     "vllm.v1.engine.async_llm:AsyncLLM.vllm_config",
+    "vllm.v1.engine.async_llm:AsyncLLM.model_config",
+    "vllm.config:ModelConfig.get_vocab_size",
     "vllm.config:CacheConfig.kv_cache_size_tokens",
     "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
@@ -59,6 +61,8 @@ TOUCHED = (
     "vllm.sampling_params:RequestOutputKind.DELTA",
     "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
     "vllm.sampling_params:SamplingParams.flat_logprobs",
+    "vllm.logprobs:FlatLogprobs.logprobs",
+    "vllm.logprobs:FlatLogprobs.token_ids",
     "vllm.sampling_params:SamplingParams.skip_clone",
     "vllm.sampling_params:SamplingParams.seed",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
@@ -322,20 +326,22 @@ def is_refusal(error: BaseException) -> bool:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def sampling_parameters(distribution: Mapping[str, Any], max_tokens: int, stop: Sequence[str] = ()) -> Any:
+def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
     """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come.
 
-    `distribution`: what it is drawn from, by vLLM's own names.
+    Args:
+        how: it is drawn and ends, by vLLM's own names.
+        max_tokens: at which it ends in any case.
+        likeliest: tokens whose log-probs are told beside that of the sampled one.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        **distribution,
+        **how,
         max_tokens=max_tokens,
-        logprobs=0,
+        logprobs=likeliest,
         flat_logprobs=True,
-        stop=list(stop),
-        detokenize=bool(stop),
+        detokenize=bool(how["stop"]),
         output_kind=RequestOutputKind.DELTA,
         # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
         skip_clone=True,
@@ -347,6 +353,11 @@ def seeded(parameters: Any, seed: int) -> Any:
     own = copy(parameters)
     own.seed = seed
     return own
+
+
+def vocabulary(llm: Any) -> int:
+    """The tokens that an engine's model has logits of."""
+    return llm.model_config.get_vocab_size()
 
 
 def scoring_parameters() -> Any:

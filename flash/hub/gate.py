@@ -277,6 +277,8 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
     measured = (number for turn in made.turns for number in turn.metrics.values())
     if not (math.isfinite(made.reward) and _finite(numbers) and _finite(measured)):
         return "a number that is not finite"
+    if made.kept is not None and (fault := made.kept.fault(made.action_count)) is not None:
+        return fault
     if made.lost_tokens < 0:
         return f"{made.lost_tokens} lost tokens"
     if made.length and made.tokens().min() < 0:

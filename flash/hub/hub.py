@@ -97,7 +97,8 @@ class Hub:
         )
         self.samples = self.buffer.samples
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
-        self._evaluations = Evaluations(*of_run, problems.kind_of, lease_ids, inherited.evaluated)
+        asked = (problems.kind_of, rules.samplings())
+        self._evaluations = Evaluations(*of_run, *asked, lease_ids, inherited.evaluated)
         self.progress = RunProgress(version, newest=version if state is not None else -1)
         self._parts = parts = Parts(
             config,

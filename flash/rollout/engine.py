@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from flash.errors import EngineDeadError
-from flash.types import PLAIN, Completion, Published, Sampling, VersionRun
+from flash.sampling import PLAIN, Kept, Sampling
+from flash.types import Completion, Published, VersionRun
 
 
 def ignored(tokens: int) -> None:
@@ -31,7 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     it; one that samples need not look at it."""
     sampling: Sampling = PLAIN
     stop: tuple[str, ...] = ()
-    """Texts of which the first ends the response; its tokens are the response's last."""
+    """Texts of which the first ends the response, beside those of its sampling; its tokens are the response's last."""
     done: int = 0
     """The last tokens of the prompt that are the response's own, sampled before its request moved to this engine."""
     seed: int | None = None
@@ -65,6 +66,8 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[VersionRun]
     """Policy version of each token of this piece, run-length."""
+    kept: Kept | None = None
+    """Where the request's sampling keeps some tokens only."""
 
 
 class Pressure(msgspec.Struct, frozen=True):

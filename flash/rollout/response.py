@@ -1,6 +1,6 @@
 """A response that may move between engines: what was sampled so far, and what is still to be asked for.
 
-Invariant: tokens, log-probs and versions stay aligned, and each token is kept from the engine that sampled it.
+Invariant: tokens, log-probs, versions and kept sets stay aligned; each token stays as its engine gave it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import msgspec
 
 from flash.branches import divide_versions
 from flash.rollout.engine import GenerateRequest, Progress
+from flash.sampling import Kept, together
 from flash.types import Completion, VersionRun, append_versions
 
 
@@ -20,6 +21,7 @@ class Response:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
+        self._kept: list[Kept] = []
         self._moved_at = 0
 
     @property
@@ -45,12 +47,14 @@ class Response:
         self._tokens += piece.token_ids
         self._logprobs += piece.logprobs
         append_versions(self._versions, piece.versions)
+        if piece.kept is not None:
+            self._kept.append(piece.kept)
 
     def exhausted(self) -> Completion | None:
         """The whole response, when nothing is left to ask for."""
         if len(self._tokens) < self._request.max_new_tokens:
             return None
-        return Completion(self._tokens, self._logprobs, self._versions, "length")
+        return Completion(self._tokens, self._logprobs, self._versions, "length", self._kept_until(len(self._tokens)))
 
     def completed(self, last: Completion) -> Completion:
         """The whole response, from the one of the last engine, which repeats that engine's pieces."""
@@ -60,4 +64,9 @@ class Response:
             return last
         (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
-        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish)
+        before = self._kept_until(at)
+        kept = None if before is None or last.kept is None else together((before, last.kept))
+        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept)
+
+    def _kept_until(self, tokens: int) -> Kept | None:
+        return together(self._kept).part(0, tokens) if self._kept else None

@@ -7,7 +7,9 @@ of the infrastructure is tried again within the budget; one that still fails is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import msgspec
 
 from flash.config.tree import EvalConfig
 from flash.observe.stats import mean_interval
@@ -16,7 +18,8 @@ from flash.samples.leases import LeaseTable, failed_last
 from flash.samples.measures import means, measured
 from flash.samples.slices import at_once
 from flash.samples.tasks import held_out_tasks
-from flash.types import Failure, Lease, Sampling, Trajectory
+from flash.sampling import Sampling
+from flash.types import Failure, Lease, Trajectory
 
 
 class EvalRound:
@@ -81,6 +84,7 @@ class Evaluations:
         first_version: the version this incarnation of the run begins with.
         steps: the last version.
         kind_of: the kind of a problem.
+        samplings: of the run, by kind as `TaskSource` has them; answers are drawn so, at a temperature of their own.
         lease_ids: numbers the leases of the whole run, those of training included.
         evaluated: versions whose results stand.
     """
@@ -92,6 +96,7 @@ class Evaluations:
         first_version: int,
         steps: int,
         kind_of: Callable[[int], str],
+        samplings: Mapping[str, Sampling],
         lease_ids: Iterator[int],
         evaluated: Collection[int] = (),
     ) -> None:
@@ -100,6 +105,10 @@ class Evaluations:
         self._first_version = first_version
         self._steps = steps
         self._kind_of = kind_of
+        self._samplings = {
+            kind: msgspec.structs.replace(sampling, temperature=config.temperature)
+            for kind, sampling in samplings.items()
+        }
         self._due: list[int] = []
         self._round: EvalRound | None = None
         self._leases = LeaseTable(lease_ids, retries, failed_last)
@@ -120,9 +129,9 @@ class Evaluations:
 
     def _begin(self) -> None:
         if self._round is None and self._due:
-            config, sampling = self._config, Sampling(self._config.temperature)
+            config = self._config
             self._round = EvalRound(self._due.pop(0), config.samples)
-            for task in held_out_tasks(config.problems, config.samples, self._kind_of, sampling):
+            for task in held_out_tasks(config.problems, config.samples, self._kind_of, self._samplings):
                 self._leases.put(Member(task))
 
     @property

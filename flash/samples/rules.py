@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of
-from flash.config.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from flash.config.decode import examine
+from flash.config.section import sampling_faults
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
 from flash.errors import ConfigError
 from flash.samples.groups import GroupFilter
-from flash.types import PLAIN, Sampling
+from flash.sampling import PLAIN, Sampling
 
 
 class AgeContract(msgspec.Struct, frozen=True):
@@ -91,15 +92,23 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
-        """What a domain leaves open is the run's. Raises ConfigError: nothing can be trained at its temperature."""
+        """What a domain leaves open is the run's.
+
+        Raises:
+            ConfigError: nothing can be trained as it is sampled.
+        """
         own = msgspec.structs.asdict(domain)
         holds = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
-        if not LOWEST_TEMPERATURE <= holds["temperature"] <= HIGHEST_TEMPERATURE:
-            expected = f"from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-            got = f"got {holds['temperature']:g}"
-            raise ConfigError(f"env.path: temperature of the domain {name!r}: expected a number {expected}, {got}")
+        types = {field.name: field.type for field in msgspec.structs.fields(RolloutConfig)}
+        given = {name: value for name, value in own.items() if name in types and value is not None}
+        faults = [
+            (name, problem.message) for name, value in given.items() for problem in examine(value, types[name], name)[1]
+        ]
+        sampling = Sampling(**{name: holds.pop(name) for name in Sampling.__struct_fields__})
+        for option, fault in faults or sampling_faults(sampling):
+            raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
         kept = GroupFilter(holds.pop("drop_equal_rewards"), holds.pop("accuracy_bounds"))
-        return cls(filter=kept, sampling=Sampling(holds.pop("temperature")), **holds)
+        return cls(filter=kept, sampling=sampling, **holds)
 
 
 class Problems(NamedTuple):
@@ -179,7 +188,7 @@ def buffer_rules(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.d
         whole_groups=not rollout.replicate_prompts,
         waves=not rollout.queue_scheduling,
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
-        sampling=Sampling(rollout.temperature),
+        sampling=config.sampling,
         domains=dict(domains),
         drift=rollout.share_drift,
         problems=fingerprint(config.env),

@@ -14,7 +14,8 @@ import msgspec
 
 from flash.environment.interface import HELD_OUT
 from flash.errors import BreakerError, ContractError
-from flash.types import PLAIN, Sampling, Task
+from flash.sampling import PLAIN, Sampling
+from flash.types import Task
 
 SEED_STRIDE = 1 << 20
 """Problems per run seed before two seeds share some."""
@@ -120,11 +121,18 @@ class TaskSource:
 
 
 def held_out_tasks(
-    problems: int, samples: int, kind_of: Callable[[int], str] = lambda seed: "", sampling: Sampling = PLAIN
+    problems: int,
+    samples: int,
+    kind_of: Callable[[int], str] = lambda seed: "",
+    samplings: Mapping[str, Sampling] = PLAIN_FOR_ALL,
 ) -> list[Task]:
     """The tasks of one evaluation: always the same problems, each with `samples` members."""
-    return [
-        Task(problem * samples + sample, problem, sample, seed, split="eval", kind=kind_of(seed), sampling=sampling)
-        for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems))
-        for sample in range(samples)
-    ]
+    tasks: list[Task] = []
+    for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems)):
+        kind = kind_of(seed)
+        sampling = samplings.get(kind, samplings[""])
+        tasks += [
+            Task(problem * samples + sample, problem, sample, seed, split="eval", kind=kind, sampling=sampling)
+            for sample in range(samples)
+        ]
+    return tasks

@@ -26,6 +26,7 @@ from flash.trainer.ewma import swapped_in
 from flash.trainer.mesh import TrainerMesh, raise_together
 from flash.trainer.model.logprobs import TokenLogprobs, token_logprobs
 from flash.trainer.model.model import reshard
+from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import AttentionWatch
 from flash.trainer.objective import Method
 from flash.trainer.packing import MicroBatch
@@ -98,7 +99,7 @@ def policy_logprobs(
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
-    """What a policy says of a micro-batch's action tokens, at the temperatures they were sampled at. A collective.
+    """What a policy says of a micro-batch's action tokens, as they were sampled. A collective.
 
     `watch` may look on.
     """
@@ -108,6 +109,7 @@ def policy_logprobs(
         micro.keep_T,
         micro.target_T,
         temperature_T=micro.temperature_T,
+        kept=KeptSets.of(micro.kept),
         entropy_gradient=entropy_gradient,
         watch=watch,
     )

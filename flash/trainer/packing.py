@@ -21,8 +21,10 @@ import numpy.typing as npt
 from flash.ages import recent
 from flash.branches import sequences
 from flash.errors import ContractError
+from flash.sampling import PLAIN, Sampling
+from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
-from flash.types import PLAIN, Sampling, Shard, ShardSample, Trajectory
+from flash.types import Shard, ShardSample, Trajectory
 
 Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
@@ -64,6 +66,8 @@ class MicroBatch:
     """The environment of each sequence, where a mixture has several."""
     sampling_S: tuple[Sampling, ...]
     """How each sequence was sampled."""
+    kept: KeptTokens
+    """What the action tokens were drawn from."""
 
     @property
     def index_T(self) -> Int64Array:
@@ -105,6 +109,7 @@ DUMMY = MicroBatch(
     siblings_S=np.ones(1, dtype=np.int64),
     kinds_S=("",),
     sampling_S=(PLAIN,),
+    kept=NOTHING_KEPT,
 )
 """A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
 
@@ -213,6 +218,7 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         siblings_S=micro.siblings_S[keep_S],
         kinds_S=tuple(compress(micro.kinds_S, keep_S)),
         sampling_S=tuple(compress(micro.sampling_S, keep_S)),
+        kept=micro.kept.only(keep_T),
     )
 
 
@@ -244,6 +250,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         siblings_S=np.array([sequence.siblings for sequence in sequences], dtype=np.int64),
         kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
         sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
+        kept=all_kept([_kept(*pair) for pair in zip(sequences, actions, strict=True)]),
     )
     _check_behaviour(micro, sequences)
     return micro
@@ -253,6 +260,13 @@ def _turns(sequence: _Sequence, positions: Int64Array) -> Int64Array:
     """int64: which turn of its sample each action token belongs to; each turn has one span."""
     starts = [span.start for span in sequence.trajectory.action_spans]
     return sequence.turns[np.searchsorted(starts, positions, side="right") - 1]
+
+
+def _kept(sequence: _Sequence, positions: Int64Array) -> KeptTokens:
+    try:
+        return kept_tokens(sequence.trajectory, positions)
+    except ContractError as error:
+        raise ContractError(f"sample {sequence.index} {error}") from None
 
 
 def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:

@@ -217,8 +217,18 @@ def resolve(*overrides: str) -> Config:
             "`train.updates_per_batch` (override): 2 trains again on samples that the first update has left behind",
         ),
         (["train.updates_per_batch=0"], "`train.updates_per_batch` (override): expected an integer above 0"),
-        (["rollout.top_p=0.9"], "`rollout.top_p` (override): no such key"),
-        (["rollout.top_k=20"], "`rollout.top_k` (override): no such key"),
+        (["rollout.top_p=0.9"], "`rollout.top_p` (override): is followed by the trainer for the tokens that top_k"),
+        (["rollout.min_p=0.1"], "`rollout.min_p` (override): is followed by the trainer"),
+        (["rollout.min_tokens=5"], "`rollout.min_tokens` (override): is followed by the trainer"),
+        (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (override): is followed by the trainer"),
+        (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): is followed by the trainer"),
+        (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
+        (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
+        (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (override): no such key: an engine counts"),
+        (
+            ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
+            "`rollout.top_k` (override): which tokens it keeps is not known with logits in bfloat16",
+        ),
     ],
 )
 def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], message: str) -> None:

@@ -12,6 +12,7 @@ from flash.config.waits import SILENT_S
 from flash.errors import ContractError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
+from flash.sampling import Kept
 from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
 from tests.hub.test_hub import Driver, make_config
@@ -218,6 +219,8 @@ BRANCHED: dict[str, Any] = {
         ({"reward": float("nan")}, "not finite"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"x": float("inf")})]}, "not finite"),
         ({"token_ids": b"\xff" * 20}, "a token below 0"),
+        ({"kept": Kept.of([5], [1])}, "3 sampled tokens, and kept sets of 1 with 1 tokens"),
+        ({"kept": Kept(b"1", b"")}, "kept sets with parts of numbers"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1)]}, "a response in no branch"),
         ({"branches": ()}, r"branches that begin at \(\) of 5"),
         ({"branches": (1,)}, r"branches that begin at \(1,\) of 5"),

@@ -16,9 +16,10 @@ from flash.config.tree import ModelConfig
 from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.engine import VLLMEngine
+from flash.sampling import Sampling
 from flash.trainer.model.canary import LEAST
 from flash.trainer.model.model import load_model
-from flash.types import Completion, Message, Sampling
+from flash.types import Completion, Message
 from tests.integration.whole_run import REPOSITORY, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]

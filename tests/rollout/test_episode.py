@@ -26,8 +26,9 @@ from flash.rollout.episode.episode import (
 )
 from flash.rollout.episode.phases import FreePhases, LockStep, RuledPhases
 from flash.rollout.episode.tokenizer import Tokenizer
+from flash.sampling import Kept, Sampling
 from flash.simulate.clock import run_virtual
-from flash.types import Completion, Failure, Lease, Message, Outcome, Sampling, Span, Task, Tool, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
 SETTINGS = EpisodeSettings(
@@ -54,6 +55,9 @@ class CharTokenizer(Tokenizer):
 
     def follow(self, observation: Any, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in ("|" if stopped else "/") + text_of(observation)]
+
+    def ends_turn(self, token: int) -> bool:
+        return token == EOS
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(t) for t in token_ids if t != EOS)
@@ -259,6 +263,16 @@ def test_each_response_is_sampled_as_its_task_says_and_the_trajectory_tells_it()
     assert trajectory.task.sampling == Sampling(0.3)
 
 
+def test_a_trajectory_has_the_kept_sets_of_all_its_responses() -> None:
+    said = [
+        msgspec.structs.replace(one, kept=Kept.of(range(count), [count] + [0] * (len(one.token_ids) - 1)))
+        for one, count in ((say("ab"), 3), (say("cde"), 2))
+    ]
+    trajectory = run(Env(go("x"), end(1.0)), Script(*said))
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.kept == Kept.of([0, 1, 2, 0, 1], [3, 0, 0, 2, 0, 0, 0])
+
+
 def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
     kinds: list[str] = []
 
@@ -338,6 +352,15 @@ def test_chat_messages_follow_chat_messages() -> None:
     trajectory = succeed(env, Script(say("a"), say("b")))
     assert bytes(trajectory.tokens().tolist()) == b"hia\0|moreb\0"
     assert [turn.observation for turn in trajectory.turns] == ["user: hi", "user: more"]
+
+
+@pytest.mark.parametrize(("said", "mark"), [(say("a"), b"\0|"), (say("a", stop=False), b"/")])
+def test_a_token_that_a_run_names_as_an_end_ends_the_turn_where_it_is_the_models_own(
+    said: Completion, mark: bytes
+) -> None:
+    env = Env(go([{"role": "user", "content": "more"}]), end(1.0), first=[{"role": "user", "content": "hi"}])
+    trajectory = succeed(env, Script(msgspec.structs.replace(said, finish="text"), say("b")))
+    assert bytes(trajectory.tokens().tolist()) == b"hia" + mark + b"moreb\0"
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

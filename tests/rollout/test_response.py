@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flash.rollout.engine import GenerateRequest, Progress
 from flash.rollout.response import Response
+from flash.sampling import Kept
 from flash.types import Completion, VersionRun
 
 TOKENS = st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3)), max_size=5), min_size=1, max_size=5)
@@ -14,7 +15,12 @@ TOKENS = st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3)), max
 
 
 def piece(token: int, version: int) -> Progress:
-    return Progress([token], [-float(token)], [VersionRun(version, 1)])
+    return Progress([token], [-float(token)], [VersionRun(version, 1)], kept([token]))
+
+
+def kept(tokens: list[int]) -> Kept:
+    """Of each token as many others as its last digit says."""
+    return Kept.of([other for token in tokens for other in range(token % 10)], [token % 10 for token in tokens])
 
 
 def versions_of(completion: Completion) -> list[int]:
@@ -22,7 +28,7 @@ def versions_of(completion: Completion) -> list[int]:
 
 
 @given(TOKENS)
-def test_law_4_tokens_logprobs_and_versions_stay_aligned_over_any_number_of_moves(
+def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_number_of_moves(
     engines: list[list[tuple[int, int]]],
 ) -> None:
     response = Response(GenerateRequest([1, 2], 100, key=5))
@@ -40,12 +46,15 @@ def test_law_4_tokens_logprobs_and_versions_stay_aligned_over_any_number_of_move
     response.rest()
     for token, version in last[:2]:
         response.add(piece(token, version))
-    end = Completion([t for t, _ in last], [-float(t) for t, _ in last], [VersionRun(v, 1) for _, v in last], "stop")
+    tokens = [token for token, _ in last]
+    runs = [VersionRun(version, 1) for _, version in last]
+    end = Completion(tokens, [-float(token) for token in tokens], runs, "stop", kept(tokens))
     whole = response.completed(end)
     expected += last
     assert list(zip(whole.token_ids, versions_of(whole), strict=True)) == expected
     assert whole.logprobs == [-float(token) for token in whole.token_ids]
     assert whole.finish == "stop"
+    assert whole.kept == kept(whole.token_ids)
 
 
 def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None:
@@ -54,4 +63,4 @@ def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None
     response.add(piece(7, 0))
     assert response.exhausted() is None
     response.add(piece(8, 0))
-    assert response.exhausted() == Completion([7, 8], [-7.0, -8.0], [VersionRun(0, 2)], "length")
+    assert response.exhausted() == Completion([7, 8], [-7.0, -8.0], [VersionRun(0, 2)], "length", kept([7, 8]))

@@ -30,7 +30,8 @@ from flash.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.engine import VLLMEngine
-from flash.types import Canary, Completion, Published, Sampling
+from flash.sampling import Sampling
+from flash.types import Canary, Completion, Published
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.plugin import SPIN_S
 from flash.weights.update import decode_update, encode_update

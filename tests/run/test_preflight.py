@@ -216,7 +216,7 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text('{"version": 6, "skipped_steps": 0, "files": []}')
     advise(resumed, left_as_it_was(resumed))
-    told = "`model.path`: the weights are those of the newest checkpoint all the same; it gives only the tokenizer"
+    told = "`model.path`: the newest checkpoint's weights stay; it gives only the tokenizer"
     assert told in capsys.readouterr().err
     assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []

@@ -17,7 +17,8 @@ from flash.samples.leases import TaskQueue
 from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
-from flash.types import PLAIN, Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.sampling import PLAIN
+from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 
 class KeptStates:

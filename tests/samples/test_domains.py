@@ -26,7 +26,8 @@ from flash.samples.replay import Replay
 from flash.samples.rules import AgeContract, BufferRules, DomainSettings
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
-from flash.types import PLAIN, Failure, Lease, Outcome, Sampling, VersionRun
+from flash.sampling import PLAIN, Sampling
+from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import lease_all, trajectory, void
 
 ANY = GroupFilter()
@@ -198,11 +199,28 @@ def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_r
     assert again > old
 
 
-def test_a_domain_cannot_have_a_temperature_of_which_nothing_is_trained() -> None:
-    with pytest.raises(
-        ConfigError, match=r"env.path: temperature of the domain 'c': expected a number from 0.01 to 100, got 0"
-    ):
-        DomainSettings.of("c", Domain(temperature=0.0), RolloutConfig())
+@pytest.mark.parametrize(
+    ("domain", "message"),
+    [
+        (Domain(temperature=0.0), "temperature of the domain 'c': expected a number from 0.01 to 100, got 0"),
+        (Domain(top_k=-1), "top_k of the domain 'c': expected an integer from 0 to 1024, got -1"),
+        (
+            Domain(top_p=0.9),
+            "top_p of the domain 'c': is followed by the trainer for the tokens that top_k",
+        ),
+        (Domain(top_k=0), "top_p of the domain 'c': is followed by"),
+    ],
+)
+def test_a_domain_cannot_sample_what_cannot_be_trained(domain: Domain, message: str) -> None:
+    run = RolloutConfig(top_k=20, top_p=0.5) if domain.top_k == 0 else RolloutConfig()
+    with pytest.raises(ConfigError, match=f"env.path: {message}"):
+        DomainSettings.of("c", domain, run)
+
+
+def test_a_domain_has_its_own_sampling_and_else_the_runs() -> None:
+    run = RolloutConfig(temperature=0.9, top_k=20, top_p=0.8, stop=("\n",))
+    own = DomainSettings.of("a", Domain(top_p=0.5, stop=("x", "y"), logit_bias=((3, 1.0),)), run)
+    assert own.sampling == Sampling(0.9, 20, 0.5, stop=("x", "y"), logit_bias=((3, 1.0),))
 
 
 def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:

@@ -6,14 +6,16 @@ from itertools import count
 
 from flash.config.tree import EvalConfig
 from flash.samples.evaluation import Evaluations
-from flash.types import Failure, Lease, Outcome, Sampling
+from flash.samples.tasks import PLAIN_FOR_ALL
+from flash.sampling import Sampling
+from flash.types import Failure, Lease, Outcome
 from tests.samples.cases import trajectory
 
 
 def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -> list[int]:
     """The versions that an incarnation evaluates that begins with this one; rounds end before the next version."""
     config = EvalConfig(problems=1, samples=1, every=every)
-    evaluations = Evaluations(config, 1, version, steps, lambda seed: "", count(100), evaluated)
+    evaluations = Evaluations(config, 1, version, steps, lambda seed: "", PLAIN_FOR_ALL, count(100), evaluated)
     rows: list[float] = []
     for published in range(version, steps + 1):
         evaluations.published(published)
@@ -42,13 +44,15 @@ def test_an_evaluation_that_left_no_result_is_made_up_for_when_the_run_goes_on()
 
 def begun(problems: int, retries: int = 1) -> Evaluations:
     """The evaluation of the untrained policy."""
-    evaluations = Evaluations(EvalConfig(problems=problems, samples=1), retries, 0, 8, lambda seed: "", count(100))
+    samplings = {"": Sampling(0.9, top_k=5, stop=("\n",))}
+    config = EvalConfig(problems=problems, samples=1)
+    evaluations = Evaluations(config, retries, 0, 8, lambda seed: "", samplings, count(100))
     evaluations.published(0)
     return evaluations
 
 
 def test_held_out_problems_have_a_temperature_of_their_own() -> None:
-    assert take(begun(1)).task.sampling == Sampling(0.0)
+    assert take(begun(1)).task.sampling == Sampling(0.0, top_k=5, stop=("\n",)), "all else is as in training"
 
 
 def take(evaluations: Evaluations) -> Lease:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flash.trainer.model.output_layer import OutputLayer, Selection, selected_logprobs
+from flash.trainer.kept import KeptTokens
+from flash.trainer.model.output_layer import KeptSets, OutputLayer, Selection, selected_logprobs
 
 VOCABULARY, WIDTH = 23, 6
 ROW = VOCABULARY * 8
@@ -29,6 +31,34 @@ def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float6
     }
 
 
+def some_kept(target_T: Tensor, *, changed: bool = True) -> KeptSets | None:
+    """In turn all tokens, the target alone, and it and up to seven others; biased, and half of them penalised."""
+    rng = np.random.default_rng(5)
+    sets: list[list[int]] = []
+    for place, target in enumerate(target_T.tolist()):
+        others = rng.permutation([token for token in range(VOCABULARY) if token != target])
+        sets.append([[], [target], [target, *others[: rng.integers(1, 8)]]][place % 3])
+    flat = np.array([token for one in sets for token in one], dtype=np.int64)
+    bias, penalty = rng.normal(size=len(flat)) * changed, np.where(rng.random(len(flat)) < changed / 2, 1.7, 1.0)
+    return KeptSets.of(KeptTokens(flat, np.array([len(one) for one in sets], dtype=np.int64), bias, penalty))
+
+
+def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
+    """[T, V]: the logits that tokens were drawn by, those that could not have been drawn at minus infinity."""
+    if kept is None:
+        return logits_TV
+    rows: list[Tensor] = []
+    for place, logits_V in enumerate(logits_TV):
+        start, count = int(kept.start_T[place]), int(kept.count_T[place])
+        drawn_V = logits_V if count == 0 else torch.full_like(logits_V, -torch.inf)
+        for at in range(start, start + count):
+            logit = logits_V[kept.token_N[at]] + kept.bias_N[at]
+            one = logit / kept.penalty_N[at] if logit > 0 else logit * kept.penalty_N[at]
+            drawn_V = drawn_V.index_put((kept.token_N[at],), one)
+        rows.append(drawn_V)
+    return torch.stack(rows) if rows else logits_TV
+
+
 def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Leaves in float64, and the log-probs and entropies that follow from them by way of all logits."""
     leaves = {
@@ -37,9 +67,10 @@ def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Te
         if name in ("hidden_TD", "weight_VD") or (name == "bias_V" and value is not None)
     }
     logits_TV = leaves["hidden_TD"] @ leaves["weight_VD"].T + leaves.get("bias_V", 0.0)
-    log_share_TV = (logits_TV / factors["temperature_T"][:, None]).log_softmax(-1)
+    drawn_TV = as_drawn(factors.get("kept"), logits_TV)
+    log_share_TV = (drawn_TV / factors["temperature_T"][:, None]).log_softmax(-1)
     logp_T = log_share_TV.gather(-1, factors["target_T"][:, None])[:, 0]
-    return leaves, logp_T, -(log_share_TV.exp() * log_share_TV).sum(-1)
+    return leaves, logp_T, -(log_share_TV.exp() * log_share_TV.masked_fill(drawn_TV == -torch.inf, 0.0)).sum(-1)
 
 
 def plain(factors: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -63,8 +94,13 @@ def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * ROW, 7 * ROW, 100 * ROW])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 10])
-def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(tokens: int, chunk_bytes: int) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(
+    tokens: int, chunk_bytes: int, kept: bool
+) -> None:
     given = factors(tokens, hot=0.3)
+    if kept:
+        given["kept"] = some_kept(given["target_T"])
     grads = random_grads(tokens)
     logp_T, entropy_T = selected_logprobs(
         **given,
@@ -79,8 +115,10 @@ def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(tokens: in
 
 @pytest.mark.parametrize("hot", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_the_finite_differences(hot: float, bias: bool) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_are_the_finite_differences(hot: float, bias: bool, kept: bool) -> None:
     given = factors(4, bias=bias, hot=hot)
+    sets = some_kept(given["target_T"]) if kept else None
 
     def numbers(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
         return selected_logprobs(
@@ -89,6 +127,7 @@ def test_gradients_are_the_finite_differences(hot: float, bias: bool) -> None:
             bias_V,
             given["target_T"],
             temperature_T=given["temperature_T"],
+            kept=sets,
             entropy_gradient=True,
             chunk_bytes=3 * ROW,
         )
@@ -97,8 +136,12 @@ def test_gradients_are_the_finite_differences(hot: float, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(("offset", "tolerance"), [(0.0, 1e-6), (100.0, 2e-5)])
-def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float) -> None:
-    given = factors(50, dtype=torch.float32)
+@pytest.mark.parametrize("kept", [False, True])
+def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float, kept: bool) -> None:
+    given = factors(50, dtype=torch.float32, hot=0.01 if kept else 1.0)
+    if kept:
+        given["kept"] = some_kept(given["target_T"])
+        tolerance *= 4
     with torch.no_grad():
         # Logits near 100 are known to 8e-6, and e¹⁰⁰ is no float32.
         given["bias_V"] += offset
@@ -109,6 +152,19 @@ def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float) -> N
         assert (found.double() - expected).norm() < tolerance * expected.norm()
     for name, gradient in plain_gradients(given, grads).items():
         assert (given[name].grad.double() - gradient).norm() < tolerance * gradient.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_could_not_be_drawn_is_nothing_in_half_precision_too(dtype: torch.dtype, wide: bool) -> None:
+    given = factors(40, dtype=dtype, hot=0.02)
+    given["kept"] = some_kept(given["target_T"])
+    logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=True, wide=wide)
+    (logp_T.sum() + entropy_T.sum()).backward()
+    assert logp_T.isfinite().all()
+    assert logp_T[1::3].abs().max() == entropy_T[1::3].abs().max() == 0, "nothing else could be drawn"
+    assert not given["hidden_TD"].grad[1::3].any()
+    assert all(given[name].grad.isfinite().all() for name in ("hidden_TD", "weight_VD", "bias_V"))
 
 
 def test_entropy_has_no_gradient_unless_asked_for() -> None:

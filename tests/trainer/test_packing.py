@@ -11,11 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from flash.branches import spans_by_turn
+from flash.branches import sequences, spans_by_turn
 from flash.errors import ContractError
+from flash.sampling import Kept, Sampling
+from flash.trainer.kept import kept_tokens
 from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
-from tests.trainer.trainer_cases import branched_shard, make_shard, make_trajectory, part_of, random_shard, sampled_at
+from tests.trainer.trainer_cases import (
+    branched_shard,
+    drawn_from_some,
+    make_shard,
+    make_trajectory,
+    part_of,
+    partly_kept,
+    random_shard,
+    sampled_at,
+)
 
 
 def trained_tokens(micro_batches: list[MicroBatch]) -> list[tuple[int, float, int, int]]:
@@ -168,7 +179,7 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
 
 @given(st.lists(st.booleans(), min_size=13, max_size=13))
 def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: list[bool]) -> None:
-    shard = sampled_at(random_shard(), 0.7, 1.0, 1.4)
+    shard = partly_kept(sampled_at(random_shard(), 0.7, 1.0, 1.4))
     (micro,) = pack(shard.samples, min_version=0, max_tokens=10_000)
     part = only(micro, np.array(keep)[micro.index_S])
     if not any(keep):
@@ -179,6 +190,35 @@ def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: l
     assert by_sequence(part) == by_sequence(expected)
     found = [micro.input_P[micro.computed.place_U][micro.computed.row_P] for micro in (part, micro)]
     assert [ids.tolist() for ids in found] == [part.input_P.tolist(), micro.input_P.tolist()]
+
+
+def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_kept_set() -> None:
+    how = Sampling(top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
+    shard = branched_shard()
+    drawn = [drawn_from_some(sample.trajectory, how) for sample in shard.samples]
+    for branch in (branch for one in drawn for branch in sequences(one)):
+        tokens, positions = branch.tokens().tolist(), np.flatnonzero(branch.action_mask())
+        found = kept_tokens(branch, positions)
+        assert branch.kept is not None
+        biases, sets = dict(how.logit_bias), [branch.kept.part(place, place + 1) for place in range(len(positions))]
+        expected = [
+            (token, biases.get(token, 0.0), 1.5 if token in tokens[:at] else 1.0)
+            for at, kept in zip(positions, sets, strict=True)
+            for token in (tokens[at], *kept.numbers()[0].tolist())
+        ]
+        found_N = zip(found.token_N.tolist(), found.bias_N.tolist(), found.penalty_N.tolist(), strict=True)
+        assert list(found_N) == expected
+        assert found.count_T.sum() == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"), [(None, "there are no kept sets"), (Kept.of([], [0, 0]), "7 sampled tokens, and kept sets of 2")]
+)
+def test_a_sample_that_does_not_say_what_it_was_drawn_from_is_refused_by_name(kept: Kept | None, why: str) -> None:
+    one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
+    shard = make_shard([msgspec.structs.replace(drawn_from_some(one, Sampling(top_k=4)), kept=kept)])
+    with pytest.raises(ContractError, match=f"sample 0 was drawn with top_k = 4, .* is not said: {why}"):
+        pack(shard.samples, min_version=0, max_tokens=64)
 
 
 def test_what_was_sampled_greedily_cannot_be_trained() -> None:
@@ -195,6 +235,8 @@ def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
         whole = (micro.input_P[start:stop], micro.position_P[start:stop], micro.keep_T[mine_T] - start)
         names = ("target", "behaviour", "mask", "version", "turn", "temperature")
         tokens = [getattr(micro, f"{name}_T")[mine_T] for name in names]
+        mine = micro.kept.only(mine_T)
+        tokens += [mine.token_N, mine.count_T, mine.bias_N, mine.penalty_N]
         facts = (micro.index_S[place], micro.siblings_S[place], micro.kinds_S[place])
         found.append((*facts, *(array.tolist() for array in (*whole, *tokens))))
     return sorted(found)

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from flash.branches import trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, server_that_imports
+from flash.sampling import Kept, Sampling
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
-from flash.types import Outcome, Sampling, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 
 VOCABULARY = 40
@@ -185,6 +186,24 @@ def at(temperature: float, one: Trajectory) -> Trajectory:
     return replace(one, task=replace(one.task, sampling=Sampling(temperature)))
 
 
+def drawn_from_some(one: Trajectory, sampling: Sampling) -> Trajectory:
+    """The same, each token drawn from up to four."""
+    rng = np.random.default_rng(one.task.task_id)
+    drawn = one.tokens()[one.action_mask()]
+    others = [
+        [token for token in rng.permutation(VOCABULARY).tolist() if token != own][: rng.integers(0, 4)] for own in drawn
+    ]
+    kept = Kept.of([token for each in others for token in each], [len(each) for each in others])
+    return replace(one, task=replace(one.task, sampling=sampling), kept=kept)
+
+
+def partly_kept(shard: Shard) -> Shard:
+    """The shard, two of three samples drawn from some tokens, whose logits were changed."""
+    how = Sampling(0.8, top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
+    drawn = [drawn_from_some(one.trajectory, how) if one.index % 3 else one.trajectory for one in shard.samples]
+    return replace(shard, samples=[ShardSample(index, one) for index, one in enumerate(drawn)])
+
+
 def part_of(shard: Shard, indices: list[int]) -> Shard:
     """The shard of a rank that was dealt these samples."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
@@ -253,7 +272,21 @@ def relative_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> flo
 
 def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
     """Log-prob of each action token, as it was sampled, from a forward pass over this sequence alone."""
-    tokens = torch.tensor(trajectory.tokens().tolist())
-    logits = model(input_ids=tokens[None]).logits[0] / trajectory.task.sampling.temperature
+    how, tokens = trajectory.task.sampling, torch.tensor(trajectory.tokens().tolist())
+    logits = model(input_ids=tokens[None]).logits[0]
     positions = np.flatnonzero(trajectory.action_mask())
-    return torch.stack([logits[at - 1].log_softmax(-1)[tokens[at]] for at in positions])
+    found: list[torch.Tensor] = []
+    for place, at in enumerate(positions):
+        drawn = logits[at - 1]
+        drawn = drawn + torch.zeros_like(drawn).index_put(
+            (torch.tensor([token for token, _ in how.logit_bias], dtype=torch.long),),
+            torch.tensor([bias for _, bias in how.logit_bias], dtype=drawn.dtype),
+        )
+        seen = torch.isin(torch.arange(len(drawn)), tokens[:at])
+        penalised = torch.where(drawn > 0, drawn / how.repetition_penalty, drawn * how.repetition_penalty)
+        drawn = torch.where(seen, penalised, drawn) / how.temperature
+        if trajectory.kept is not None:
+            others = trajectory.kept.part(place, place + 1).numbers()[0].tolist()
+            drawn = drawn.where(torch.isin(torch.arange(len(drawn)), torch.tensor([*others, tokens[at]])), -torch.inf)
+        found.append(drawn.log_softmax(-1)[tokens[at]])
+    return torch.stack(found)

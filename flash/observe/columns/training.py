@@ -131,7 +131,7 @@ LOSS = ColumnGroup(
         ),
         Column(
             "entropy",
-            "entropy of the policy's next-token distribution, at the sampling temperature, in the mean over updates",
+            "entropy of the policy's next-token distribution, as it is sampled from, in the mean over updates",
             "nats",
             label="entropy",
             title="entropy",

@@ -20,8 +20,8 @@ from flash.types import Batch, BatchSample, Trajectory
 _SUFFIX = ".bin"
 _AT_ONCE = 64 << 10
 """Bytes."""
-FORMAT = 2
-"""Of the records; since 2 a task says how it was sampled."""
+FORMAT = 3
+"""Of the records; since 2 a task says how it was sampled, since 3 a trajectory which tokens could have been."""
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -33,8 +33,8 @@ class RecordingHead(msgspec.Struct, frozen=True):
     trajectories: int
     """How many records follow."""
     earlier: list[BatchSample]
-    format: Literal[2]
-    """`FORMAT`; a file of before it has none, and its samples would be taken for sampled at temperature 1."""
+    format: Literal[3]
+    """`FORMAT`; who knows an older one would take these samples for sampled from all tokens."""
 
 
 def write_batch(folder: Path, batch: Batch) -> None:

@@ -131,7 +131,7 @@ class Episode:
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
-        transcript = TranscriptView(self._tokenizer, settings)
+        transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling)
         state = _EpisodeState(lease, progress, transcript)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def ends_turn(self, token: int) -> bool:
+        """Whether this is the end-of-turn token, or another with which a model ends a response of its own accord."""
+        return False
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens."""
         ...
@@ -150,6 +154,10 @@ class HfTokenizer(Tokenizer):
                 "result cannot follow what was sampled; use a model with another template"
             )
         return tokens[tokens.index(end) + stopped :]
+
+    def ends_turn(self, token: int) -> bool:
+        """See `Tokenizer`. Raises EnvError as `follow` does of messages."""
+        return token in self._turn_ends
 
     def check_calls(self) -> None:
         """Raise EnvError where calls of functions cannot be read."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import Tokenizer
+from flash.sampling import Kept, together
 from flash.types import (
     Completion,
     Observation,
@@ -81,6 +82,7 @@ class Branch:
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
         self.versions: list[VersionRun] = []
+        self.kept: list[Kept] = []
 
     def until(self, responses: int) -> int:
         """Tokens up to the end of so many responses; all, where there are no more."""
@@ -198,8 +200,13 @@ class Transcript:
         branch.tokens += completion.token_ids
         branch.logprobs += completion.logprobs
         branch.spans.append(Span(start, len(branch.tokens)))
-        branch.ends.append(_End(len(branch.tokens), completion.finish == "length", completion.finish == "stop"))
+        # A token that a run's sampling names as an end may be the model's own.
+        named = completion.finish == "text" and branch.form.chat and self.tokenizer.ends_turn(branch.tokens[-1])
+        ended = completion.finish == "stop" or named
+        branch.ends.append(_End(len(branch.tokens), completion.finish == "length", ended))
         append_versions(branch.versions, completion.versions)
+        if completion.kept is not None:
+            branch.kept.append(completion.kept)
         self.spoke = branch
         self._responses = len(branch.ends)
         self.sampled += len(completion.token_ids)
@@ -218,6 +225,7 @@ class Transcript:
             append_versions(versions, branch.versions)
         tokens = [token for branch in branches for token in branch.tokens]
         logprobs = [logprob for branch in branches for logprob in branch.logprobs]
+        kept = [part for branch in branches for part in branch.kept]
         counted = sum(run.count for run in versions)
         assert self.sampled == len(logprobs) == counted, "one log-prob and one version per action token"
         return Trajectory(
@@ -231,6 +239,7 @@ class Transcript:
             turns=self.turns,
             lost_tokens=lost_tokens,
             branches=tuple(begins),
+            kept=together(kept) if kept else None,
         )
 
 

@@ -11,17 +11,19 @@ from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.reading import PlainReading
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import Branch, BranchForm, EpisodeLimits, Transcript, least_tokens
+from flash.sampling import Sampling
 from flash.types import Piece, Span
 
 
 class TranscriptView(Transcript):
     """A transcript as its environment sees it. What it asks of the next response holds for that one.
 
-    Args: as of `Transcript`.
+    Args: as of `Transcript`; `sampling` says how its responses are drawn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits, sampling: Sampling) -> None:
         super().__init__(tokenizer, limits)
+        self.sampling = sampling
         self._most = limits.max_length
         """Tokens that the next response may have."""
         self._stop: tuple[str, ...] = ()

@@ -33,8 +33,9 @@ from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
-from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, version_runs
+from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, told, version_runs
 from flash.rollout.vllm.start import configure, engine_environment
+from flash.sampling import Kept, together
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
@@ -148,28 +149,32 @@ class VLLMEngine:
         """
         self._check_alive()
         check_prompt(request.prompt, self._config.model.max_length)
-        llm = self._llm
+        llm, vocabulary = self._llm, vllm.vocabulary(self._llm)
         request_id = f"{self._index}.{next(self._request_ids)}"
         token_ids: list[int] = []
         logprobs: list[float] = []
+        kept: list[Kept] = []
         finished = False
         queue: Any = None
         self._steps.begins(anyio.current_time())
         try:
             # The salt keeps the prefixes of older weights apart, where a swap kept them.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
-            queue = await llm.add_request(request_id, prompt, self._sampling.of(request))
+            queue = await llm.add_request(request_id, prompt, self._sampling.of(request, vocabulary))
             starts = vllm.version_starts(llm, queue)
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
                 start = len(token_ids)
                 token_ids += piece.token_ids
-                logprobs += piece.logprobs.logprobs
+                new = told(piece.logprobs, piece.token_ids, request.sampling, vocabulary)
+                logprobs += new.logprobs
+                if new.kept is not None:
+                    kept.append(new.kept)
                 if output.finished:
                     break
                 versions = version_runs(starts(), start, len(token_ids))
-                yield Progress(piece.token_ids, piece.logprobs.logprobs, versions)
+                yield Progress(piece.token_ids, new.logprobs, versions, new.kept)
             finished = True
         except Exception as error:  # vLLM's errors have no common base: all of them become ours here
             raise self._typed(error) from error
@@ -181,7 +186,8 @@ class VLLMEngine:
             self._check_alive()
         finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = [(span.version, span.start) for span in piece.weight_versions or ()]
-        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish)
+        whole = together(kept) if kept else None
+        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`.

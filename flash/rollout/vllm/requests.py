@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
+from flash.config.section import HIGHEST_TOP_K
 from flash.errors import EngineError, EngineRefusal
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest
-from flash.types import Sampling, VersionRun
+from flash.sampling import Kept, Sampling
+from flash.types import VersionRun
 
 GOOD_ENDS = ("stop", "length")
 """vLLM's words for the ends that a response should have."""
 SEEDS = 1 << 63
 """Seeds that torch's generators take."""
+
+
+TIES = 8
+"""Tokens beyond `top_k` that are asked for: vLLM also keeps those that are exactly as likely as the last."""
+MOST_LOGPROBS = HIGHEST_TOP_K + TIES
+"""Of a token, that an engine tells."""
 
 
 class SamplingParameters:
@@ -24,19 +33,61 @@ class SamplingParameters:
     def __init__(self) -> None:
         self._made: dict[tuple[Sampling, int], Any] = {}
 
-    def of(self, request: GenerateRequest) -> Any:
-        """Those of a request."""
-        alike = request.sampling, request.max_new_tokens
-        made = None if request.stop else self._made.get(alike)
+    def of(self, request: GenerateRequest, vocabulary: int) -> Any:
+        """Those of a request to an engine whose model has so many tokens."""
+        sampling = request.sampling
+        # As vLLM counts: of a response that moved here its first tokens are prompt.
+        least = min(max(sampling.min_tokens - request.done, 0), request.max_new_tokens)
+        if request.stop or least != sampling.min_tokens:
+            stop = (*sampling.stop, *request.stop)
+            sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=least)
+        alike = sampling, request.max_new_tokens
+        made = self._made.get(alike)
         if made is None:
-            distribution = msgspec.structs.asdict(request.sampling)
-            made = vllm.sampling_parameters(distribution, request.max_new_tokens, request.stop)
+            how = msgspec.structs.asdict(sampling)
+            how |= {name: list(how[name]) for name in ("stop", "stop_token_ids")} | {
+                "logit_bias": dict(how["logit_bias"])
+            }
+            told = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
+            made = vllm.sampling_parameters(how, request.max_new_tokens, likeliest=told)
             if not request.stop:  # of which there are as many as agents think of
                 self._made[alike] = made
-        if request.seed is None or request.sampling.temperature == 0:
+        if request.seed is None or sampling.temperature == 0:
             return made
         # A response that moved here goes on with other draws than those that its first tokens had.
         return vllm.seeded(made, (request.seed + request.done) % SEEDS)
+
+
+class Told(NamedTuple):
+    """What an engine tells of some tokens that it has sampled."""
+
+    logprobs: list[float]
+    kept: Kept | None
+
+
+def told(flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int) -> Told:
+    """Log-probs of tokens, and which others could have been drawn: those that have any probability.
+
+    Args:
+        flat: vLLM's `FlatLogprobs` of them: of each token its own, then those of the likeliest ones.
+        token_ids: the tokens.
+        sampling: how they were drawn.
+        vocabulary: the tokens that the model has.
+
+    Raises:
+        EngineError: more are as likely as the last that `top_k` keeps than were asked for.
+    """
+    if not sampling.keeps or not token_ids:
+        return Told(flat.logprobs, Kept() if sampling.keeps else None)
+    ids, logprobs = (np.array(each).reshape(len(token_ids), -1) for each in (flat.token_ids, flat.logprobs))
+    drawn, likeliest, kept = ids[:, :1], ids[:, 1:], np.isfinite(logprobs[:, 1:])
+    if kept[:, -1].any() and likeliest.shape[1] < vocabulary:
+        raise EngineError(
+            f"more than {TIES} tokens are exactly as likely as the last that top_k = {sampling.top_k} keeps, and which "
+            "they are is not known; expected model.head_dtype and dtype in which logits differ, or another top_k"
+        )
+    kept &= likeliest != drawn
+    return Told(logprobs[:, 0].tolist(), Kept.of(likeliest[kept], kept.sum(axis=1)))
 
 
 def check_prompt(prompt: Sequence[int], longest: int) -> None:
@@ -71,7 +122,8 @@ def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Li
         EngineError: vLLM has ended it for a reason of its own.
     """
     if piece.finish_reason in GOOD_ENDS:
-        return "text" if isinstance(piece.stop_reason, str) else piece.finish_reason
+        asked_for = isinstance(piece.stop_reason, str) or piece.stop_reason in asked.sampling.stop_token_ids
+        return "text" if asked_for else piece.finish_reason
     said = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
     raise EngineError(
         f"{whose} was ended by vLLM, and nobody had asked for that: it says {said} after {tokens} of at most "

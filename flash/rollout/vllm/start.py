@@ -23,6 +23,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm
 from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.rollout.vllm.requests import MOST_LOGPROBS
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND
 
@@ -119,8 +120,9 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "enforce_eager": runs_eagerly(config),
         "stream_interval": config.engine.stream_interval,
         "enable_prefix_caching": True,
-        # Of the temperature-scaled distribution, which is the one that is sampled from.
+        # Of the distribution that is sampled from: all tokens that are not kept are at minus infinity.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MOST_LOGPROBS,
         # Lets the canary go before waiting samples.
         "scheduling_policy": "priority",
         "weight_transfer_config": {

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model.output_layer import OutputLayer, Selection
+from flash.trainer.model.output_layer import KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, packed_row
 from flash.trainer.model.prefixes import Int64Array, PackedSequences
 
@@ -25,9 +25,9 @@ class TokenLogprobs(NamedTuple):
     """What the policy says of the action tokens of a micro-batch."""
 
     logp_T: Tensor
-    """Log-prob at the sampling temperature, with gradient."""
+    """Log-prob as it was sampled, with gradient."""
     entropy_T: Tensor
-    """Entropy of the whole distribution in nats, with gradient only where asked for."""
+    """Entropy of the distribution it was drawn from in nats, with gradient only where asked for."""
 
 
 def token_logprobs(
@@ -37,10 +37,13 @@ def token_logprobs(
     target_T: Int64Array,
     *,
     temperature_T: Float64Array | None = None,
+    kept: KeptSets | None = None,
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
     """Log-prob and entropy of each target under softmax(logits / temperature), in float32; None: at 1.
+
+    The softmax is over the tokens that are `kept`; None: over all.
 
     `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
     from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
@@ -54,14 +57,14 @@ def token_logprobs(
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
     target, scale = (torch.from_numpy(each).to(model.device) for each in (target_T, scale_T))
-    selection = Selection(target, scale, entropy_gradient)
-    kept = row.layout.row_P[torch.from_numpy(keep_T).to(model.device)]
+    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.to(model.device))
+    rows = row.layout.row_P[torch.from_numpy(keep_T).to(model.device)]
     with layer.selecting(selection):
         output = model(
             input_ids=row.input_U.unsqueeze(0),
             position_ids=row.position_U.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=kept,
+            logits_to_keep=rows,
             packed_layout=row.layout,
         )
     # The very tensor: whatever a model does to logits, it would have done to log-probs here.

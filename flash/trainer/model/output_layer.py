@@ -6,8 +6,11 @@ the backward pass makes them again. Neither the logits of all positions nor thei
 
 With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
+Tokens that could not have been drawn have z = −∞, near enough: p and its part of every sum and gradient are 0. To the
+logits of those that could have been, what was done when they were drawn is done here.
 
-Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D = width of a hidden state.
+Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D = width of a hidden state, N = kept
+tokens of all positions, W = the most of a position.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +26,77 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
+from flash.trainer.kept import KeptTokens
 from flash.trainer.model.fused import fused
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
 weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary of
 150,000 these are 440."""
+
+
+LEFT_OUT = -1e9
+"""The logit of a token that could not have been drawn. Finite, since 0 · ∞ is no number."""
+
+
+class KeptLogits(NamedTuple):
+    """What `KeptSets.only` finds."""
+
+    logits_CV: Tensor
+    token_CW: Tensor
+    """The tokens that were kept, some of them twice."""
+    slope_CW: Tensor
+    """By how much their logits go up where those of the output layer do."""
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The tokens that could have been drawn at each position, as `flash.trainer.kept.KeptTokens` has them."""
+
+    token_N: Tensor
+    bias_N: Tensor
+    penalty_N: Tensor
+    count_T: Tensor
+    start_T: Tensor
+    """int64: where the tokens of each position begin."""
+    most: int
+    """W."""
+
+    @classmethod
+    def of(cls, kept: KeptTokens) -> KeptSets | None:
+        """None: everywhere all."""
+        if not len(kept.token_N):
+            return None
+        token_N, bias_N, penalty_N, count_T = (
+            torch.from_numpy(each) for each in (kept.token_N, kept.bias_N, kept.penalty_N, kept.count_T)
+        )
+        return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
+
+    def to(self, device: torch.device) -> KeptSets:
+        """The same elsewhere."""
+        token_N, bias_N, penalty_N, count_T, start_T = (
+            each.to(device) for each in (self.token_N, self.bias_N, self.penalty_N, self.count_T, self.start_T)
+        )
+        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.most)
+
+    def only(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
+        """The logits of these positions, wide: those of kept tokens as they were drawn from, all others `LEFT_OUT`.
+
+        In their memory, where it can be.
+        """
+        some_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
+        place_W = torch.arange(self.most, device=self.count_T.device)
+        # What is too many of a position is its target once more; one that was drawn from all has that alone.
+        place_CW = (start_C1 + place_W).where(place_W < self.count_T[rows, None], start_C1)
+        place_CW.clamp_(max=len(self.token_N) - 1)
+        token_CW = self.token_N[place_CW].where(some_C1, target_C[:, None])
+        wide_CV = logits_CV.to(_wide(logits_CV))
+        bias_CW = self.bias_N[place_CW].where(some_C1, 0.0).to(wide_CV)
+        penalty_CW = self.penalty_N[place_CW].where(some_C1, 1.0).to(wide_CV)
+        kept_CW = wide_CV.gather(-1, token_CW) + bias_CW
+        slope_CW = penalty_CW.where(kept_CW <= 0, 1 / penalty_CW)
+        only_CV = wide_CV.masked_fill_(some_C1, LEFT_OUT).scatter_(-1, token_CW, kept_CW * slope_CW)
+        return KeptLogits(only_CV, token_CW, slope_CW)
 
 
 @dataclass
@@ -40,6 +108,7 @@ class Selection:
     temperature_T: Tensor
     """Float: which logits are divided by at each position."""
     entropy_gradient: bool
+    kept: KeptSets | None = None
     answer: Tensor | None = None
     """[1, T, 2]: log-prob and entropy, once the layer has run."""
 
@@ -79,6 +148,7 @@ class OutputLayer(nn.Module):
             self.bias,
             selection.target_T,
             temperature_T=selection.temperature_T,
+            kept=selection.kept,
             entropy_gradient=selection.entropy_gradient,
             wide=self.wide,
             chunk_bytes=self.chunk_bytes,
@@ -115,17 +185,20 @@ def selected_logprobs(
     *,
     temperature_T: Tensor,
     entropy_gradient: bool,
+    kept: KeptSets | None = None,
     wide: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under p = softmax((hidden · weightᵀ + bias) / temperature), and the entropy of p in nats.
+
+    p is over the tokens that are `kept`, where that says something.
 
     The product is made in the dtype of its factors, or, where it is to be `wide`, in float32; everything after it is in
     float32 (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The
     entropy has a gradient only where asked for.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TD, weight_VD, bias_V, target_T, temperature_T, entropy_gradient, wide, chunk_bytes
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, chunk_bytes
     )
 
 
@@ -140,6 +213,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         target_T: Tensor,
         temperature_T: Tensor,
+        kept: KeptSets | None,
         entropy_gradient: bool,
         wide: bool,
         chunk_bytes: int,
@@ -151,10 +225,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         answers = fused(_answers, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
             logits_CV = product(hidden_TD[rows], weight_VD, bias_V)
+            if kept is not None:
+                logits_CV = kept.only(logits_CV, rows, target_T[rows]).logits_CV
             logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature_T1[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
         ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
-        ctx.product = product
+        ctx.product, ctx.kept = product, kept
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -170,6 +246,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
             logits_CV = ctx.product(hidden_TD[rows], weight_VD, bias_V)
+            kept = None if ctx.kept is None else ctx.kept.only(logits_CV, rows, target_T[rows])
+            if kept is not None:
+                logits_CV = kept.logits_CV
             temperature_C1 = temperature_T1[rows]
             grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -temperature_C1 for grad_T in grads_T)
             index_C1 = target_T[rows, None]
@@ -179,6 +258,9 @@ class _SelectedLogprobs(torch.autograd.Function):
             )
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
+            if kept is not None:
+                drawn_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
+                narrow_CV.scatter_(-1, kept.token_CW, drawn_CW.to(narrow_CV.dtype))
             if grad_bias_V is not None:
                 grad_bias_V += narrow_CV.sum(0, dtype=grad_bias_V.dtype)
             if grad_hidden_TD is not None:
@@ -187,7 +269,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
         sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
