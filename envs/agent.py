@@ -194,7 +194,9 @@ class Agent:
         self._tasks = wrap(self._make())
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
         self._endpoint = await shared(ENDPOINT, open_endpoint)
-        self._session, self._key = self._endpoint.sessions.open(rewarding=self._options.own_reward)
+        self._session, self._key = self._endpoint.sessions.open(
+            rewarding=self._options.own_reward, sampling=self._episode.sampling
+        )
         self._session.queued = self._expect
         self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
         self._run.begin()

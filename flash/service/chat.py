@@ -1,7 +1,7 @@
 """Chat completions as the OpenAI API has them: a request that is read, an answer that is written, an error.
 
-What of a request would change how tokens are sampled is refused when we do not do it; `temperature` and its like are
-left unread, because the run says how its policy is sampled.
+What of a request would change how tokens are sampled is refused when we do not do it; `temperature` and its like may
+say what the run does, which alone says how its policy is sampled.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from flash.service import tools
 from flash.service.errors import MASKED, TOP, ApiError, unsupported
 from flash.service.fields import (
     MODEL,
+    AskedSampling,
     ContentPart,
     StreamOptions,
-    Unserved,
     check_limit,
     check_model,
     check_pieces,
     choices,
     decoded,
+    drawn,
     refuse_given,
     refuse_unserved,
     stops,
@@ -57,6 +58,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """Texts that the answer ends at, and does not show."""
     choices: int = 1
     """Answers that are wanted."""
+    drawn: tuple[tuple[str, float], ...] = ()
+    """What it takes for how answers are drawn, by the names of `flash.sampling.Sampling` and more."""
     choice: int = 0
     """Which of them this one asks for."""
     common: bytes = b""
@@ -116,7 +119,7 @@ class _Format(msgspec.Struct):
     type: str = "text"
 
 
-class _Body(Unserved, kw_only=True):
+class _Body(AskedSampling, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -166,6 +169,7 @@ def read(body: bytes) -> AgentRequest:
         logprobs=bool(asked.logprobs),
         stop=stops(asked.stop),
         choices=choices(asked.n),
+        drawn=drawn(asked),
     )
 
 

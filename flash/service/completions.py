@@ -16,12 +16,13 @@ from flash.service.chat import AgentRequest, ChoiceEvents, PolicyAnswer, usage
 from flash.service.errors import TOP, ApiError, unsupported
 from flash.service.fields import (
     MODEL,
+    AskedSampling,
     StreamOptions,
-    Unserved,
     check_limit,
     check_model,
     choices,
     decoded,
+    drawn,
     refuse_given,
     refuse_unserved,
     stops,
@@ -37,7 +38,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     text: str
 
 
-class _Body(Unserved, kw_only=True):
+class _Body(AskedSampling, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -84,6 +85,7 @@ def read(body: bytes, kept: EarlierAnswers) -> CompletionRequest:
         logprobs=given.logprobs is not None,
         stop=stops(given.stop),
         choices=choices(given.n),
+        drawn=drawn(given),
     )
     return CompletionRequest(asked, prompt)
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flash.sampling import Sampling
 from flash.service.errors import ApiError, unsupported
 
 _T = TypeVar("_T")
@@ -141,6 +142,40 @@ class Unserved(msgspec.Struct, kw_only=True):
     stop_token_ids: Any = None
     structured_outputs: Any = None
     web_search_options: Any = None
+
+
+class AskedSampling(Unserved, kw_only=True):
+    """And what says how an answer is drawn: the run says it, and a request may say the same."""
+
+    frequency_penalty: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Of what no run does."""
+
+
+def drawn(body: AskedSampling) -> tuple[tuple[str, float], ...]:
+    """What a request says of the distribution that its answer is to be drawn from."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *NEUTRAL)
+    return tuple((name, value) for name in names if (value := getattr(body, name)) is not None)
+
+
+def check_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
+    """Raise ApiError for what says otherwise than the run."""
+    for name, value in asked:
+        own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
+        if value != own and not (name == "top_k" and value < own == 0):
+            message = (
+                f"Answers are drawn with `{name}` = {own:g} here, and training takes log-probs so; got {value:g}. "
+                "Leave it out, and configure the run ([rollout], [eval])."
+            )
+            raise ApiError(400, message, "unsupported_value", name)
 
 
 def refuse_unserved(body: Unserved) -> None:

@@ -16,11 +16,12 @@ from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import MASKED, ApiError, unsupported
 from flash.service.fields import (
     MODEL,
-    Unserved,
+    AskedSampling,
     check_limit,
     check_model,
     check_pieces,
     decoded,
+    drawn,
     refuse_given,
     refuse_unserved,
 )
@@ -64,7 +65,7 @@ class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(Unserved, kw_only=True):
+class _Body(AskedSampling, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -126,6 +127,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponseReque
         tools=_offered(given.tools or []),
         calling=tools.may_call(given.tool_choice),
         parallel=given.parallel_tool_calls is not False,
+        drawn=drawn(given),
     )
     return ResponseRequest(asked, said, given.previous_response_id)
 

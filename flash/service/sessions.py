@@ -23,9 +23,11 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
+from flash.sampling import PLAIN, Sampling
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.deltas import AnswerDeltas
 from flash.service.errors import ApiError, unsupported
+from flash.service.fields import check_drawn
 from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Observation, Piece
 
@@ -152,15 +154,17 @@ class EpisodeSession:
 
     Args:
         rewarding: whether the agent may say what its episode was worth.
+        sampling: how answers are drawn.
     """
 
-    def __init__(self, *, rewarding: bool = False) -> None:
+    def __init__(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> None:
         self.kept = EarlierAnswers()
         self.reward: float | None = None
         """What the agent says that its episode was worth, which ends it."""
         self.queued: Callable[[PendingCall], None] = _ignored
         """Told the calls that come while another one is answered, where they would go on as of now."""
         self._rewarding = rewarding
+        self._sampling = sampling
         self._history = History()
         self._by_key: dict[bytes, Call] = {}
         self._by_content: dict[bytes, list[Call]] = {}
@@ -185,6 +189,7 @@ class EpisodeSession:
             ApiError: it is no call, or the episode has ended.
         """
         self._check_open()
+        check_drawn(asked.drawn, self._sampling)
         if asked.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
         digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
@@ -307,9 +312,9 @@ class EpisodeSessions:
     def __init__(self) -> None:
         self._by_digest: dict[bytes, EpisodeSession] = {}
 
-    def open(self, *, rewarding: bool = False) -> tuple[EpisodeSession, str]:
-        """A new one and its key."""
-        key, session = secrets.token_hex(KEY_BYTES), EpisodeSession(rewarding=rewarding)
+    def open(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> tuple[EpisodeSession, str]:
+        """A new one and its key; as for `EpisodeSession`."""
+        key, session = secrets.token_hex(KEY_BYTES), EpisodeSession(rewarding=rewarding, sampling=sampling)
         self._by_digest[_digest(key)] = session
         return session, key
 

@@ -64,7 +64,7 @@ async def converses(base_url: str, api_key: str, task: str) -> str:
                 assert chunks[-1].usage is not None
                 messages.append({"role": "assistant", "content": said[-1]})
             else:
-                reply = await client.chat.completions.create(model="policy", messages=messages, temperature=0.3)
+                reply = await client.chat.completions.create(model="policy", messages=messages, temperature=1.0)
                 said.append(reply.choices[0].message.content or "")
                 messages.append(reply.choices[0].message)
     return "|".join(said)

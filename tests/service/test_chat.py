@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from flash.service.chat import ChatEvents, PolicyAnswer, completion, read
+from flash.sampling import Sampling
+from flash.service import completions, responses
+from flash.service.chat import AgentRequest, ChatEvents, PolicyAnswer, completion, read
 from flash.service.errors import ApiError
 from flash.service.fields import before
+from flash.service.history import EarlierAnswers
+from flash.service.sessions import EpisodeSession
 from flash.service.tools import is_well_formed
 from flash.types import Message, ToolCall
 from tests.service.told import told_in
@@ -32,9 +37,51 @@ def refusal(given: bytes) -> tuple[int, dict[str, Any]]:
     return refused.value.status, answered["error"]
 
 
-def test_a_request_is_read_and_its_sampling_is_left_unread() -> None:
+def test_a_request_is_read_with_what_it_takes_for_how_answers_are_drawn() -> None:
     asked = read(body(temperature=0.2, top_p=0.5, seed=3, user="me", n=1, tools=[], stop=None, whatever={"a": [1]}))
     assert (asked.messages, asked.max_tokens, asked.stream) == ([Message("user", "hello")], None, False)
+    assert asked.drawn == (("temperature", 0.2), ("top_p", 0.5))
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"temperature": 0.7, "top_p": 1, "top_k": 20, "min_p": 0, "presence_penalty": 0}, None),
+        ({"temperature": None}, None),
+        ({"temperature": 1}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ],
+)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda fields: read(body(**fields)),
+        lambda fields: completions.read(body(prompt="hello", **fields), EarlierAnswers()).asked,
+        lambda fields: responses.read(body(input="hello", **fields), {}).asked,
+    ],
+    ids=["chat", "completions", "responses"],
+)
+def test_a_request_that_takes_answers_for_drawn_otherwise_than_they_are_is_refused(
+    given: dict[str, Any], refused: str | None, read: Callable[[dict[str, Any]], AgentRequest]
+) -> None:
+    """Training would take the log-probs of a distribution that nobody drew from."""
+    asked = read(given)
+    session = EpisodeSession(sampling=Sampling(0.7, top_k=20))
+    if refused is None:
+        session.call(asked)
+        return
+    with pytest.raises(ApiError, match=f"Answers are drawn with `{refused}` = .* here") as error:
+        session.call(asked)
+    said = msgspec.json.decode(error.value.body)["error"]
+    assert (error.value.status, said["code"], said["param"]) == (400, "unsupported_value", refused)
+
+
+def test_who_asks_for_all_tokens_may_say_so_in_vllms_way() -> None:
+    EpisodeSession().call(read(body(top_k=-1, temperature=1)))
 
 
 def test_developers_are_the_system_and_parts_are_one_text() -> None:
