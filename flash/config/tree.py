@@ -191,7 +191,7 @@ class EngineConfig(Section, frozen=True):
     stream_interval: Positive = 16
     """Tokens between deliveries, and most lost with an engine."""
     max_restarts: NonNegative = 3
-    """In a row, after 1, 2, 4, … s; 10 minutes of service count anew."""
+    """In a row, after 1, 2, 4, … s; service of ten starts counts anew."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -272,9 +272,9 @@ class DeadlinesConfig(Section, frozen=True):
     rendezvous: Deadline = 600
     """All processes of the job appear."""
     request: Deadline = 60
-    """A peer answers; a silent node loses its work."""
+    """A peer answers; silent nodes lose their work, silent trainer ranks restart."""
     hub: Deadline = 300
-    """The hub answers a trainer rank; else the ranks start again."""
+    """The hub answers; else it and the trainer ranks start again."""
     engine_start: Deadline = 900
     """An engine loads its model and answers."""
     engine_step: Deadline = 300

@@ -20,6 +20,9 @@ BEAT_S = 3.0
 SILENT_S = 3 * BEAT_S
 """Seconds after which a trainer rank counts as silent."""
 
+SECOND_LOOK_S = 1.0
+"""Between the moment in which a peer seems silent and the verdict: a loop that was blocked itself has to read first."""
+
 ECHO_S = 2.0
 """When a trainer rank is killed, the others' collectives fail, and their errors may come before the end of its own
 connection is seen: for so long the hub waits for the cause, so that a restart follows and the right rank is named."""

@@ -143,6 +143,7 @@ class Hub:
         progress = self.progress
         async with unwrapped_group() as tasks:
             tasks.start_soon(self._nodes.watch)
+            tasks.start_soon(self._trainers.watch)
             tasks.start_soon(self.work.catch_up)
             tasks.start_soon(self.work.expire_claims)
             unfinished = await self._watch_trainers()

@@ -7,6 +7,7 @@ the node's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,8 +20,9 @@ from flash.waiting import deadline
 
 FIRST_PAUSE_S = 1.0
 """Seconds before the first restart in a row; each further one waits twice as long, up to `LONGEST_PAUSE_S`."""
-STEADY_S = 600.0
-"""An engine that has served for so long was well: what kills it then is news, and its restarts count anew."""
+STEADY_STARTS, LEAST_STEADY_S, MOST_STEADY_S = 10.0, 60.0, 600.0
+"""An engine that has served for so many times its own start, within these seconds, was well: what kills it then is
+news, and its restarts count anew."""
 LOOK_AT = "the engines' output and deadlines.engine_start"
 
 
@@ -37,23 +39,22 @@ class RestartBudget:
 
     Args:
         most: restarts in a row.
-        now: when its first engine began to serve.
     """
 
-    def __init__(self, most: int, now: float) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         self._in_a_row = 0
-        self._serves_since: float | None = now
+        self._well_at = math.inf
 
-    def serves(self, now: float) -> None:
-        """An engine has started."""
-        self._serves_since = now
+    def serves(self, now: float, start_s: float) -> None:
+        """An engine has started, which took so many seconds."""
+        self._well_at = now + min(max(STEADY_STARTS * start_s, LEAST_STEADY_S), MOST_STEADY_S)
 
     def died(self, now: float) -> Restart | None:
         """The engine died, or did not start. None: there is no other."""
-        if self._serves_since is not None and now - self._serves_since >= STEADY_S:
+        if now >= self._well_at:
             self._in_a_row = 0
-        self._serves_since = None
+        self._well_at = math.inf
         if self._in_a_row >= self._most:
             return None
         self._in_a_row += 1
@@ -97,6 +98,8 @@ class Supervisor:
         """How the first engine died, if it never came to serve."""
         self._has_started = False
         """Whether an engine of this place ever has."""
+        self._took_s = 0.0
+        """How long the newest one's start did."""
 
     async def start(self) -> None:
         """Start the first engine, under the caller's deadline.
@@ -105,8 +108,7 @@ class Supervisor:
             EngineError: it cannot start. Not if it is killed meanwhile: that is for `run`.
         """
         try:
-            await self.engine.start()
-            self._has_started = True
+            await self._start_engine()
         except EngineDeadError as death:
             self.killed = death
 
@@ -118,7 +120,8 @@ class Supervisor:
         Raises:
             EngineError, DeadlineError: no engine of this place has ever started, and not because it was killed.
         """
-        budget = RestartBudget(self._most, anyio.current_time())
+        budget = RestartBudget(self._most)
+        budget.serves(anyio.current_time(), self._took_s)
         while True:
             death, self.killed = self.killed or await owner.serve(self._place), None
             while death is not None:
@@ -130,7 +133,7 @@ class Supervisor:
                     return death
                 await anyio.sleep(restart.pause_s)
                 death = await self._start_next()
-            budget.serves(anyio.current_time())
+            budget.serves(anyio.current_time(), self._took_s)
             await owner.replaced(self._place, self.engine)
 
     async def _start_next(self) -> EngineDeadError | None:
@@ -138,7 +141,7 @@ class Supervisor:
         self.engine = self._make()
         try:
             with deadline(self._start_s, "an engine to start again", LOOK_AT):
-                await self.engine.start()
+                await self._start_engine()
         except EngineDeadError as death:
             return death
         except (EngineError, DeadlineError) as error:
@@ -146,8 +149,12 @@ class Supervisor:
             if not self._has_started:
                 raise
             return EngineDeadError(str(error))
-        self._has_started = True
         return None
+
+    async def _start_engine(self) -> None:
+        begun = anyio.current_time()
+        await self.engine.start()
+        self._has_started, self._took_s = True, anyio.current_time() - begun
 
 
 async def start_all(supervisors: Sequence[Supervisor], timeout: float) -> None:

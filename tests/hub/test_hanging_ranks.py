@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import pytest
 
+from flash.config import waits
 from flash.config.tree import ClusterConfig, Config, DeadlinesConfig
 from flash.errors import DeadlineError, PeerLostError
 from flash.hub import protocol as p
@@ -21,7 +22,7 @@ from tests.hub.test_trainers import Rank, World, tasks_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
-RENDEZVOUS, STEP, COLLECTIVE = 500.0, 200.0, 50.0
+RENDEZVOUS, STEP, COLLECTIVE, SILENCE = 500.0, 200.0, 50.0, 30.0
 
 
 def config_of(ranks: int = 1, **cluster: Any) -> Config:
@@ -193,6 +194,33 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
         "failed: timed out; the run waited for the trainer ranks to finish step 0, in which a collective may take "
         "50 s (deadlines.collective). The trainer ranks start again, and the engines go on meanwhile"
     )
+
+
+async def test_a_rank_that_does_not_show_any_more_that_it_runs_is_lost_long_before_its_stage_is_late() -> None:
+    config = config_of(2)
+    config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, request=SILENCE))
+    world = World(config)
+
+    async def trainers() -> None:
+        ranks = [world.rank(index) for index in range(2)]
+        for rank in ranks:
+            await rank.begin()
+        await ranks[0].publish()
+        for rank in ranks:
+            await rank.fetch()
+        async with anyio.create_task_group() as group:
+            group.start_soon(until_over, ranks[0], p.IncarnationWatch(0))
+            with anyio.move_on_after(2 * SILENCE):
+                while True:
+                    await ranks[1].call(p.IncarnationWatch(1))
+            quiet = anyio.current_time()
+            assert await launcher_hears(world, 0, {rank.process for rank in ranks}) == [ranks[1].process]
+            assert SILENCE < anyio.current_time() - quiet + waits.BEAT_S < SILENCE + 2 * waits.BEAT_S
+
+    await world.play(trainers)
+    assert world.ended == []
+    (note,) = (note for note in world.observer.notes if "hangs" in note)
+    assert note.startswith("trainer rank 1 (process 1012 on node 0) hangs: it has been silent for 31 s: every rank")
 
 
 async def test_a_rank_that_is_gone_is_the_cause_of_its_incarnations_end_and_its_peers_are_not() -> None:

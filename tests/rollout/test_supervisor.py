@@ -11,39 +11,46 @@ from flash.config.waits import LONGEST_PAUSE_S
 from flash.errors import DeadlineError, EngineDeadError, EngineError
 from flash.rollout.engine import Engine
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.supervisor import STEADY_S, Restart, RestartBudget, Supervisor
+from flash.rollout.supervisor import LEAST_STEADY_S, MOST_STEADY_S, STEADY_STARTS, Restart, RestartBudget, Supervisor
 from flash.simulate.clock import run_virtual
 
 START_S = 20.0
 
 
 def test_pauses_double_up_to_a_limit_and_end_with_the_budget() -> None:
-    budget = RestartBudget(9, 0.0)
+    budget = RestartBudget(9)
+    budget.serves(0.0, START_S)
     pauses: list[float] = []
     while (restart := budget.died(5.0)) is not None:
         assert restart.number == len(pauses) + 1
         pauses.append(restart.pause_s)
-        budget.serves(5.0)
+        budget.serves(5.0, START_S)
     assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
-def test_an_engine_that_was_well_for_long_counts_anew() -> None:
-    budget = RestartBudget(2, 0.0)
+@pytest.mark.parametrize(
+    ("start_s", "well_s"),
+    [(2.0, LEAST_STEADY_S), (START_S, STEADY_STARTS * START_S), (180.0, MOST_STEADY_S)],
+)
+def test_an_engine_that_was_well_for_ten_times_its_start_counts_anew(start_s: float, well_s: float) -> None:
+    budget = RestartBudget(2)
     now = 0.0
+    budget.serves(now, start_s)
     for _ in range(5):
-        now += STEADY_S
+        now += well_s
         assert budget.died(now) == Restart(1.0, 1)
-        budget.serves(now)
-        assert budget.died(now + STEADY_S - 1) == Restart(2.0, 2)
-        budget.serves(now)
+        budget.serves(now, start_s)
+        assert budget.died(now + well_s - 1) == Restart(2.0, 2)
+        budget.serves(now, start_s)
     assert budget.died(now + 1) is None
 
 
 def test_time_in_which_no_engine_starts_makes_up_for_nothing() -> None:
-    budget = RestartBudget(2, 0.0)
-    assert budget.died(STEADY_S) == Restart(1.0, 1)
-    assert budget.died(3 * STEADY_S) == Restart(2.0, 2)
-    assert budget.died(5 * STEADY_S) is None
+    budget = RestartBudget(2)
+    budget.serves(0.0, START_S)
+    assert budget.died(MOST_STEADY_S) == Restart(1.0, 1)
+    assert budget.died(3 * MOST_STEADY_S) == Restart(2.0, 2)
+    assert budget.died(5 * MOST_STEADY_S) is None
 
 
 class Diary:

@@ -17,8 +17,6 @@ from flash.hub.nodes.members import HUBS_OWN, Members
 from flash.hub.nodes.work import Work
 from flash.hub.parts import HubPart, Parts
 
-SECOND_LOOK_S = 1.0
-"""Between the moment in which a node seems silent and the verdict: a loop that was blocked itself has to read first."""
 OF_ALL = (WeightsError, ContractError)
 """Errors that end the run whoever has them: what was sent to all engines, or the books, may be wrong."""
 
@@ -112,7 +110,7 @@ class Nodes(HubPart):
         while True:
             await anyio.sleep(self._attendance.next_silence(self._now()))
             if self._attendance.silent(self._now()):
-                await anyio.sleep(SECOND_LOOK_S)
+                await anyio.sleep(waits.SECOND_LOOK_S)
             for node in self._attendance.silent(self._now()):
                 self._fell_silent(node)
             for node, lease in self.holders.lent_before(self._now() - limit):

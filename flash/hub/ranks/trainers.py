@@ -127,6 +127,19 @@ class Trainers(HubPart):
         if self.incarnations.ends_by(range(len(self.incarnations.ranks))):
             self._end(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes)
 
+    async def watch(self) -> None:
+        """End an incarnation of which a rank does not show any more that it runs, before a stage is too long for that.
+
+        Waits for the moment in which one could be silent for too long. Produces the end of its incarnation.
+        """
+        limit = max(self._config.deadlines.request, waits.SILENT_S)
+        while True:
+            await anyio.sleep(self.incarnations.next_silence(limit, self._now()))
+            if self.incarnations.silent(limit, self._now()):
+                await anyio.sleep(waits.SECOND_LOOK_S)
+            if self.incarnations.silent(limit, self._now()):
+                self.hang(f"every rank shows now and then that it runs, within {limit:g} s (deadlines.request)")
+
     def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
         """A rank says that a collective failed, or outlived its deadline, and none is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
@@ -182,8 +195,9 @@ class Trainers(HubPart):
         await anyio.sleep(waits.BEAT_S)
 
     async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
-        """The processes of a node's ranks, once there is news of any."""
-        await self._progress.until("ranks", lambda: request.after != self._changes)
+        """The processes of a node's ranks, once there is news of any, or so that their launcher sees that we run."""
+        with anyio.move_on_after(waits.BEAT_S):
+            await self._progress.until("ranks", lambda: request.after != self._changes)
         ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if self.node_of(number) == request.node]
         living = [rank.process for rank in ranks if rank.process is not None]
         ended = [rank.ended for rank in ranks if rank.ended is not None and rank.ended not in living]
