@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from itertools import product
 from typing import Literal
 
@@ -28,7 +29,9 @@ it, `flash train` itself, and a host's link."""
 
 PROCESSES: tuple[Target, ...] = tuple(target for target in PLACES if target != "network")
 
-KINDS: tuple[tuple[How, Target], ...] = (
+Kind = tuple[How, Target]
+
+KINDS: tuple[Kind, ...] = (
     *product(("kill", "stop"), PROCESSES),
     ("cut", "network"),
     ("half cut", "network"),
@@ -75,15 +78,15 @@ class Struck(msgspec.Struct, frozen=True):
     """A process id; 0 for a link."""
 
 
-def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]:
+def plan(seconds: float, seed: int, kinds: Sequence[Kind] = KINDS, longest_s: float = LONGEST_S) -> list[Fault]:
     """One fault every `GAP_S` seconds: all kinds in an order by chance, then all of them in another one."""
     chance = random.Random(seed)
     faults: list[Fault] = []
-    kinds: list[tuple[How, Target]] = []
+    left: list[Kind] = []
     at = GAP_S / 2
     while at < seconds:
-        kinds = kinds or chance.sample(KINDS, len(KINDS))
-        how, target = kinds.pop()
+        left = left or chance.sample(kinds, len(kinds))
+        how, target = left.pop()
         lasts = math.exp(chance.uniform(math.log(SHORTEST_S), math.log(longest_s)))
         host, deaf = chance.choice(PLACES[target]), chance.random() < 0.5
         faults.append(Fault(at, how, target, host, 0.0 if how == "kill" else lasts, deaf))
@@ -91,9 +94,9 @@ def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]
     return faults
 
 
-def one_of_each(seed: int, longest_s: float) -> list[Fault]:
+def one_of_each(seed: int, longest_s: float, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
     """The beginning of a plan, with every kind once."""
-    return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
+    return plan(2 * GAP_S * len(kinds), seed, kinds, longest_s)[: len(kinds)]
 
 
 def role(command: bytes) -> Target | None:
@@ -102,9 +105,9 @@ def role(command: bytes) -> Target | None:
         return "core"
     if command.startswith(WORKER_TITLE):
         return "worker"
-    words = command.split(b"\0")
-    if b"flash.run.processes.worker" in words:
-        return next((target for target in ROLES if target.encode() in words), None)
+    words = command.replace(b"\0", b" ").split()
+    if words[:1] == [b"flash.run.processes.worker"]:
+        return next((target for target in ROLES if target.encode() == words[1]), None)
     if b"flash" in words and b"train" in words and b"-m" in words:
         return "launcher"
     return None

@@ -8,12 +8,14 @@ is used: importing this module needs none.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,7 @@ TOUCHED = (
     "vllm.distributed.weight_transfer.base:WeightTransferInitRequest",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest",
     "vllm.distributed.weight_transfer.nccl_common:trainer_init",
+    "huggingface_hub.constants:HF_HUB_OFFLINE",
     "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_producer",
 )
 """`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
@@ -117,6 +120,9 @@ CORE_ENDED = "Failed core proc(s)"
 """In vLLM's error when a core has ended before it was ready."""
 WORKER_DIED = "Worker proc %s died unexpectedly (exit code: %s)"
 """How what a core logs of a worker that has ended begins."""
+PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
+"""Packages, libraries and folders there from which vLLM's CPU build has them preloaded: else its threads may all run on
+one core."""
 SETTLE_S = 0.5
 """Seconds from the moment in which the core misses a worker to that in which the system tells how it ended."""
 
@@ -138,15 +144,33 @@ def import_core() -> None:
 
     Where there are GPUs no more than vLLM itself has imported where it forks: nothing that may initialise CUDA.
     """
-    import setproctitle
     from vllm.platforms import current_platform
 
-    # Finds where a title may stand, which it could not do once a forked process has changed its environment.
-    setproctitle.getproctitle()
     import_module("vllm.v1.engine.core")
     if current_platform.is_cpu():
         for module in ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"):
             import_module(module)
+
+
+def preloaded() -> str:
+    """What the CPU build has ld.so preload into engines, as it would say in LD_PRELOAD, which it can only once it runs.
+
+    Empty: it is not installed.
+    """
+    named: list[str] = []
+    for package, pattern, *folders in PRELOADED:
+        found = find_spec(package)
+        if found is not None and found.origin is not None:
+            here = Path(found.origin).parent
+            named += [str(file) for beside in folders for file in (here / beside).resolve().glob(pattern)][:1]
+    return ":".join(named)
+
+
+def stay_offline() -> None:
+    """Heed HF_HUB_OFFLINE, which was read where this process was forked."""
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        constants: Any = import_module("huggingface_hub.constants")
+        constants.HF_HUB_OFFLINE = True
 
 
 def begin_cores_with(context: Any) -> None:

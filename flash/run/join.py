@@ -23,12 +23,13 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.hub import protocol as p
 from flash.run.models.models import make_missing_model
+from flash.run.processes.forked import ProcessOrder, loops_server
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
 from flash.run.processes.launch import Launch
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch
-from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge, say
+from flash.run.processes.supervisor import End, SupervisedPart, describe, judge, say
 from flash.run.processes.token import VARIABLE
 
 OWN_KEYS = (
@@ -113,6 +114,7 @@ class JoinedLoop(SupervisedPart):
         await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
         node = config.cluster.trainer_nodes if self._node is None else self._node
         order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
+        self.processes.fork_from(loops_server(config, node))
         end, words = await self.loop(file, order)
         self._lost, self._begun = end == End.WITH_PEER, time.time()
         return end, words

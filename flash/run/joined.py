@@ -21,14 +21,15 @@ from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import FlashError, TransportError
+from flash.foreign.forking import Imports
 from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import RolloutNode
-from flash.rollout.vllm.start import import_vllm
 from flash.run.node_loop import NodeNumbers, make_node, unix_clock
+from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_search import RETRY_S, HubSearch
-from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.supervisor import End
 from flash.run.processes.supervisor import say as warn
 from flash.run.processes.token import VARIABLE
 from flash.run.startup import EVERY_S, start_of_engines
@@ -104,8 +105,6 @@ class JoinedNode:
         """What the last hub said."""
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
-        self._import_s = 0.0
-        """What of its engines' start came before the node."""
         self._rejoins = False
         """Whether it has come to this hub with engines that run."""
         self._serving = False
@@ -163,7 +162,8 @@ class JoinedNode:
         self._samples = True
         if self._rejoins:
             return  # it says itself what it goes on with
-        start_s, words = self._import_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
+        imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
+        start_s, words = imports_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
         say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
 
     async def _tell_start(self) -> None:
@@ -176,10 +176,6 @@ class JoinedNode:
 
     async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
         """The node, with engines that are still to start."""
-        begun = time.time()
-        # Before the tokenizer, whose import is a part of vLLM's.
-        await anyio.to_thread.run_sync(import_vllm, self._config)
-        self._import_s = time.time() - begun
         parts = (self._place, numbers, self._config, self._env, hub)
         return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
 

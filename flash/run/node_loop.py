@@ -42,11 +42,12 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
+from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
-from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.supervisor import End
 from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory

@@ -23,9 +23,10 @@ from flash.config.machine import trainer_threads
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, PeerLostError, TransportError
 from flash.foreign.torch import collective_failed, open_store, private_store, reach_store
+from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress
 from flash.run.processes.rendezvous import advertised_host, find_hub
-from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.supervisor import End
 from flash.run.processes.token import VARIABLE
 
 if TYPE_CHECKING:

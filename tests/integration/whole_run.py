@@ -126,29 +126,22 @@ class Run:
 
     def trainer(self, rank: int = 0) -> int:
         """The process id of a trainer rank."""
-        return self.process_of("trainer", LOCAL_RANK=str(rank))
+        return self.process_of("trainer", rank)
 
     def node_loop(self) -> int:
         """The process id of the first node's loop."""
         return self.process_of("hub")
 
-    def process_of(self, role: str, **variables: str) -> int:
-        """The process id of the supervised process with this role and these variables."""
+    def process_of(self, role: str, local: int = 0) -> int:
+        """The process id of the supervised process with this role, and this number."""
         for pid, line in self.processes().items():
-            if f"-m flash.run.processes.worker {role} " in line and all(
-                self.variable(pid, name) == value for name, value in variables.items()
-            ):
+            if line.startswith(f"flash.run.processes.worker {role} {local} "):
                 return pid
-        raise AssertionError(f"no {role} with {variables} is running")
+        raise AssertionError(f"no {role} {local} is running")
 
     def core(self) -> int:
-        """The process id of the engine's core, which has started: its title has overwritten its environment."""
-        (core,) = (
-            pid
-            for server in children_of(self.node_loop())
-            for pid in children_of(server)
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")
-        )
+        """The process id of the engine's core, which has started."""
+        (core,) = (pid for pid, line in self.processes().items() if line.startswith("VLLM::EngineCore"))
         return core
 
     def variable(self, pid: int, name: str) -> str:
@@ -168,12 +161,6 @@ class Run:
         while left := self.processes():
             assert time.monotonic() < end, f"processes left behind: {left}"
             time.sleep(0.1)
-
-
-def children_of(parent: int) -> list[int]:
-    """The processes that it has started, and that live."""
-    threads = Path(f"/proc/{parent}/task").iterdir()
-    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 
 def balanced(ledger: dict[str, int]) -> bool:

@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 from flash.foreign import vllm
-from flash.foreign.forking import server_that_imports
+from flash.foreign.forking import ForkedProcess, Server
 from flash.rollout.vllm.processes import WORKER_KILLED, Core, EngineProcesses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class FakeCore(Core):
     """A core that is forked from a process which has imported nothing, and does what it is given."""
 
-    server = server_that_imports()
+    server = Server()
 
-    def run(self) -> None:
-        BaseProcess.run(self)
+    def enter(self) -> None:
+        ForkedProcess.enter(self)
 
 
 def core(worker: Any, tells: bool) -> None:

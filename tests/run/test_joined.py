@@ -24,7 +24,8 @@ from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.joined import HubConnection, JoinedNode
 from flash.run.node_loop import NodeNumbers
-from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.forked import ProcessOrder
+from flash.run.processes.supervisor import End
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.types import Canary, Published

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
-from flash.config.tree import Config
+from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import PeerLostError, RanksGoneError
+from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.hub import protocol as p
 from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
+from flash.run.processes.forked import ProcessOrder
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
 from flash.run.processes.launch import LOST, NAMED, Launch
 from flash.run.processes.launcher import HubLoop
 from flash.run.processes.ranks import Ranks
@@ -25,16 +29,35 @@ from flash.run.processes.supervisor import (
     EndedProcess,
     NotStartedError,
     Processes,
-    ProcessOrder,
     SupervisedPart,
     judge,
 )
+from flash.run.processes.token import hub_token
+from flash.transport.server import Peer, serve
 from tests.run.test_join import Job
 from tests.run.test_launcher import make_config
 
 pytestmark = pytest.mark.anyio
 
 Do = Callable[[], Awaitable[Sequence[EndedProcess]]]
+
+
+SERVER = Server(__name__)
+
+
+class Program(ForkedProcess):
+    """A few lines."""
+
+    server = SERVER
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def run(self) -> None:
+        self.enter()
+        os.setsid()
+        os.execv(sys.executable, [sys.executable, "-c", self._text])
 
 
 class Programs(Processes):
@@ -44,8 +67,8 @@ class Programs(Processes):
         super().__init__()
         self._text = text
 
-    def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
-        return [sys.executable, "-c", f"import os, signal, sys, time\nn = {order.local}\n{self._text}"]
+    def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
+        return Program(f"import os, signal, sys, time\nn = {order.local}\n{self._text}")
 
 
 class Told(Processes):
@@ -73,6 +96,9 @@ class Told(Processes):
 
     def kill_all(self) -> None:
         self.signal(signal.SIGKILL)
+
+    def kill(self, pids: Collection[int]) -> None:
+        self.kill_all()
 
 
 def config_of(folder: Path, **cluster: Any) -> Config:
@@ -148,18 +174,47 @@ async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once(
 
 async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
     programs = Programs("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
-    with anyio.move_on_after(0.5):
-        await programs.run("hub", Path("x"), [ProcessOrder(0)])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(programs.run, "hub", Path("x"), [ProcessOrder(0)])
+        while not programs.pids:  # noqa: ASYNC110 - nobody tells us
+            await anyio.sleep(0.01)
+        (pid,) = programs.pids
+        tasks.cancel_scope.cancel()
     assert programs.pids == set()
+    assert not runs(pid)
 
 
 async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
-    class Nowhere(Processes):
-        def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
-            return ["/a/program/that/is/not/there"]
+    class Nowhere(Server):
+        def ensure_running(self) -> None:
+            raise BlockingIOError("Resource temporarily unavailable")
 
-    with pytest.raises(NotStartedError, match="No such file or directory"):
-        await Nowhere().run("hub", Path("x"), [ProcessOrder(0)])
+    processes = Processes()
+    processes.fork_from(Nowhere())
+    with pytest.raises(NotStartedError, match="temporarily unavailable"):
+        await processes.run("hub", Path("x"), [ProcessOrder(0)])
+
+
+async def test_where_the_server_is_killed_its_process_is_killed_and_the_next_one_has_another_server(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "here"
+    programs = Programs(f"open({str(here)!r}, 'w').close(); time.sleep(1000)")
+
+    async def kill_server() -> None:
+        while not here.exists():  # noqa: ASYNC110 - nobody tells us
+            await anyio.sleep(0.01)
+        SERVER.end()
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill_server)
+            (one,) = await programs.run("hub", Path("x"), [ProcessOrder(0)])
+        assert one.code == ALONE
+        while runs(one.pid):  # noqa: ASYNC110 - as above
+            await anyio.sleep(0.01)
+        (one,) = await Programs("sys.exit(7)").run("hub", Path("x"), [ProcessOrder(0)])
+    assert one.code == 7
 
 
 # -- what ends mean --------------------------------------------------------------------------------------------------
@@ -230,7 +285,7 @@ async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
         ("os.kill(os.getpid(), signal.SIGSTOP)", False, End.WITH_PEER, ""),
         ("os.kill(os.getpid(), signal.SIGSTOP)", True, End.FAILED, "hangs, and is killed"),
         # The hub may see the end of a process before its launcher does.
-        ("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", True, End.FAILED, ""),
+        ("time.sleep(0.2); os.kill(os.getpid(), signal.SIGKILL)", True, End.FAILED, ""),
     ],
 )
 async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_where_it_was_the_cause(
@@ -397,3 +452,41 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
                 await hub.run()
     assert RanksGoneError.fatal
     assert not PeerLostError.fatal
+
+
+# -- a hub that hangs ------------------------------------------------------------------------------------------------
+
+
+async def test_a_hub_that_does_not_answer_any_more_is_killed_and_that_restart_counts(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(config_of(tmp_path), deadlines=DeadlinesConfig(hub=0.3, connect=10.0))
+    loop_processes, asked = Told(lambda: killed([7])), 0
+
+    async def killed(pids: list[int]) -> list[EndedProcess]:
+        await loop_processes.heard.wait()
+        loop_processes.killed.update(pids)
+        return [EndedProcess(0, pid, -signal.SIGKILL) for pid in pids]
+
+    async def answer(peer: Peer, request: Any) -> Any:
+        nonlocal asked
+        if isinstance(request, p.RunRequest):
+            return p.RunReply("", "", "", [], "", False, 0)
+        asked += 1
+        if asked > 1:
+            await anyio.sleep_forever()
+        return p.RanksReply(0, [], [], [])
+
+    part, ranks = hub_loop(config, loop_processes), ranks_of(config, Told())
+    ends: list[tuple[End, list[str]]] = []
+
+    async def once() -> None:
+        ends.append(await part.once(0))
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(60), hub_token(config.run_dir, None) as (token, file):
+        async with anyio.create_task_group() as tasks:
+            port = await tasks.start(partial(serve, deadline=10), "127.0.0.1", 0, token, p.HubRequest, answer)
+            announce(config.run_dir, HubAddress("127.0.0.1", port, token), file)
+            tasks.start_soon(once)
+            tasks.start_soon(ranks.heed_hub, lambda: part.kill_hanging(part.processes.pids))
+    assert ends == [(End.FAILED, ["the node loop has not answered for 0.3 s (deadlines.hub), and was killed"])]
+    assert asked == 2

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from flash.branches import trained_branches
 from flash.config.tree import Config
-from flash.foreign.forking import ForkedProcess, server_that_imports
+from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
@@ -212,9 +212,7 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
 class Rank(ForkedProcess):
     """One of several ranks, of a process that has imported what they are made of."""
 
-    server = server_that_imports(
-        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "tensor"))
-    )
+    server = Server(*(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "tensor")))
 
 
 def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:

@@ -14,25 +14,23 @@ import select
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import anyio
 import anyio.to_thread
 
 from flash.errors import how_it_ended
 from flash.foreign import vllm
-from flash.foreign.forking import ForkedProcess, server_that_imports
+from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
 """Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
-ALONE = 255
-"""Exit code of a core, as `ForkedProcess` has it, whose fork server is gone: it may live on."""
 FIND_S = 0.1
 """Seconds between two looks for a core that is about to be started."""
 REMEMBER_S = 0.5
@@ -41,6 +39,10 @@ FOLLOWS_S = 2.0
 """Seconds in which a core follows its worker, and tells by its own end how that one ended."""
 ENDS_S = 0.05
 """Seconds in which a core ends of which vLLM says that it is dead; blocks, once in an engine's life."""
+
+
+SERVER = Server("flash.rollout.vllm.fork_server")
+"""Of which cores are forked; of which the node loop was, where a launcher has started it."""
 
 
 class _Starting(threading.local):
@@ -59,11 +61,7 @@ class ForkServerGoneError(Exception):
 class Core(ForkedProcess):
     """The core of the engine that its thread starts; see the module's docstring."""
 
-    server = server_that_imports("flash.rollout.vllm.fork_server")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._variables = dict(os.environ)
+    server = SERVER
 
     def start(self) -> None:
         """As of `Process`."""
@@ -74,16 +72,16 @@ class Core(ForkedProcess):
         if _starting.engine is not None:
             _starting.engine.begun(self)
 
-    def run(self) -> None:
-        """As of `Process`, in the new process."""
-        os.environ.clear()
-        os.environ.update(self._variables)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def enter(self) -> None:
+        """As of `ForkedProcess`."""
+        super().enter()
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
+        vllm.stay_offline()
+        if os.environ.get("PYTHONWARNINGS") == "ignore":
+            warnings.simplefilter("ignore")
         vllm.begin_workers_with(_Workers())
         vllm.on_killed_worker(_end_as_worker)
-        super().run()
 
 
 class _Cores(ForkServerContext):

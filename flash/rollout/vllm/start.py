@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flash.config.machine import runs_eagerly
+from flash.config.machine import engine_cpus, runs_eagerly
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm
@@ -84,16 +84,22 @@ def _mend_preload(prefix: str) -> None:
     It takes a space and a colon for the end of a path. Where no link without them can be made, nothing is preloaded.
     """
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if not UNLOADABLE.search(prefix) or prefix not in preloaded:
-        return
+    if mended := _loadable(preloaded, prefix):
+        os.environ["LD_PRELOAD"] = mended
+    else:
+        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | _inherited("LD_PRELOAD"))
+
+
+def _loadable(libraries: str, prefix: str) -> str:
+    if not UNLOADABLE.search(prefix) or prefix not in libraries:
+        return libraries
     folder = os.environ.get(SCRATCH, "")
     if not folder or UNLOADABLE.search(folder):
-        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | _inherited("LD_PRELOAD"))
-        return
+        return ""
     link = Path(folder) / "environment"
     with suppress(FileExistsError):
         link.symlink_to(prefix)
-    os.environ["LD_PRELOAD"] = preloaded.replace(prefix, str(link))
+    return libraries.replace(prefix, str(link))
 
 
 def _inherited(name: str) -> dict[str, str]:
@@ -193,6 +199,19 @@ def engine_variables(
     return variables
 
 
+def server_variables(config: Config, node: int) -> dict[str, str]:
+    """Of the process from which this machine's node loop and engines are forked, what differs from ours.
+
+    What is read when vLLM and OpenMP are loaded, but nothing that a node loop is not to have.
+    """
+    cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
+    variables = engine_variables(config, os.environ, cpus, os.getpid())
+    if config.gpus_per_node == 0 and (libraries := _loadable(vllm.preloaded(), sys.prefix)):
+        variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
+    own = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
+    return {name: value for name, value in variables.items() if name not in own and os.environ.get(name) != value}
+
+
 def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
     """Where the model's threads run on a CPU engine.
 
@@ -232,12 +251,6 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
             _users -= 1
             if _users == 0:
                 _replace(_saved)
-
-
-def import_vllm(config: Config) -> None:
-    """Import vLLM as its engines' starts would; blocks for seconds."""
-    with engine_environment(config):
-        vllm.import_engine()
 
 
 def ready_tokenizer(config: Config) -> HfTokenizer:

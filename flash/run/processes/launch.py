@@ -72,6 +72,9 @@ class Launch:
                 return run_apart(self._run)
             except BaseExceptionGroup as group:  # of the task groups below
                 raise first_error(group) from None
+            finally:
+                for part in self._parts:
+                    part.processes.end_server()
 
     @contextmanager
     def _heeding_signals(self) -> Generator[None]:
@@ -162,10 +165,15 @@ class Launch:
         over.set()
 
     async def _heed_hub(self, ranks: Ranks, ending: anyio.Event) -> None:
-        await ranks.heed_hub()
+        await ranks.heed_hub(self._hub_hangs)
         if not self._has_hub:
             ending.set()
             ranks.processes.kill_all()
+
+    def _hub_hangs(self) -> None:
+        """The hub has not answered within deadlines.hub: here is where its process can be ended."""
+        if self._has_hub and self._loop is not None:
+            self._loop.kill_hanging(self._loop.processes.pids)
 
     async def _end(self, number: signal.Signals, all_of_it: anyio.CancelScope) -> None:
         """End in order what runs, at a signal; what does not end in time is killed."""

@@ -29,6 +29,7 @@ from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.join import JoinedLoop
 from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.forked import ProcessOrder, loops_server
 from flash.run.processes.hub_place import withdraw
 from flash.run.processes.launch import Launch
 from flash.run.processes.locks import exclusive_run
@@ -37,7 +38,7 @@ from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
-from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge
+from flash.run.processes.supervisor import End, SupervisedPart, describe, judge
 from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
 
@@ -87,13 +88,18 @@ class HubLoop(SupervisedPart):
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
+        self._run = config
         self.restarts = 0
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
         self.restarts = restarts
+        self.processes.fork_from(loops_server(self._run, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
+        if self.hung and end == End.WITH_PEER:
+            seconds = self._run.deadlines.hub
+            return End.FAILED, [f"the node loop has not answered for {seconds:g} s (deadlines.hub), and was killed"]
         return end, [describe("the node loop", one) for one in silent]
 
 

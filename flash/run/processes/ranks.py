@@ -8,19 +8,20 @@ next incarnation.
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
 
 from flash.config.tree import Config
-from flash.errors import FlashError
+from flash.errors import DeadlineError, FlashError
 from flash.hub import protocol as p
+from flash.run.processes.forked import PASSIVE, ProcessOrder, ranks_server
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
-from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge, say
+from flash.run.processes.supervisor import End, SupervisedPart, describe, judge, say
 from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
@@ -52,8 +53,6 @@ class Ranks(SupervisedPart):
         self._file = file
         self._place = place
         self._tells = tells
-        self._hung: set[int] = set()
-        """Of the processes of now, those that ended their incarnation and did not end by themselves."""
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
@@ -66,23 +65,22 @@ class Ranks(SupervisedPart):
                 "LOCAL_RANK": str(local),
                 "WORLD_SIZE": str(world),
                 "LOCAL_WORLD_SIZE": str(len(here)),
-                # Threads that spin while they wait for each other take the cores that engines and others work on.
-                "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+                PASSIVE: os.environ.get(PASSIVE, "passive"),
             }
             for local in here
         ]
-        self._hung.clear()
         orders = [ProcessOrder(self.node, restarts, local) for local in here]
+        self.processes.fork_from(ranks_server())
         ended = await self.processes.run("trainer", self._file, orders, variables)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
             return End.WITH_PEER, []  # they have ended with the hub, whose end is told
-        if end == End.WITH_PEER and self._hung:
+        if end == End.WITH_PEER and self.hung:
             return End.FAILED, []
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
-    async def heed_hub(self) -> None:
-        """End the processes whose incarnation is over; returns when the run is.
+    async def heed_hub(self, on_silence: Callable[[], object]) -> None:
+        """End the processes whose incarnation is over; returns when the run is. A hub that hangs is told of.
 
         Consumes news of the ranks. Waits for the hub, and for the next ones. Produces ends of processes.
 
@@ -108,10 +106,13 @@ class Ranks(SupervisedPart):
                 async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
                     after = -1
                     while True:
-                        news = await caller.call(p.RanksRequest(self.node, after), timeout=math.inf)
-                        after, living = news.number, news.living
-                        await self.hear(news)
-            except FlashError:  # it has ended, and with it the incarnations of its ranks
+                        news = await caller.call(p.RanksRequest(self.node, after), deadlines.hub)
+                        if news.number != after:
+                            after, living = news.number, news.living
+                            await self.hear(news)
+            except FlashError as error:  # it has ended, and with it the incarnations of its ranks, or it is to end
+                if isinstance(error, DeadlineError):
+                    on_silence()
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
 
@@ -132,7 +133,7 @@ class Ranks(SupervisedPart):
         with anyio.move_on_after(LOST_S):
             while causes & self.processes.pids:  # noqa: ASYNC110 - nobody tells that one has ended
                 await anyio.sleep(LOOK_S)
-        for pid in sorted(causes & self.processes.pids):
+        hanging = causes & self.processes.pids
+        for pid in sorted(hanging):
             say(f"process {pid} of the trainer ranks hangs, and is killed")
-            self._hung.add(pid)
-            self.processes.kill([pid])
+        self.kill_hanging(hanging)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -21,15 +20,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
-import msgspec
-from anyio.abc import Process
+import anyio.to_thread
 
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import how_it_ended
-from flash.run.processes.hub_place import HubPlace
+from flash.foreign.forking import ALONE, ForkedProcess, Server
+from flash.run.processes.forked import JobProcess, ProcessOrder
 from flash.waiting import first_error
 
+KILLED_S = 2.0
+"""Seconds in which a process ends that is killed; blocks."""
 RETRY_S = 1.0
 """Before a process that the system would not start is tried again."""
 TOLD_S = 2.0
@@ -49,23 +50,6 @@ class End(IntEnum):
     """With its hub, or with another rank: nothing is wrong with it, and starting it again counts as no restart."""
     INTERRUPTED = 130
     """By a signal: 128 + SIGINT, as shells have it."""
-
-
-class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process is told by its launcher, beside the configuration."""
-
-    node: int
-    """The number of the machine in its job; of one that no job has started, the number of nodes with trainers."""
-    restarts: int = 0
-    """How often its part has started again."""
-    local: int = 0
-    """Of a trainer rank: its number on this machine."""
-    place: HubPlace = HubPlace()
-    """Of a node loop that joins: where the hub is."""
-    digest: str = ""
-    """Of a node loop that joins: of the run's configuration, as the hub has it."""
-    begun: float = 0.0
-    """Of a node loop that joins: when the launcher began with it, in Unix seconds."""
 
 
 class EndedProcess(NamedTuple):
@@ -88,7 +72,8 @@ class Processes:
     """Seconds in which those end of which another one has failed: they know it already, and who hangs does not end."""
 
     def __init__(self) -> None:
-        self._living: dict[int, Process] = {}
+        self._server: Server | None = None
+        self._living: dict[int, ForkedProcess] = {}
         self._told: signal.Signals | None = None
         """What those that start from now on are told as well."""
         self.killed: set[int] = set()
@@ -97,7 +82,18 @@ class Processes:
     @property
     def pids(self) -> set[int]:
         """The process ids of those that live."""
-        return {process.pid for process in self._living.values()}
+        return {process.pid or 0 for process in self._living.values()}
+
+    def fork_from(self, server: Server) -> None:
+        """What is started from now on is forked from this one, or one that has imported the same."""
+        if self._server is None or self._server.variables != server.variables:
+            self.end_server()
+            self._server = server
+
+    def end_server(self) -> None:
+        """Nothing more is to be started."""
+        if self._server is not None:
+            self._server.end()
 
     async def run(
         self, role: str, file: Path, orders: Sequence[ProcessOrder], variables: Sequence[Mapping[str, str]] = ()
@@ -115,40 +111,43 @@ class Processes:
                 outer.start_soon(self._end_rest, failing)
                 async with anyio.create_task_group() as tasks:
                     for number, order in enumerate(orders):
-                        process = await anyio.open_process(
-                            self.command(role, file, order),
-                            stdin=subprocess.DEVNULL,
-                            stdout=None,
-                            stderr=None,
-                            env=os.environ | variables[number] if variables else None,
-                            start_new_session=True,
-                        )
+                        process = self.process(role, file, order, variables[number] if variables else {})
+                        await self._begin(process)
                         tasks.start_soon(self._follow, number, process, ended, failing)
                 outer.cancel_scope.cancel()
-        except* OSError as errors:
+        except* (OSError, EOFError) as errors:
             raise NotStartedError(f"a process cannot be started: {first_error(errors)}") from None
         return ended
 
-    def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
-        """What starts one of them."""
-        words = [role, str(file), msgspec.json.encode(order).decode()]
-        return [sys.executable, "-u", "-m", "flash.run.processes.worker", *words]
+    def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
+        """One of them, not started."""
+        assert self._server is not None, "it was named before"
+        return JobProcess(self._server, role, file, order, variables)
 
-    async def _follow(self, number: int, process: Process, ended: list[EndedProcess], failing: anyio.Event) -> None:
+    async def _begin(self, process: ForkedProcess) -> None:
+        """Waits until its server has imported all, at the first of them for seconds."""
+        try:
+            await anyio.to_thread.run_sync(process.start, abandon_on_cancel=True)
+        except anyio.get_cancelled_exc_class():
+            process.server.end()
+            raise
+
+    async def _follow(
+        self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
+    ) -> None:
         """Waits for the end of a process, which is also the end of what it has started where we are cancelled."""
         self._living[number] = process
         if self._told is not None:
             _send(process, self._told)
         try:
-            async with process:
-                try:
-                    code = await process.wait()
-                finally:
-                    if process.returncode is None:
-                        _kill(process)
+            await anyio.wait_readable(process.sentinel)
         finally:
+            if process.exitcode in (None, ALONE):
+                _kill(process)
+            process.join(KILLED_S)
             del self._living[number]
-        ended.append(EndedProcess(number, process.pid, code))
+        code = process.exitcode
+        ended.append(EndedProcess(number, process.pid or 0, ALONE if code is None else code))
         if code != End.OVER:
             failing.set()
 
@@ -171,8 +170,8 @@ class Processes:
     def kill(self, pids: Collection[int]) -> None:
         """End those of ours with these process ids at once, with what they have started."""
         for process in self._living.values():
-            if process.pid in pids:
-                self.killed.add(process.pid)
+            if (pid := process.pid) is not None and pid in pids:
+                self.killed.add(pid)
                 _kill(process)
 
 
@@ -192,6 +191,8 @@ class SupervisedPart(ABC):
         self._failed = failed
         self._without = without
         self.processes = Processes()
+        self.hung: set[int] = set()
+        """Of the processes of the last start, those that were killed since they hang."""
         self.ending = anyio.Event()
         self.why = ""
         """What has ended it for good, when it was started again too often, and nobody has told why."""
@@ -201,6 +202,11 @@ class SupervisedPart(ABC):
         """Seconds in which it ends that was told to."""
         assert self.config is not None, "without a configuration nothing has started"
         return grace_s(self.config)
+
+    def kill_hanging(self, pids: Collection[int]) -> None:
+        """End those of its processes that hang, by which it fails."""
+        self.hung.update(pids)
+        self.processes.kill(pids)
 
     @abstractmethod
     async def once(self, restarts: int) -> tuple[End, list[str]]:
@@ -213,6 +219,7 @@ class SupervisedPart(ABC):
         """
         self.ending, restarts = ending, 0
         while True:
+            self.hung.clear()
             try:
                 end, words = await self.once(restarts)
             except NotStartedError as error:
@@ -269,11 +276,13 @@ def say(words: str) -> None:
         sys.stderr.flush()
 
 
-def _send(process: Process, number: signal.Signals) -> None:
+def _send(process: ForkedProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):  # it has ended
-        process.send_signal(number)
+        os.kill(process.pid or 0, number)
 
 
-def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill(process: ForkedProcess) -> None:
+    """At once, with its session, which it may just be about to begin."""
+    for kill in (os.kill, os.killpg):
+        with suppress(ProcessLookupError):  # it has ended
+            kill(process.pid or 0, signal.SIGKILL)

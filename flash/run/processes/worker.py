@@ -10,10 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, cast
-
-import msgspec
 
 from flash.config.load import load
 from flash.config.objects import take_import_path
@@ -21,10 +19,11 @@ from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError, FlashError, PeerLostError
 from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.locks import run_lock, share
 from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
-from flash.run.processes.supervisor import End, ProcessOrder
+from flash.run.processes.supervisor import End
 from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
@@ -32,10 +31,8 @@ log = logging.getLogger("flash")
 Role = Literal["hub", "node", "trainer"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m flash.run.processes.worker ROLE CONFIG ORDER`, under a supervisor; ROLE is as of `Role`."""
-    word, file, text = list(sys.argv[1:] if argv is None else argv)
-    role, order = cast(Role, word), msgspec.json.decode(text, type=ProcessOrder)
+def main(role: str, file: Path, order: ProcessOrder) -> int:
+    """Under a supervisor: what a process does, from its start to its end; its exit code. `role`: as of `Role`."""
     begin_logging()
     raise_descriptor_limit()
     take_import_path()
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if marker.stands():
         return End.FINAL
     try:
-        return _become(role, order, config)
+        return _become(cast(Role, role), order, config)
     except FlashError as error:
         # In its last incarnation every error ends the run; that of a lost peer is the echo of another's.
         last = order.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
@@ -98,11 +95,3 @@ def _become(role: Role, order: ProcessOrder, config: Config) -> End:
             from flash.run.trainer_rank import run_trainer_rank
 
             return run_trainer_rank(order, config)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of libraries that wait on a dead peer must not keep the process: engines watch it and end with it.
-    os._exit(code)
