@@ -7,6 +7,7 @@ command that ends is started again after 3 s. At the end the run is resumed once
 lost or doubled is read from what it leaves behind.
 
 Needs Linux, root and iproute2: the hosts are network namespaces. `--quick`: each kind of fault once, for at most 20 s.
+`--kinds "kill hub,kill trainer"`: these alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import msgspec
 from benchmarks.form import ROOT, Args, Row
 from benchmarks.form import main as benchmark
 from benchmarks.real.chaos_cluster import NAMES, Job, keep_log
-from benchmarks.real.chaos_faults import GAP_S, Fault, Struck, one_of_each, plan
+from benchmarks.real.chaos_faults import GAP_S, KINDS, Fault, Kind, Struck, one_of_each, plan
 from benchmarks.real.chaos_judge import Left, judge, left_by, recoveries, stretches, tokens_per_second
+from benchmarks.real.chaos_trace import Life, Step, Trace
+from benchmarks.real.chaos_trace import rows as traced
 from benchmarks.rig.hosts import Hosts, missing
 
 GOAL = 0.75
@@ -55,23 +58,29 @@ class Lived(msgspec.Struct, frozen=True):
     stuck: list[str]
     """Commands that did not end when they were told to."""
     orphans: list[str]
+    lives: list[Life]
+    """Of its processes, those of the commands before the last one."""
 
 
 async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> Lived:
     """One run, from its start to its end, with these faults."""
     with Hosts(*NAMES) as hosts:
-        job = Job(hosts, name, folder)
+        job, trace = Job(hosts, name, folder), Trace(hosts, len(NAMES))
         async with anyio.create_task_group() as tasks:
             for host in range(len(NAMES)):
                 tasks.start_soon(job.keep, host)
             await job.all_engines()
             begin = time.time()
-            struck, missed = await fall(job, faults, seconds)
+            async with anyio.create_task_group() as looking:
+                looking.start_soon(trace.run)
+                struck, missed = await fall(job, faults, seconds)
+                looking.cancel_scope.cancel()
             end = time.time()
             stuck = await job.end()
         if faults:
             stuck += await job.finish()
-        return Lived(begin, end, struck, missed, job.failed, stuck, await job.orphans(SETTLE_S))
+        orphans, lives = await job.orphans(SETTLE_S), list(trace.lives.values())
+        return Lived(begin, end, struck, missed, job.failed, stuck, orphans, lives)
 
 
 async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[Struck], int]:
@@ -119,20 +128,28 @@ def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
             Row(kind, "next_step_median_s", "s", statistics.median(seconds)),
             Row(kind, "next_step_worst_s", "s", max(seconds)),
         ]
-    return figures
+    every = [*left.rows, *left.redone]
+    most = max(int(row.get("engines", 0)) for row in every)
+    steps = [Step(row["time"], int(row.get("engines", 0)), most) for row in every]
+    return figures + traced(lived.struck, lived.end, lived.lives, left.spans, steps)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """`--seconds` and `--seed`, and the options of every benchmark."""
+    """`--seconds`, `--seed` and `--kinds`, and the options of every benchmark."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(f"{how} {target}" for how, target in KINDS))
     own, rest = parser.parse_known_args(argv)
 
     def run(args: Args) -> list[Row]:
         if why := missing():
             raise SystemExit(f"no hosts can be made here: {why}")
-        faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(own.seconds, own.seed)
+        wanted = own.kinds.split(",")
+        kinds: list[Kind] = [(how, target) for how, target in KINDS if f"{how} {target}" in wanted]
+        if len(kinds) < len(wanted):
+            raise SystemExit(f"--kinds {own.kinds}: expected some of {parser.get_default('kinds')}")
+        faults = one_of_each(own.seed, QUICK_LONGEST_S, kinds) if args.quick else plan(own.seconds, own.seed, kinds)
         seconds = faults[-1].at + GAP_S if args.quick else own.seconds
         folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
         folder.mkdir(parents=True)
