@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from json import loads
 from logging import ERROR, getLogger
 from pathlib import Path
 from shutil import copymode
 
+import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file
 
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
@@ -24,6 +29,8 @@ TOUCHED = (
     "transformers:AttentionInterface.register",
     "transformers:PreTrainedModel.tp_plan",
     "transformers.distributed.tensor_parallel:apply_tensor_parallelism",
+    "transformers.conversion_mapping:get_model_conversion_mapping",
+    "transformers.utils.hub:cached_file",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
@@ -74,6 +81,32 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     apply_tensor_parallelism(model, mesh, plan)
     # What FSDP shards once more is gathered in two steps, of which torch warns.
     getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
+
+
+def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:
+    """The safetensors file of each of these tensors, at a folder or hub id.
+
+    None: there are no such files, or they hold other tensors, from which transformers makes the model's as it loads.
+    """
+    if get_model_conversion_mapping(model, add_legacy=False) or hasattr(model.config, "quantization_config"):
+        return None
+    local = Path(path).is_dir()
+    try:
+        files = [str(cached_file(path, SAFE_WEIGHTS_NAME, local_files_only=local))]
+    except OSError:
+        try:
+            index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME, local_files_only=local)))
+            names = sorted({*loads(index.read_bytes())["weight_map"].values()})
+            files = [str(cached_file(path, name, local_files_only=local)) for name in names]
+        except OSError:
+            return None
+    found: dict[str, str] = {}
+    for name in files:
+        with safe_open(name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                if list(shapes.get(key, ())) == file.get_slice(key).get_shape():
+                    found[key] = name
+    return found if found.keys() >= shapes.keys() else None
 
 
 def open_weights(folder: Path) -> None:

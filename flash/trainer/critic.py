@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.mesh import TrainerMesh
-from flash.trainer.model.model import load_model, reshard, shard_model
+from flash.trainer.model.model import load_sharded, reshard
 from flash.trainer.model.packed import PackedRow, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, only
@@ -235,8 +235,7 @@ def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
     path = config.critic.path or config.model.path
     model = msgspec.structs.replace(config.model, path=path)
     try:
-        base: Any = load_model(model).base_model
-        return shard_model(base, mesh, model, recompute=config.train.activation_checkpointing)
+        return load_sharded(model, mesh, recompute=config.train.activation_checkpointing, backbone=True)
     except ConfigError as error:
         if config.critic.path is None:
             raise

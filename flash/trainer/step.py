@@ -44,7 +44,7 @@ from flash.trainer.loss import LossLimits, first_logprobs, pack_tokens, token_lo
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
-from flash.trainer.model.model import load_model, reshard, shard_model
+from flash.trainer.model.model import empty_model, load_plain, load_sharded, reshard, shard_model
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
@@ -70,10 +70,12 @@ class Trainer:
         self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         self.mesh = mesh = trainer_mesh(device, config.parallel.tensor, config.deadlines.collective)
-        whole = load_model(config.model)
-        text = draw_canary(whole, config)
+        plain = load_plain(config.model, mesh)
+        text = draw_canary(plain, config)
         recompute = config.train.activation_checkpointing
-        self.model = shard_model(whole, mesh, config.model, recompute=recompute)
+        self.model = shard_model(empty_model(config.model), mesh, config.model, recompute=recompute)
+        self.model.load_state_dict(plain.state_dict(), assign=True)
+        del plain
         check_packing(self.model, config)
         self.canaries = CanaryMaker(text, self.model, config)
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
@@ -318,7 +320,7 @@ def _load_reference(config: Config, mesh: TrainerMesh) -> PreTrainedModel | None
     path = config.algorithm.kl.reference or config.model.path
     described = msgspec.structs.replace(config.model, path=path)
     try:
-        model = shard_model(load_model(described), mesh, described).requires_grad_(False)
+        model = load_sharded(described, mesh).requires_grad_(False)
         check_packing(model, config)
     except ConfigError as error:
         raise ConfigError(f"algorithm.kl.reference: {str(error).removeprefix('model.path: ')}") from error

@@ -1,6 +1,6 @@
 """The canary's text, and how far apart healthy engines and trainers may be.
 
-The text is the policy's own, drawn token by token before its weights are sharded: at tokens that a model itself says,
+The text is the policy's own, drawn token by token by the model in float32: at tokens that a model itself says,
 rounding does to log-probs what it does to those of samples, while a model of 50,000 tokens gives random ones log-probs
 of −12 to −20, where logits in bfloat16 have steps of 0.125. Its log-probs in float32 say what the precision of the run
 makes: trainer and engine are each about so far away from them. Every rank has the same text and the same tolerance.
@@ -9,7 +9,6 @@ makes: trainer and engine are each about so far away from them. Every rank has t
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,31 +46,25 @@ class CanaryText:
 
 @torch.no_grad()
 def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
-    """Let rank 0's copy of the policy say something, in float32 and not sharded yet. Called by all ranks.
+    """Let the policy say something, in float32 (see `load_plain`). Called by all ranks, who get what rank 0 has drawn.
 
     Raises:
-        ConfigError: on every rank, when the model stops at a plain sequence of tokens.
+        ConfigError: the model stops at a plain sequence of tokens.
     """
     # The engine answers the canary with one token, which needs its place in the context.
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
-    said: list[CanaryText | str] = [""]
-    if dist.get_rank() == 0:
-        # Each of several processes has few threads, and the others wait for this one.
-        threads = torch.get_num_threads()
-        if config.gpus_per_node > 0:
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
-        try:
-            said = [_drawn(model, count, config.run.seed)]
-        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
-            # Models are other people's code.
-            said = [f"it stops at a sequence of tokens with {type(error).__name__}: {error}"]
-        finally:
-            torch.set_num_threads(threads)
+    try:
+        text = _drawn(model, count, config.run.seed)
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        # Models are other people's code.
+        fault = f"it stops at a sequence of tokens with {type(error).__name__}: {error}"
+        raise ConfigError(
+            f"model.path: {class_name(model)} cannot be trained, {fault}. Choose another model"
+        ) from error
+    reshard(model)
+    said = [text]
     dist.broadcast_object_list(said, src=0)
-    (text,) = said
-    if isinstance(text, str):
-        raise ConfigError(f"model.path: {class_name(model)} cannot be trained, {text}. Choose another model")
-    return text
+    return said[0]
 
 
 def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
@@ -79,7 +72,7 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
     generator = torch.Generator().manual_seed(seed)
-    ids_P = torch.tensor([first])
+    ids_P = torch.tensor([first], device=model.device)
     model.eval()
     cache: Any = None
     for _ in range(count - 1):
@@ -87,7 +80,10 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
         known = ids_P if cache is None else ids_P[-1:]
         output = model(input_ids=known[None], past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
-        ids_P = torch.cat([ids_P, _draw(output.logits[0, -1].float(), generator)])
+        token = _draw(output.logits[0, -1].float().cpu(), generator).to(ids_P)
+        # Rounding on another rank may have drawn another one; those who divide a layer need the same.
+        dist.broadcast(token, src=0)
+        ids_P = torch.cat([ids_P, token])
     rows = model(input_ids=ids_P[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return CanaryText(ids_P.tolist(), rows.gather(-1, ids_P[1:, None])[:, 0].tolist())
 

@@ -4,23 +4,37 @@ Where ranks divide layers, they do so by transformers' own plan, below FSDP, whi
 
 Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of
 `flash.trainer.model.packed`. Everything that touches parameters is a collective: all ranks call it together.
+
+A trainer rank never holds a whole model: it is made without memory for its weights, sharded, and then each rank reads
+its own part of one tensor after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.foreign.transformers import divide_layers, layer_types, takes_attention
+from flash.foreign.transformers import divide_layers, layer_types, stored_tensors, takes_attention
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
@@ -31,7 +45,7 @@ DIVIDED = ("llama", "qwen2", "qwen3")
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The model on the CPU, in float32, ready for `shard_model`.
+    """The whole model on the CPU, in float32, ready for `shard_model`.
 
     Raises:
         ConfigError: the folder or hub id holds no causal language model that can be loaded.
@@ -44,8 +58,94 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}") from error
+        raise _cannot_load(config, error) from error
     return model
+
+
+def empty_model(config: ModelConfig) -> PreTrainedModel:
+    """The same with parameters on the meta device, which take no memory; buffers are as they should be.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    local, trusted = Path(config.path).is_dir(), config.trust_remote_code
+    try:
+        described = AutoConfig.from_pretrained(config.path, local_files_only=local, trust_remote_code=trusted)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(config, error) from error
+    model.tie_weights()
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(config.path, local_files_only=local)
+    return model
+
+
+def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
+    return ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}")
+
+
+def load_sharded(
+    config: ModelConfig, mesh: TrainerMesh, *, recompute: bool = False, backbone: bool = False
+) -> PreTrainedModel:
+    """What `shard_model` makes of the model at `config.path`, or of its `backbone`, all but the output layer.
+
+    Raises:
+        ConfigError: as `load_model` and `shard_model`.
+    """
+    whole = empty_model(config)
+    model: Any = whole.base_model if backbone else whole
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    stored = [names[id(parameter)] for parameter in model.parameters()]
+    tensors = _Stored(config, whole)
+    shard_model(model, mesh, config, recompute=recompute)
+    return _fill(model, tensors, stored)
+
+
+def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
+    """The model as transformers makes it, in float32 with its own attention and output layer, only sharded.
+
+    Its `state_dict` fits what `shard_model` makes of an `empty_model` of this configuration.
+
+    Raises:
+        ConfigError: as `load_model`, or its layers cannot be divided.
+    """
+    model = empty_model(config)
+    names, tensors = [name for name, _ in model.named_parameters()], _Stored(config, model)
+    _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
+    return _fill(model, tensors, names)
+
+
+class _Stored:
+    """The weights at `model.path`, by the model's own names. Files that hold others are loaded whole, on each rank."""
+
+    def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
+        shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
+        shapes |= {name: buffer.shape for name, buffer in model.named_buffers() if name in model.state_dict()}
+        self._files = stored_tensors(config.path, model, shapes)
+        self._whole = load_model(config).state_dict() if self._files is None else {}
+
+    def read(self, name: str) -> Tensor:
+        """In the dtype of its file."""
+        if self._files is None:
+            return self._whole[name]
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str]) -> PreTrainedModel:
+    """Give each parameter, in their order, this rank's part of what is stored under its name."""
+    found: dict[str, Tensor] = {}
+    for (own, parameter), name in zip(model.named_parameters(), names, strict=True):
+        whole = stored.read(name)
+        if isinstance(parameter, DTensor):
+            # No rank sends: each cuts its own part, as a copy, so that no more than one tensor is whole at a time.
+            local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            found[own] = local.to(parameter.device_mesh.device_type, torch.float32, copy=True)
+        else:
+            found[own] = whole.to(torch.float32, copy=True)
+    model.load_state_dict(found, strict=False, assign=True)
+    return model.eval()
 
 
 def shard_model(
@@ -69,8 +169,13 @@ def shard_model(
     model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32")
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
     fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
+    _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
+    # Dropout stays off: the trained log-probs are those of the policy that acts.
+    return model.eval()
+
+
+def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: bool) -> None:
     if mesh.tensor is not None:
         # Embedding and output layer stay whole, and their gradients are computed on each rank of a group.
         check_divisible(model.config, mesh.tensor.size())
@@ -84,8 +189,6 @@ def shard_model(
                 checkpoint(module)
             fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    # Dropout stays off: the trained log-probs are those of the policy that acts.
-    return model.eval()
 
 
 def check_divisible(described: PreTrainedConfig, ranks: int) -> None:
