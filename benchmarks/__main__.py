@@ -37,18 +37,8 @@ MODULES = {
         name: f"benchmarks.real.{name}"
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *(
-                "grids",
-                "join",
-                "kept_sets",
-                "loop_load",
-                "mismatch",
-                "model_service",
-                "objective_cost",
-                "plain_loop",
-                "rhythm_cost",
-            ),
-            *("kept_sets", "recording", "sample_cost", "view_load"),
+            *("grids", "join", "kept_sets", "loop_load", "mismatch", "model_service", "objective_cost"),
+            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "view_load"),
         )
     },
     "credit": "benchmarks.real.credit",

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,10 @@ TOUCHED = (
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_dump_snapshot",
     "torch._dynamo.config:recompile_limit",
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch.distributed._tools.mem_tracker:MemTracker.get_tracker_snapshot",
+    "torch.distributed._tools.mem_tracker:MemTracker.reset_mod_stats",
     "torch.distributed.checkpoint.state_dict_loader:load",
     "torch.distributed.checkpoint.state_dict_saver:save",
     "torch.distributed.checkpoint.api:CheckpointException",
@@ -109,3 +113,48 @@ def dump_memory(file: Path) -> None:
 
     history: Any = memory
     history._dump_snapshot(str(file))
+
+
+@contextmanager
+def absent_ranks(count: int) -> Generator[None]:
+    """Be rank 0 of so many, of which there are no others: collectives end at once and carry nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Count(Protocol):
+    """Of tensors that are alive at a time."""
+
+    def most(self) -> int:
+        """Bytes, so far."""
+        ...
+
+    def begin(self) -> None:
+        """To be called before each forward pass."""
+        ...
+
+
+@contextmanager
+def counted() -> Generator[Count]:
+    """Tensors made inside have no data, and are counted while they live."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+
+    class Tracked:
+        def begin(self) -> None:
+            tracker.reset_mod_stats()
+
+        def most(self) -> int:
+            return tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), {}).get("Total", 0)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        yield Tracked()

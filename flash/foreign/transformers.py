@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
@@ -67,6 +67,13 @@ def layer_types(model: PreTrainedModel) -> set[str]:
 def layer_count(model: PreTrainedModel) -> int:
     """Decoder layers."""
     return int(model.config.get_text_config().num_hidden_layers)
+
+
+def keep_layers(described: PreTrainedConfig, count: int) -> None:
+    """Describe a model of so many decoder layers, the first of those it had."""
+    described.num_hidden_layers = count
+    if getattr(described, "layer_types", None):
+        described.layer_types = described.layer_types[:count]
 
 
 def layer_number(attention: nn.Module) -> int | None:

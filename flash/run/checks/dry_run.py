@@ -18,7 +18,6 @@ from flash.config.machine import count_gpus
 from flash.config.tree import Config, ModelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
-from flash.errors import ConfigError
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
@@ -105,23 +104,11 @@ def _described(model: ModelConfig, tensor: int) -> str:
     Raises:
         ConfigError: transformers knows no such causal language model, or `tensor` ranks cannot divide its layers.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from flash.trainer.model.model import check_divisible, empty_model
 
-    from flash.trainer.model.model import check_divisible
-
-    trusted = model.trust_remote_code
-    try:
-        local = Path(model.path).is_dir()
-        described = AutoConfig.from_pretrained(model.path, local_files_only=local, trust_remote_code=trusted)
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(described, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.path: {model.path!r} is no causal language model that can be made: {error}"
-        ) from error
+    made = empty_model(model)
     if tensor > 1:
-        check_divisible(described, tensor)
+        check_divisible(made.config, tensor)
     size = sum(parameter.numel() for parameter in made.parameters())
     return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
 

@@ -34,7 +34,7 @@ from transformers import (
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.foreign.transformers import divide_layers, layer_types, stored_tensors, takes_attention
+from flash.foreign.transformers import divide_layers, keep_layers, layer_types, stored_tensors, takes_attention
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
@@ -62,8 +62,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def empty_model(config: ModelConfig) -> PreTrainedModel:
+def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedModel:
     """The same with parameters on the meta device, which take no memory; buffers are as they should be.
+
+    With `layers`, it has the first so many of its decoder layers.
 
     Raises:
         ConfigError: as `load_model`.
@@ -71,9 +73,11 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     local, trusted = Path(config.path).is_dir(), config.trust_remote_code
     try:
         described = AutoConfig.from_pretrained(config.path, local_files_only=local, trust_remote_code=trusted)
+        if layers is not None:
+            keep_layers(described.get_text_config(), layers)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
     model.tie_weights()
     with suppress(OSError):

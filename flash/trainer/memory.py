@@ -1,0 +1,160 @@
+"""What a trainer rank needs in memory: its own step, on tensors without data, among ranks that are not there.
+
+The model is made, divided, sharded and run by the code that trains it; torch counts what is alive at a time. So what
+is said of a layout is what the layout does, of 512 ranks as of one. Activations are those of the processor's kernels;
+a GPU's fused ones keep less. Where all decoder layers are alike, a few are run, and the others take what the last took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from flash.config.tree import Config, ModelConfig
+from flash.foreign.torch import absent_ranks, counted
+from flash.foreign.transformers import layer_types
+from flash.trainer.mesh import TrainerMesh, trainer_mesh
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import empty_model, shard_model
+from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.objective import make_objective, method_of
+from flash.trainer.optimizer import make_optimizer
+
+FEW = 3
+"""Decoder layers that are run: the first differs, as what it is given needs no gradient of its own."""
+MOMENTS = 2
+"""Numbers in float32 that AdamW keeps of each weight."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one trainer rank, at the moment of a step when they are most."""
+
+    parameters: int
+    """Of the whole policy: a number, no bytes."""
+    weights: int
+    """This rank's part, in float32."""
+    gradients: int
+    moments: int
+    others: int
+    """Critics with their gradients and moments, a reference, an average of the weights: this rank's parts."""
+    at_work: int
+    """Gathered layers, activations and logits of one micro-batch, of the policy."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.moments + self.others + self.at_work
+
+
+def rank_memory(config: Config, ranks: int) -> RankMemory:
+    """Of one of so many trainer ranks, whose micro-batch is as full as it may be with the longest sequences.
+
+    Makes and leaves a default process group: there may be none. Needs `config.json` of the model, no weights.
+
+    Raises:
+        ConfigError: the model cannot be divided or trained.
+    """
+    with absent_ranks(ranks):
+        mesh = trainer_mesh("cpu", config.parallel.tensor)
+        with counted():
+            policy = _made(config.model, config.model.path, mesh)
+        weights = 4 * sum(_own(policy))
+        at_work = _at_work(config, mesh, policy)
+        others = sum(_others(config, mesh))
+    numbers = sum(parameter.numel() for parameter in policy.parameters())
+    return RankMemory(numbers, weights, weights, MOMENTS * weights, others, at_work)
+
+
+def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -> int:
+    """Bytes of a step beyond what the rank keeps."""
+    layers = [
+        module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
+    ]
+    if (
+        len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
+        or len(layers) <= FEW + 1
+    ):
+        return _step(config, mesh, len(layers))
+    few, more = (_step(config, mesh, count) for count in (FEW, FEW + 1))
+    return few + (len(layers) - FEW) * (more - few)
+
+
+def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
+    """The same with so many of the layers: most bytes in two steps, the second of two micro-batches."""
+    tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
+    lengths = [longest] * (tokens // longest) or [tokens]
+    packed = in_one_row([np.zeros(length, dtype=np.int64) for length in lengths])
+    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    target_T = np.zeros(len(keep_T), dtype=np.int64)
+    with counted() as count:
+        recompute = config.train.activation_checkpointing
+        model = _made(config.model, config.model.path, mesh, recompute=recompute, layers=layers)
+        optimizer = make_optimizer(model, config.train)
+        for micro_batches in (1, 2):
+            for _ in range(micro_batches):
+                count.begin()
+                result = token_logprobs(model, packed, keep_T, target_T)
+                result.logp_T.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = 4 * (2 + MOMENTS) * sum(_own(model))
+    return max(count.most() - kept, 0)
+
+
+def _others(config: Config, mesh: TrainerMesh) -> list[int]:
+    """Bytes of what a rank holds beside the policy."""
+    method = method_of(config, make_objective(config.algorithm))
+    found: list[int] = []
+    with counted():
+        policy = _made(config.model, config.model.path, mesh)
+        if method.proximal == "ewma":
+            found.append(4 * sum(_own(policy)))
+        if config.algorithm.kl is not None:
+            path = config.algorithm.kl.reference or config.model.path
+            found.append(4 * sum(_own(_made(config.model, path, mesh))))
+        if method.critics:
+            assert config.critic is not None
+            critic = _made(config.model, config.critic.path or config.model.path, mesh)
+            found += [4 * (2 + MOMENTS) * sum(_own(critic))] * method.critics
+    return found
+
+
+def _made(
+    model: ModelConfig, path: str, mesh: TrainerMesh, *, recompute: bool = False, layers: int | None = None
+) -> PreTrainedModel:
+    named = msgspec.structs.replace(model, path=path)
+    made = empty_model(named, layers=layers)
+    return shard_model(made, mesh, named, recompute=recompute).to_empty(device="cpu")
+
+
+def _own(model: nn.Module) -> list[int]:
+    """Numbers of each parameter that this rank holds."""
+    return [getattr(one, "_local_tensor", one).numel() for one in model.parameters()]
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on each GPU of an engine."""
+
+    weights: int
+    """In the dtype of the run."""
+    token: float
+    """Of the KV cache, for each token."""
+
+
+def engine_memory(config: Config, parameters: int) -> EngineMemory:
+    """Of an engine that serves a policy of so many parameters. Needs `config.json` of the model."""
+    described = empty_model(config.model).config.get_text_config()
+    size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
+    heads = described.num_key_value_heads
+    wide = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
+    # Where there are fewer heads than GPUs, each has one.
+    token = 2 * described.num_hidden_layers * max(heads / split, 1) * wide * size
+    return EngineMemory(parameters * size // split, token)

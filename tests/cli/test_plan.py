@@ -1,0 +1,39 @@
+"""`flash plan`, as it is typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "one_node_8gpu.toml"
+SHAPE = Qwen3Config(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=64, vocab_size=1000,
+)  # fmt: skip
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
+    SHAPE.save_pretrained(tmp_path)
+    settings = [f"model.path={tmp_path}", "env.path=envs.arithmetic:Arithmetic", "env.options={}"]
+    code, said = planned(*settings)
+    assert code == 1, said
+    assert "each of 4 trainer ranks" in said
+    assert "DOES NOT FIT in 0.7 GiB" in said
+    changes = said.partition("GiB: ")[2].split("\n")[0].split()
+    assert changes[0] == "train.activation_checkpointing=true"
+    code, said = planned(*settings, *changes)
+    assert code == 0, said
+    assert "fits in 0.7 GiB" in said
+
+
+def planned(*settings: str) -> tuple[int, str]:
+    """Exit code and words of a process of its own: it makes a process group."""
+    command = [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "--card-gib", "0.7"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout

@@ -1,0 +1,74 @@
+"""What a rank needs, as it is planned. What it really takes is measured by benchmarks/real/parallel_memory.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash.config.tree import Config
+from flash.trainer import memory
+from flash.trainer.memory import MOMENTS, RankMemory, rank_memory
+from tests.trainer.packed_cases import tiny
+from tests.trainer.trainer_cases import make_config
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
+    """Made in a process of its own, for each makes a process group."""
+    folder = tmp_path_factory.mktemp("memory")
+    tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(planned, folder).result()
+
+
+def planned(folder: Path) -> dict[str, RankMemory]:
+    """By what they show."""
+    few = memory.FEW
+    plain, critics = configured(folder), {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    found = {
+        "alone": rank_memory(plain, 1),
+        "of two": rank_memory(plain, 2),
+        "of many": rank_memory(plain, 64),
+        "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
+        "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
+    }
+    memory.FEW = 6
+    found["of two, all layers"] = rank_memory(plain, 2)
+    memory.FEW = few
+    return found
+
+
+def configured(folder: Path, **tables: Any) -> Config:
+    """Sequences of 64 tokens, two to a micro-batch."""
+    train = {"max_tokens_per_microbatch": 128} | tables.pop("train", {})
+    model = {"path": str(folder), "dtype": "bfloat16", "max_length": 64}
+    return make_config(folder, model=model, train=train, **tables)
+
+
+def test_layers_that_are_not_run_take_what_the_last_one_took(plans: dict[str, RankMemory]) -> None:
+    assert plans["of two"] == plans["of two, all layers"]
+
+
+def test_ranks_share_what_is_kept_and_not_what_is_at_work(plans: dict[str, RankMemory]) -> None:
+    alone, shared = plans["alone"], plans["of many"]
+    assert alone.weights == 4 * alone.parameters
+    assert alone.gradients == alone.weights
+    assert alone.moments == MOMENTS * alone.weights
+    assert 1 / 64 <= shared.weights / alone.weights < 1 / 32
+    assert shared.at_work > 0.2 * alone.at_work
+
+
+def test_recomputed_activations_are_not_kept(plans: dict[str, RankMemory]) -> None:
+    assert plans["recomputed"].at_work < plans["alone"].at_work
+    assert plans["recomputed"].weights == plans["alone"].weights
+
+
+def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:
+    assert plans["alone"].others == 0
+    assert plans["beside others"].others > (1 + 2 * (2 + MOMENTS)) * 0.8 * plans["alone"].weights
