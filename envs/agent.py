@@ -185,6 +185,11 @@ class Agent:
             await try_box(options.boxed, cls.opener)
         await shared(ENDPOINT, open_endpoint)
 
+    @classmethod
+    def problem_of(cls, seed: int, options: AgentOptions) -> str | None:
+        """As the class of the tasks names it."""
+        return nested.problem_of(*options.environment, seed)
+
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""
         self._episode = episode

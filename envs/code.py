@@ -155,6 +155,12 @@ class CodeEnv:
         for name in await anyio.to_thread.run_sync(_used_languages, options, abandon_on_cancel=True):
             await judge.try_out(options.known_languages[name], options.program_limits)
 
+    @classmethod
+    def problem_of(cls, seed: int, options: CodeOptions) -> str | None:
+        """The place of the row; made problems have no name."""
+        source = _source(options)
+        return None if source is None else str(_rows(source, options).place(seed))
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the problem of this seed."""
         options, source = self._options, _source(self._options)

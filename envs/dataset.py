@@ -76,6 +76,11 @@ class DatasetEnv:
                 column_names(place, needed=[options.prompt_column, options.answer_column])
         load_verifier(options.verifier)
 
+    @classmethod
+    def problem_of(cls, seed: int, options: DatasetOptions) -> str:
+        """The place of the row."""
+        return str(_rows(options).place(seed))
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
@@ -94,17 +99,17 @@ class DatasetEnv:
 
     def _prepare(self, seed: int) -> _Row:
         load_verifier(self._options.verifier)
-        return _row_of_seed(msgspec.convert(self._options, _Source, from_attributes=True), seed)
+        return _rows(self._options).of_seed(seed)
 
 
 _reading = threading.Lock()
 """Episodes that start together would otherwise all read the files."""
 
 
-def _row_of_seed(source: _Source, seed: int) -> _Row:
+def _rows(options: DatasetOptions) -> Split[_Row]:
+    source = msgspec.convert(options, _Source, from_attributes=True)
     with _reading:
-        rows = _load(source)
-    return rows.of_seed(seed)
+        return _load(source)
 
 
 @functools.lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ Topics are divided into training and held-out ones: an evaluation asks of topics
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -176,15 +177,26 @@ class InstructionProblem(NamedTuple):
 
 def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> InstructionProblem:
     """A topic and rules that can be kept together."""
-    topic = rng.choice(topics)
+    topic, chosen = rng.choice(topics), _kinds(rng, options)
+    rules: list[Rule] = []
+    for kind in chosen:
+        rules.append(KINDS[kind](rng, " ".join([topic, *(rule.needed for rule in rules)])))
+    return InstructionProblem(topic, rules)
+
+
+def _kinds(rng: random.Random, options: InstructionOptions) -> list[str]:
+    """Of rules that can be kept together, in the order of their table."""
     chosen: list[str] = []
     for kind in rng.sample(options.kinds, rng.randint(1, min(options.rules, len(options.kinds)))):
         if not any(kind in group and group & {*chosen} for group in CONFLICTS):
             chosen.append(kind)
-    rules: list[Rule] = []
-    for kind in (kind for kind in KINDS if kind in chosen):
-        rules.append(KINDS[kind](rng, " ".join([topic, *(rule.needed for rule in rules)])))
-    return InstructionProblem(topic, rules)
+    return [kind for kind in KINDS if kind in chosen]
+
+
+@functools.cache
+def _topics(*, held_out: bool) -> list[str]:
+    """Of one side of the division."""
+    return [topic for topic in TOPICS if in_held_out_part(topic) == held_out]
 
 
 class Instructions:
@@ -194,10 +206,16 @@ class Instructions:
         self._options = options
         self._problem: InstructionProblem | None = None
 
+    @classmethod
+    def problem_of(cls, seed: int, options: InstructionOptions) -> str:
+        """The kinds of its rules, which make it hard: sentences themselves hardly come again."""
+        rng = random.Random(seed)
+        rng.choice(_topics(held_out=is_held_out(seed)))
+        return " ".join(_kinds(rng, options))
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Ask what this seed asks."""
-        topics = [topic for topic in TOPICS if in_held_out_part(topic) == is_held_out(seed)]
-        self._problem = draw(random.Random(seed), topics, self._options)
+        self._problem = draw(random.Random(seed), _topics(held_out=is_held_out(seed)), self._options)
         return [Message("user", self._problem.asked())], {}
 
     async def step(self, action: str) -> StepResult:

@@ -144,6 +144,12 @@ class Mixture:
         return next(reversed(weights))  # reached only when rounding puts the last border below the sum
 
     @classmethod
+    def problem_of(cls, seed: int, options: MixtureOptions) -> str | None:
+        """As the environment of its kind names it."""
+        maker = options.makers[cls.kind_of(seed, options)]
+        return nested.problem_of(maker.env, maker.kwargs, seed)
+
+    @classmethod
     def domains(cls, options: MixtureOptions) -> dict[str, Domain]:
         """Every kind is a domain."""
         return options.domains

@@ -63,11 +63,15 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
 
     def of_seed(self, seed: int) -> R:
         """The row of a seed."""
+        return (self.held_out if is_held_out(seed) else self.train)[self.place(seed)]
+
+    def place(self, seed: int) -> int:
+        """Where the row of a seed stands on its side."""
         if is_held_out(seed):
-            part, epoch, place = self.held_out, -1, (seed - HELD_OUT) % len(self.held_out)
+            count, epoch, place = len(self.held_out), -1, (seed - HELD_OUT) % len(self.held_out)
         else:
-            part, (epoch, place) = self.train, divmod(seed, len(self.train))
-        return part[_order(len(part), epoch)[place]]
+            count, (epoch, place) = len(self.train), divmod(seed, len(self.train))
+        return int(_order(count, epoch)[place])
 
 
 def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, name: str) -> Split[R]:

@@ -115,6 +115,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         judge = await shared_judge(options.pool, cls.opener)
         await judge.try_out(options.language, options.allowed)
 
+    @classmethod
+    def problem_of(cls, seed: int, options: SweOptions) -> str:
+        """The place of the task."""
+        return str(load_tasks(options.folder).place(seed))
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the report of this seed's bug."""
         tasks = await anyio.to_thread.run_sync(load_tasks, self._options.folder, abandon_on_cancel=True)

@@ -133,6 +133,11 @@ class ToolEnv:
             judge = await shared_judge(options.pool, cls.opener)
             await judge.try_out(options.language, limits_of(options.limits))
 
+    @classmethod
+    def problem_of(cls, seed: int, options: ToolOptions) -> str | None:
+        """As the class of the tasks names it."""
+        return nested.problem_of(*options.environment, seed)
+
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""
         self._episode = episode

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flash.config.objects import check_options, load_environment
-from flash.environment.interface import Domain, Domains, Environment, Kinds, Prepared
+from flash.environment.interface import Domain, Domains, Environment, Kinds, Prepared, Recurring
 from flash.environment.threaded import wrap
+from flash.errors import ConfigError
 
 
 class LoadedEnvironment:
@@ -39,6 +40,18 @@ class LoadedEnvironment:
         if isinstance(self._class, Kinds):
             return self._class.kind_of(seed, **self._kwargs)
         return ""
+
+    def problem_of(self, seed: int) -> str | None:
+        """The name of the problem of a seed; None for classes whose problems have none."""
+        return self._class.problem_of(seed, **self._kwargs) if isinstance(self._class, Recurring) else None
+
+    def check_names(self, seeds: range) -> None:
+        """Read what it takes to name problems, as a data set. Raises ConfigError: none of these has a name."""
+        if all(self.problem_of(seed) is None for seed in seeds):
+            raise ConfigError(
+                f"rollout.selection: {len(seeds)} problems of {self._class.__name__} have no names by which they would "
+                "be known again (docs/environments.md): expected `uniform`"
+            )
 
     def domains(self) -> dict[str, Domain]:
         """The domains of the problems; none for classes that do not tell."""

@@ -87,7 +87,7 @@ class Hub:
         sizes = rules.sizes(config.rollout.group_size)
         self.buffer = SampleBuffer(
             contract,
-            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings()),
+            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings(), problems.selection),
             rules,
             step=version,
             state=state.buffer if state is not None else None,
@@ -109,7 +109,7 @@ class Hub:
             buffer=self.buffer,
             evaluations=self._evaluations,
             records=records,
-            metrics=StepMetrics(self.samples.ledger),
+            metrics=StepMetrics(self.samples),
             fleet=Fleet(self.progress),
         )
         self.members = Members(config, origin)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flash.branches import branch_tokens
 from flash.hub.protocol import EngineStatus
-from flash.samples.ledger import Ledger
 from flash.samples.state import Samples
 from flash.types import RETRIED, Outcome, Trajectory
 
@@ -51,8 +50,9 @@ class StepMetrics:
     said of rates and waits.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._before = ledger.totals(0)
+    def __init__(self, samples: Samples) -> None:
+        self._before = samples.ledger.totals(0)
+        self._chosen = _chosen(samples)
         self._since: float | None = None
         self._canary_error = 0.0
         self._idle: dict[int, tuple[float, float]] = {}
@@ -96,6 +96,8 @@ class StepMetrics:
         booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._since, self._before = now if ran else None, totals
         restarts, self.restarts = self.restarts, dict.fromkeys(self.restarts, 0)
+        chosen, self._chosen = self._chosen, _chosen(samples)
+        ended, equal, issued, over = (now - then for now, then in zip(self._chosen, chosen, strict=True))
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
         return {
             **trainer,
@@ -117,6 +119,8 @@ class StepMetrics:
             "stale_tokens": ledger.discarded_tokens.get(Outcome.STALE, 0),
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
+            "equal_rewards_share": equal / max(ended, 1),
+            "passed_over_share": over / max(issued + over, 1),
             "given_up": sum(ledger.given_up.values()),
             **samples.domains.row(samples.quarantined),
             **env,
@@ -133,6 +137,12 @@ class StepMetrics:
                 idle, lifetime = idle + more_idle, lifetime + more
             self._idle[engine.index] = engine.idle_s, engine.lifetime_s
         return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
+
+
+def _chosen(samples: Samples) -> tuple[int, int, int, int]:
+    """Groups that came home, those of equal rewards, groups that were issued, and problems that were passed over."""
+    cursor = samples.source.cursor
+    return cursor.ended, cursor.equal, cursor.next_group, cursor.passed_over
 
 
 def _stale_share(booked: Mapping[str, int]) -> float:

@@ -76,7 +76,13 @@ async def roll_out(
         FlashError: the environment cannot be played or only fails, or the engines are gone.
     """
     one = msgspec.structs.replace(
-        config.rollout, group_size=1, extra_per_group=0, extra_groups=0, drop_equal_rewards=False, accuracy_bounds=None
+        config.rollout,
+        group_size=1,
+        extra_per_group=0,
+        extra_groups=0,
+        drop_equal_rewards=False,
+        accuracy_bounds=None,
+        selection="uniform",
     )
     config = alone(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
     guest = _Guest(config, env, tokenizer, engines)

@@ -21,6 +21,7 @@ from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
 from flash.errors import ConfigError
 from flash.samples.groups import GroupFilter
+from flash.samples.tasks import Selection
 from flash.sampling import PLAIN, Sampling
 
 
@@ -118,11 +119,23 @@ class Problems(NamedTuple):
     """The kind of the problem of a seed."""
     domains: Mapping[str, DomainSettings]
     """Of the kinds that have shares and limits of their own."""
+    selection: Selection | None = None
+    """Which of them are passed over."""
 
     @classmethod
-    def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
+    def of(
+        cls,
+        config: Config,
+        kind_of: Callable[[int], str],
+        domains: Mapping[str, Domain],
+        problem_of: Callable[[int], str | None] = lambda seed: None,
+    ) -> Problems:
         """Those that the environment of a run says."""
-        return cls(kind_of, {name: DomainSettings.of(name, domain, config.rollout) for name, domain in domains.items()})
+        rollout = config.rollout
+        settings = {name: DomainSettings.of(name, domain, rollout) for name, domain in domains.items()}
+        if rollout.selection == "uniform":
+            return cls(kind_of, settings)
+        return cls(kind_of, settings, Selection(problem_of, rollout.selection_floor, rollout.extra_per_group))
 
 
 def _unnamed(seed: int) -> str:

@@ -33,6 +33,10 @@ class Several(Plain):
     def kind_of(cls, seed, word="x", count=1):
         return f"{word}{seed % count}"
 
+    @classmethod
+    def problem_of(cls, seed, word="x", count=1):
+        return str(seed % count) if seed else None
+
 
 @pytest.mark.anyio
 async def test_an_environment_with_keyword_arguments_is_made_once_per_episode():
@@ -58,6 +62,8 @@ async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
     await loaded.prepare()
     assert prepared == [{"word": "k", "count": 3}]
     assert [loaded.kind_of(seed) for seed in range(4)] == ["k0", "k1", "k2", "k0"]
+    assert [loaded.problem_of(seed) for seed in range(4)] == [None, "1", "2", "0"]
+    loaded.check_names(range(9))
 
 
 @pytest.mark.anyio
@@ -65,6 +71,9 @@ async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing
     loaded = LoadedEnvironment(f"{__name__}:Plain", {})
     await loaded.prepare()
     assert loaded.kind_of(7) == ""
+    assert loaded.problem_of(7) is None
+    with pytest.raises(ConfigError, match=r"rollout\.selection: 9 problems of Plain have no names.*expected `uniform`"):
+        loaded.check_names(range(9))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ async def test_each_epoch_shows_each_training_row_once_in_another_order(tmp_path
 
 
 @pytest.mark.anyio
+async def test_a_row_has_the_same_name_in_every_epoch(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "answer": "a"} for i in range(40)])
+    shown = await prompts(path, range(200), held_out_fraction=0.1)
+    options = DatasetOptions(path=path, held_out_fraction=0.1)
+    names = [DatasetEnv.problem_of(seed, options) for seed in range(200)]
+    assert len({*zip(names, shown, strict=True)}) == len({*names}) == len({*shown}) == 36
+
+
+@pytest.mark.anyio
 async def test_training_and_held_out_prompts_never_meet(rows):
     train = await prompts(rows, range(500), held_out_fraction=0.2)
     held_out = await prompts(rows, range(HELD_OUT, HELD_OUT + 100), held_out_fraction=0.2)

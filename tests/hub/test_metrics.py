@@ -22,7 +22,7 @@ def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str
 
 def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_share() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.samples.ledger)
+    metrics = StepMetrics(buffer.samples)
     leases = lease_all(buffer, 0)
     for lease in leases[:2]:
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
@@ -42,7 +42,7 @@ def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_sha
 
 def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> None:
     buffer = make_buffer(alpha=0, batch=2, group=2, retries=1)
-    metrics = StepMetrics(buffer.samples.ledger)
+    metrics = StepMetrics(buffer.samples)
     one, two = lease_all(buffer, 0)
     buffer.finish(one.lease_id, Failure(one.task, Outcome.ENV_TIMEOUT, "reset took longer than 60 s", 0))
     buffer.finish(two.lease_id, Failure(two.task, Outcome.ENV_TIMEOUT, "step took longer than 60 s", 0))
@@ -73,7 +73,7 @@ def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
 
 def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interval_and_no_rate() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.samples.ledger)
+    metrics = StepMetrics(buffer.samples)
     for lease in lease_all(buffer, 0):
         buffer.finish(lease.lease_id, trajectory(lease.task, 0))
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
@@ -91,7 +91,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
 
 def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_the_next_one_on() -> None:
     samples = make_buffer(alpha=1, batch=2, group=2).samples
-    metrics = StepMetrics(samples.ledger)
+    metrics = StepMetrics(samples)
 
     def idle(*engines: tuple[float, float]) -> float | None:
         told = [EngineStatus(number, 0, *seconds, 0.0) for number, seconds in enumerate(engines)]
@@ -111,7 +111,7 @@ def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_th
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
-    metrics = StepMetrics(buffer.samples.ledger)
+    metrics = StepMetrics(buffer.samples)
     metrics.began(49.0)
     row = metrics.row(1, {}, {"trainer_step_s": 8.0, "trainer_wait_s": 40.0}, buffer.samples, [], now=50.0)
     assert (row["interval_s"], row["trainer_wait_share"]) == (8, 0)

@@ -22,6 +22,7 @@ from flash.samples.journal import Event, MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.slices import at_once
 from flash.samples.state import BufferState
+from flash.samples.tasks import Selection
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import make_buffer, trajectory
 
@@ -30,6 +31,10 @@ STEPS = 6
 
 def kind_of(seed: int) -> str:
     return "even" if seed % 2 == 0 else "odd"
+
+
+def one_of_three(seed: int) -> str:
+    return str(seed % 3)
 
 
 class Incarnation(RuleBasedStateMachine):
@@ -49,6 +54,7 @@ class Incarnation(RuleBasedStateMachine):
                 "extra_per_group": st.integers(0, 2),
                 "extra_groups": st.integers(0, 2),
                 "waves": st.booleans(),
+                "selection": st.sampled_from([None, Selection(one_of_three, 0.1)]),
                 "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
             }
         ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
@@ -280,6 +286,12 @@ class Incarnation(RuleBasedStateMachine):
     @invariant()
     def law_2_conservation(self) -> None:
         self.buffer.samples.check()
+
+    @invariant()
+    def every_problem_was_issued_or_passed_over_once(self) -> None:
+        cursor = self.buffer.samples.source.cursor
+        assert cursor.next_problem == cursor.next_group + cursor.passed_over
+        assert cursor.equal <= cursor.ended <= cursor.next_group
 
     @invariant()
     def law_3_admission(self) -> None:
