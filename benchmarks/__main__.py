@@ -38,7 +38,7 @@ MODULES = {
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
             *("grids", "join", "kept_sets", "loop_load", "mismatch", "model_service", "objective_cost"),
-            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "view_load"),
+            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "selection", "view_load"),
         )
     },
     "credit": "benchmarks.real.credit",

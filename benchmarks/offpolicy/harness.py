@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -86,7 +86,7 @@ def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> 
 class Problems:
     """Problems of an environment of one turn, each with an instance that judges its answers."""
 
-    def __init__(self, seeds: range, env: Mapping[str, Any]) -> None:
+    def __init__(self, seeds: Sequence[int], env: Mapping[str, Any]) -> None:
         kind = load_object(env["path"])
         self._envs = [kind(**check_options(kind, env["options"], "env.options")) for _ in seeds]
 
