@@ -195,7 +195,7 @@ async def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str
     engine = VLLMEngine(config, 0)
     await engine.start()
     try:
-        clocks = Clocks(vllm.core_process(engine._llm).pid)  # the object inside, on purpose
+        clocks = Clocks(engine._processes.core)  # the object inside, on purpose
         ours: list[dict[str, float]] = []
         bare: list[dict[str, float]] = []
         for version in range(VERSION, VERSION + rounds + 1):

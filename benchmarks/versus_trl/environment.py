@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import venv
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 from benchmarks.form import ROOT
-from scripts import install
 
 FOLDER = ROOT / "build" / "trl"
 STAMP = "requirements.txt"
@@ -46,15 +46,22 @@ def python() -> Path:
     print(f"making {FOLDER} (once): {', '.join(PINNED)}", flush=True)
     venv.create(FOLDER, clear=True, with_pip=True)
     pip = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    if not install.has_nvidia_gpu():
-        torch = install.find_torch(executable)
-        if torch.size == install.CPU:  # the other one comes below, with what it requires
-            where = install.variables(dict(torch.variables))
+    packages = installer()
+    if not packages.has_nvidia_gpu():
+        torch = packages.find_torch(executable)
+        if torch.size == packages.CPU:  # the other one comes below, with what it requires
+            where = packages.commands.variables(dict(torch.variables))
             command = [*pip, "--no-deps", torch.requirement]
             subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, env=where)
     subprocess.run([*pip, *requirements()], check=True, timeout=INSTALL_TIMEOUT_S)
     stamp.write_text(wanted)
     return executable
+
+
+def installer() -> Any:
+    """scripts/packages.py, which like the scripts beside it is found as a module by its folder."""
+    sys.path.append(str(ROOT / "scripts"))
+    return import_module("packages")
 
 
 def variables(threads: int) -> dict[str, str]:
