@@ -21,13 +21,15 @@ GROW_AFTER = 200
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters."""
+    """AdamW over all parameters. On the CPU in one pass over memory, where torch's default makes some ten."""
+    parameters = list(model.parameters())
     return torch.optim.AdamW(
-        model.parameters(),
+        parameters,
         lr=train.learning_rate,
         betas=train.betas,
         eps=train.eps,
         weight_decay=train.weight_decay,
+        fused=parameters[0].device.type == "cpu",
     )
 
 
