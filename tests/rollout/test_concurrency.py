@@ -47,6 +47,16 @@ def test_where_all_fits_or_nothing_is_known_the_limit_is_the_engines_number_of_s
     assert limit.limit == 256
 
 
+def test_what_ends_within_a_few_steps_is_replaced_in_advance_unless_the_cache_is_short() -> None:
+    limits: list[int] = []
+    for length, count, kv_tokens in [(16, 256, 0), (16, 255, 0), (1024, 256, 0), (4, 256, 0), (16, 256, 256 * 39)]:
+        limit = limit_of(lengths_of([length] * count), [(10, 0, 30)] * 3)
+        limit.observe(pressure(0.9, kv_tokens=kv_tokens))
+        limits.append(limit.limit)
+    assert limits[:4] == [256 + 128, 256, 256 + 2, 256 + 256]
+    assert limits[4] < 256, "what runs has to fit"
+
+
 def test_the_hazard_is_the_ends_over_the_tokens_of_those_that_still_run_too() -> None:
     lengths = ResponseLengths()
     for _ in range(1000):
