@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.form import Row
 from flash.observe.stats import Interval, mean_interval
 
-COLORS = ("tab:blue", "tab:orange", "tab:brown")
+COLORS = ("tab:blue", "tab:orange", "tab:brown", "tab:green", "tab:gray")
 """Of the systems in the plot, Flash first."""
 
 

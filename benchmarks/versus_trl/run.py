@@ -42,13 +42,16 @@ CASES = {
     "long": Case(title="answers of 24 tokens in the median, up to 480", accuracy=0.75, goal=3.0),
     "real": Case(title="SmolLM2-135M-Instruct, instructions of form", accuracy=0.6, goal=1.25),
 }
+A_CORE_EACH = {"Flash, a core each": ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]}
+"""Node loop and engine share one core, the trainer has the other; else only the model's threads are tied to a core."""
 OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
-    "short": {"TRL": TrlChoices(micro_batches=4)},
+    "short": {"TRL": TrlChoices(micro_batches=4), **A_CORE_EACH},
     "long": {
         "TRL": TrlChoices(micro_batches=8, continuous_batching=True),
         "TRL, 3 batches per generation": TrlChoices(
             micro_batches=8, continuous_batching=True, batches_per_generation=3
         ),
+        **A_CORE_EACH,
     },
     "real": {
         "TRL": TrlChoices(micro_batches=4),

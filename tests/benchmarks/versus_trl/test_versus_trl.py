@@ -276,6 +276,12 @@ def test_the_requirements_pin_every_package_and_share_flashs_versions():
     assert {"trl", "torch", "transformers"} <= {requirement.partition("==")[0] for requirement in wanted}
 
 
+def test_the_installer_says_where_torch_comes_from():
+    installer = versus_trl_environment.installer()
+    assert callable(installer.find_torch)
+    assert isinstance(installer.has_nvidia_gpu(), bool)
+
+
 # -- the tasks -------------------------------------------------------------------------------------------------------
 
 
@@ -397,7 +403,7 @@ def test_weights_are_kept_of_every_evaluated_step(case):
 
 
 def test_the_arguments_of_the_comparison_leave_the_others_alone():
-    systems = ["Flash", "TRL", "TRL, 3 batches per generation", "Flash, synchronous"]
+    systems = ["Flash", "TRL", "Flash, a core each", "TRL, 3 batches per generation", "Flash, synchronous"]
     assert arguments([]) == (["short", "long", "real"], systems, [], [])
     assert arguments(["--case", "long", "--system", "TRL", "--quick", "--seed", "2", "--json", "x"]) == (
         ["long"],
