@@ -8,6 +8,10 @@ Two models. A tiny one of 1.05 million parameters in float32, 512 sequences of 1
 one process, on one thread, in processor time. And SmolLM2-135M-Instruct, 64 sequences of 48 + 32 tokens, in bfloat16
 with master weights in float32 (the plain loop by autocast); each in a process of its own, whose memory at its peak is
 told, ours with recomputed activations too.
+
+And trees: our step with the tiny model on sequences of 512 tokens that begin alike as the case says, beside sequences
+of the same lengths that have nothing in common; action tokens are among the shared ones. They take turns in one
+process, on one thread, in processor time. Memory is what the process holds at most beyond what it held before.
 """
 
 from __future__ import annotations
@@ -26,13 +30,14 @@ import numpy as np
 
 from benchmarks.form import Args, Row, main
 from benchmarks.real.objective_cost import apart, make_tiny_model, random_shard, step_config
+from flash.types import Shard, ShardSample
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from flash.config.tree import Config
-    from flash.types import Shard
+    from flash.trainer.step import Trainer
 
 GROUP_SIZE = 8
 GOAL = 1.05
@@ -71,6 +76,7 @@ def rows(args: Args) -> list[Row]:
     out = [
         Row(case, "step_ms", "ms", 1e3 * ours, 1e3 * plain),
         Row(case, "ratio_to_plain_s", "×", ours / plain, None, GOAL),
+        *tree_rows(args),
     ]
     if args.quick and not Path(MODEL).is_dir():
         return out
@@ -85,6 +91,116 @@ def rows(args: Args) -> list[Row]:
             Row(case + name, "peak_gib", "GiB", memory),
         ]
     return out
+
+
+class Trees(NamedTuple):
+    """Sequences that begin alike."""
+
+    share: float
+    """Of a sequence's tokens that its tree has in common."""
+    fan_out: int
+    """Sequences of a tree."""
+    deep: bool = False
+    """Whether each parts from the first at another place, evenly up to `share` of its tokens."""
+
+    @property
+    def name(self) -> str:
+        """As the rows have it."""
+        forks = ", each from another turn on" if self.deep else ""
+        return f"trees of {self.fan_out} sequences of {LENGTH} tokens, {self.share:.0%} in common{forks}"
+
+
+LENGTH = 512
+"""Tokens of a sequence in a tree."""
+TREES = [
+    *(Trees(share, fan_out) for fan_out in (2, 8) for share in (0.0, 0.25, 0.5, 0.75, 0.9)),
+    Trees(0.9, 8, deep=True),
+]
+QUICK_TREES = [Trees(0.75, 8)]
+
+
+class TreeCosts(NamedTuple):
+    """Of a step, shared and not."""
+
+    seconds: tuple[float, float]
+    gib: tuple[float, float]
+
+
+def tree_rows(args: Args) -> list[Row]:
+    """Tokens per second of processor time and memory, with what sequences begin with alike and without."""
+    trees = QUICK_TREES if args.quick else TREES
+    out: list[Row] = []
+    for case, costs in zip(trees, apart(tree_costs, (trees, 1 if args.quick else 3)), strict=True):
+        (shared, alone), (shared_gib, alone_gib) = costs
+        tokens = 2 * GROUP_SIZE * LENGTH
+        out += [
+            Row(case.name, "tokens_per_s", "tokens/s", tokens / shared, tokens / alone),
+            Row(case.name, "speedup", "×", alone / shared),
+            Row(case.name, "peak_gib", "GiB", shared_gib, alone_gib),
+        ]
+    return out
+
+
+def tree_costs(case: tuple[list[Trees], int]) -> list[TreeCosts]:
+    """By case, medians over so many steps. Makes a process group."""
+    import torch
+    import torch.distributed as dist
+    from transformers.utils.logging import disable_progress_bar
+
+    from flash.trainer.step import Trainer
+
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trees, steps = case
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder, LAYERS)
+        config = configured(folder, 2 * len(trees) * (steps + 1), Sizes(2, 12, LENGTH - 12, 4))
+        model = msgspec.structs.replace(config.model, max_length=LENGTH)
+        trainer = Trainer(msgspec.structs.replace(config, model=model))
+    out: list[TreeCosts] = []
+    for one in trees:
+        found: list[list[tuple[float, float]]] = [[], []]
+        # The first of each is not counted.
+        for _ in range(steps + 1):
+            for place, forks in enumerate((one, one._replace(share=0.0))):
+                found[place].append(measured_step(trainer, forked_shard(trainer.version, forks)))
+        medians = [tuple(map(statistics.median, zip(*each[1:], strict=True))) for each in found]
+        out.append(TreeCosts(*zip(*medians, strict=True)))
+    dist.destroy_process_group()
+    return out
+
+
+def measured_step(trainer: Trainer, shard: Shard) -> tuple[float, float]:
+    """Seconds of processor time, and GiB beyond what was held before."""
+    # From here on the most that was held is counted anew.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = held("VmRSS")
+    start = time.process_time()
+    trainer.train_step(shard)
+    return time.process_time() - start, (held("VmHWM") - before) / 2**20
+
+
+def held(what: str) -> int:
+    """KiB of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+def forked_shard(step: int, trees: Trees) -> Shard:
+    """Two groups whose samples begin alike tree by tree, and each tree otherwise than all others."""
+    shard = random_shard(step, 2, (LENGTH - 12, LENGTH - 12))
+    first: dict[int, np.ndarray] = {}
+    samples: list[ShardSample] = []
+    for sample in shard.samples:
+        tree, place = divmod(sample.index, trees.fan_out)
+        ids = sample.trajectory.tokens().copy()
+        turns = place + 1 if trees.deep else trees.fan_out
+        kept = int(trees.share * LENGTH * turns / trees.fan_out)
+        ids[:kept] = first.setdefault(tree, ids)[:kept]
+        ids[0] = tree if kept else sample.index
+        samples.append(ShardSample(sample.index, msgspec.structs.replace(sample.trajectory, token_ids=ids.tobytes())))
+    return msgspec.structs.replace(shard, samples=samples)
 
 
 def in_turns(case: Case) -> tuple[float, float]:
