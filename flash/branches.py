@@ -1,14 +1,27 @@
-"""The branches of a trajectory: each is trained as a sequence of its own, and its action tokens nowhere else."""
+"""The branches of a trajectory: each is trained as a sequence of its own, and its action tokens nowhere else.
+
+And what sequences begin with alike, branches or not: a tree, each of whose tokens a trainer rank computes once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from flash.ages import recent
 from flash.types import Span, Trajectory, VersionRun
+
+Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer[Any]]
+
+LEAST_SHARED = 0.1
+"""Share of a sequence that it must have in common with another one for it to be computed once. Below it the way there
+costs more: attention is computed in two parts and merged."""
 
 
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
@@ -80,3 +93,22 @@ def spans_by_turn(trajectory: Trajectory) -> list[Span]:
     by_branch = sorted(range(len(trajectory.turns)), key=lambda turn: trajectory.turns[turn].branch)
     of_turn = dict(zip(by_branch, trajectory.action_spans, strict=True))
     return [of_turn[turn] for turn in range(len(trajectory.turns))]
+
+
+def in_common(sequences: Sequence[IntArray]) -> tuple[list[int], list[int]]:
+    """The places of sequences in order of tokens, and what each need not compute, as the one just before it has it.
+
+    In this order no earlier sequence has more in common with one than the one just before.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    known = [0] * bool(order)
+    known += [_common(sequences[before], sequences[after]) for before, after in pairwise(order)]
+    worth = [same >= LEAST_SHARED * len(sequences[index]) for index, same in zip(order, known, strict=True)]
+    return order, [same if counts else 0 for same, counts in zip(known, worth, strict=True)]
+
+
+def _common(one: IntArray, other: IntArray) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from flash.branches import trained_branches
+from flash.branches import in_common, sequences, trained_branches
 from flash.samples.groups import Group
-from flash.types import Batch, BatchSample, Shard, ShardSample
+from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
 SAMPLES_AT_ONCE = 512
 """Samples dealt in one slice: each takes up to ten microseconds."""
+HALVED = 4
+"""Times the number of shards that a part of a group is halved at most, to give each shard equally much."""
 PART_BYTES = 1 << 26
 """Bytes of samples in one part of a shard, about: far below what a frame may have, and what lies encoded for each rank
 beside the batch itself."""
@@ -26,41 +29,109 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
 
 
 def deal(batch: Batch, shards: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[None, None, list[Shard]]:
-    """Longest samples first, each to the shard with the fewest tokens so far.
+    """Each shard about equally many tokens that it computes: what samples begin with alike counts once in each.
 
     Returns them in the end; it yields after each slice of the work, so that others can be served in between.
     """
     entries: list[BatchSample] = []
-    lengths: list[int] = []
-    tokens = sequences = 0
+    tokens = count = 0
     for trajectory in batch.trajectories:
-        lengths.append(trajectory.length)
         entries.append(trajectory.entry(batch.min_version))
         tokens += trajectory.trained_tokens(batch.min_version)
-        sequences += trained_branches(trajectory, batch.min_version)
+        count += trained_branches(trajectory, batch.min_version)
         if len(entries) % at_once == 0:
             yield
-    longest_first: list[int] = np.argsort(np.negative(lengths), kind="stable").tolist()
-    dealt: list[list[ShardSample]] = [[] for _ in range(shards)]
-    loads = [(0, shard) for shard in range(shards)]
-    for number, index in enumerate(longest_first, start=1):
-        load, shard = loads[0]
-        dealt[shard].append(ShardSample(index, batch.trajectories[index]))
-        heapq.heapreplace(loads, (load + lengths[index], shard))
-        if number % at_once == 0:
-            yield
+    dealt = [range(len(entries))]
+    if shards > 1:
+        dealt = yield from _balanced(batch.trajectories, shards)
     return [
         Shard(
             step=batch.step,
             min_version=batch.min_version,
-            samples=samples,
+            samples=[ShardSample(index, batch.trajectories[index]) for index in mine],
             batch=entries,
             total_tokens=tokens,
-            total_sequences=sequences,
+            total_sequences=count,
             earlier=batch.earlier,
         )
-        for samples in dealt
+        for mine in dealt
     ]
+
+
+class _Group(NamedTuple):
+    """The samples of a group, those with the most in common beside each other."""
+
+    places: list[int]
+    """In the batch."""
+    sample_of: list[int]
+    """Of each of their sequences, in order of tokens, which of the samples it belongs to."""
+    lengths: list[int]
+    known: list[int]
+    """As of `in_common`."""
+
+    def run(self, samples: range) -> _Run:
+        """These samples of it."""
+        tokens = alike = 0
+        for sample, length, known in zip(self.sample_of, self.lengths, self.known, strict=True):
+            # What a sequence has in common with an earlier one: the least of all in between.
+            alike = min(alike, known)
+            if sample in samples:
+                tokens, alike = tokens + length - alike, length
+        return _Run(tokens, self, samples)
+
+
+class _Run(NamedTuple):
+    """Samples of a group that stay together."""
+
+    tokens: int
+    """To compute for them."""
+    group: _Group
+    samples: range
+
+
+def _grouped(trajectories: Sequence[Trajectory], places: list[int]) -> _Run:
+    """A whole group."""
+    parts = [(place, one) for place in places for one in sequences(trajectories[place])]
+    order, known = in_common([one.tokens() for _, one in parts])
+    ordered = list(dict.fromkeys(parts[each][0] for each in order))
+    number = {place: count for count, place in enumerate(ordered)}
+    sample_of, lengths = ([number[parts[each][0]] for each in order], [parts[each][1].length for each in order])
+    return _Group(ordered, sample_of, lengths, known).run(range(len(ordered)))
+
+
+def _balanced(trajectories: Sequence[Trajectory], shards: int) -> Generator[None, None, list[list[int]]]:
+    """The places of each shard's samples.
+
+    Whole groups, the largest first, each to the shard with the fewest tokens so far. Then the largest of the fullest
+    shard is halved and all are dealt again, some times; what left the fullest shard the least is taken.
+    """
+    members: dict[int, list[int]] = {}
+    for place, trajectory in enumerate(trajectories):
+        members.setdefault(trajectory.task.group_id, []).append(place)
+    runs: list[_Run] = []
+    for places in members.values():
+        runs.append(_grouped(trajectories, places))
+        yield
+    best, fullest = list[list[_Run]](), math.inf
+    for _ in range(HALVED * shards):
+        dealt: list[list[_Run]] = [[] for _ in range(shards)]
+        loads = [(0, shard) for shard in range(shards)]
+        for run in sorted(runs, key=lambda run: -run.tokens):
+            load, shard = loads[0]
+            dealt[shard].append(run)
+            heapq.heapreplace(loads, (load + run.tokens, shard))
+        load, shard = max(loads)
+        if load < fullest:
+            best, fullest = dealt, load
+        yield
+        divisible = [run for run in dealt[shard] if len(run.samples) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda run: run.tokens)
+        middle = len(largest.samples) // 2
+        halves = [largest.group.run(half) for half in (largest.samples[:middle], largest.samples[middle:])]
+        runs = [*(run for run in runs if run is not largest), *halves]
+    return [[run.group.places[sample] for run in each for sample in run.samples] for each in best]
 
 
 def cut(

@@ -1,9 +1,9 @@
 """Trajectories to packed micro-batches, in numpy.
 
 A micro-batch holds whole sequences one after the other, without padding; what they begin with alike is computed once
-(`flash.trainer.model.prefixes`). Only positions that predict an action token get a logit. A sample is one sequence,
-or one for each of its branches; all of them have its place in the batch, and so its advantage. Conservation: every
-trained token of the samples given to `pack` is in exactly one micro-batch.
+(`flash.trainer.model.prefixes`), and counts once for its size. Only positions that predict an action token get a
+logit. A sample is one sequence, or one for each of its branches; all of them have its place in the batch, and so its
+advantage. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
 
 Shape legend: P = packed tokens, T = action tokens, S = sequences.
 """
@@ -19,19 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.ages import recent
-from flash.branches import sequences
+from flash.branches import Int64Array, in_common, sequences
 from flash.errors import ContractError
 from flash.sampling import PLAIN, Sampling
 from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
-from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
+from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 
 Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-
-MAX_PADDED_SHARE = 2
-"""Attention pads sequences to the longest of their micro-batch; the padded size stays below this many token budgets."""
 
 
 @dataclass(frozen=True)
@@ -149,49 +146,54 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
 
 
 def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens that are computed, longest sequences first.
+    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first.
 
-    Where sequences of a group begin with much in common, its prompt above all, they share a micro-batch, in which that
-    is computed once. Otherwise neighbours in length do, so that attention pads little. A branch without a token to
-    train is left out: it would cost a forward pass and change nothing.
+    A tree are sequences that begin alike, those of a group above all. It stays in one micro-batch if it can, for what
+    it has in common is computed once in each; else it is cut where least is lost. A branch without a token to train is
+    left out: it would cost a forward pass and change nothing.
 
     Raises:
         ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
             log-prob is not a finite number.
     """
     trained = [sequence for sample in samples for sequence in _sequences(sample, min_version)]
-    batches: list[list[_Sequence]] = []
-    tokens, longest = 0, 0
-    for sequence, known in _in_order(trained):
-        length = sequence.trajectory.length
-        if length > max_tokens:
+    for sequence in trained:
+        if (length := sequence.trajectory.length) > max_tokens:
             raise ContractError(
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
-        padded = max(longest, length) * (len(batches[-1]) + 1) if batches else 0
-        if not batches or tokens + length - known > max_tokens or padded > MAX_PADDED_SHARE * max_tokens:
+    order, known = in_common([sequence.trajectory.tokens() for sequence in trained])
+    length = [trained[place].trajectory.length for place in order]
+    batches: list[list[_Sequence]] = []
+    room: list[int] = []
+    trees = _trees(length, known, max_tokens)
+    for tokens, start, stop in sorted(trees, key=lambda tree: -tree[0]):
+        place = next((place for place, left in enumerate(room) if tokens <= left), len(room))
+        if place == len(room):
             batches.append([])
-            tokens, longest, known = 0, 0, 0
-        batches[-1].append(sequence)
-        tokens, longest = tokens + length - known, max(longest, length)
+            room.append(max_tokens)
+        batches[place] += [trained[each] for each in order[start:stop]]
+        room[place] -= tokens
     return [_concatenate(batch, min_version) for batch in batches]
 
 
-def _in_order(trained: Sequence[_Sequence]) -> list[tuple[_Sequence, int]]:
-    """The sequences as they are packed, each with how many of its tokens the one before it has computed."""
-    by_length = sorted(trained, key=lambda sequence: (-sequence.trajectory.length, sequence.index))
-    groups: dict[int, list[_Sequence]] = {}
-    for sequence in by_length:
-        groups.setdefault(sequence.trajectory.task.group_id, []).append(sequence)
-    found: list[tuple[_Sequence, int]] = []
-    for members in groups.values():
-        order, known = in_common([sequence.trajectory.tokens() for sequence in members])
-        found += zip((members[place] for place in order), known, strict=True)
-    shared = sum(known for _, known in found)
-    # Kept together, a group with one long answer among short ones makes attention pad more.
-    if shared < LEAST_SHARED * sum(sequence.trajectory.length for sequence in trained):
-        return [(sequence, 0) for sequence in by_length]
+def _trees(length: Sequence[int], known: Sequence[int], most: int) -> list[tuple[int, int, int]]:
+    """Runs of sequences as tokens, of `most` at most, start and stop; `known` as of `in_common`, in its order."""
+    found: list[tuple[int, int, int]] = []
+    start = 0
+    while start < len(length):
+        stop, tokens, sizes = start, 0, list[int]()
+        while stop < len(length) and (stop == start or known[stop] > 0):
+            tokens += length[stop] - (known[stop] if stop > start else 0)
+            if tokens > most:
+                # Where the sequences on both sides have the least in common, and as late as can be.
+                stop = min(range(start + 1, stop + 1), key=lambda place: (known[place], -place))
+                break
+            sizes.append(tokens)
+            stop += 1
+        found.append((sizes[stop - start - 1], start, stop))
+        start = stop
     return found
 
 

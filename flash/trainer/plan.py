@@ -47,6 +47,8 @@ class StepPlan:
     credit: Credit
     tokens: int
     """Prompts and responses over all ranks."""
+    shared: float
+    """Share of the tokens of all sequences that are not computed, as another one of their micro-batch has them."""
     age_histogram: list[int]
     """Trained tokens of age 0, 1, … over all ranks."""
     critic_B: np.ndarray
@@ -88,12 +90,14 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: 
         for part in parts
         for count in (len(part), *trained_counts(part), *critic_counts(part, critic_B, method.critics))
     ]
-    row = torch.tensor([bool(fault), tokens, *histogram.tolist(), *counts])
+    micros = [micro for part in parts for micro in part]
+    sizes = [sum(len(one.input_P) for one in micros), sum(len(one.computed.place_U) for one in micros)]
+    row = torch.tensor([bool(fault), tokens, *sizes, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
-    grid = rows[:, 2 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
+    grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
             # At least one micro-batch, so that every rank reports the same statistics.
@@ -105,7 +109,8 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: 
         for index, part in enumerate(parts)
     ]
     check_totals(shard, minibatches)
-    return StepPlan(minibatches, credit, int(rows[:, 1].sum()), rows[:, 2 : 2 + ages].sum(0).tolist(), critic_B)
+    _, tokens, packed, computed, *aged = rows[:, : 4 + ages].sum(0).tolist()
+    return StepPlan(minibatches, credit, tokens, 1 - computed / max(packed, 1), aged, critic_B)
 
 
 def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float) -> None:

@@ -224,6 +224,7 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
     actions = sum(entry.tokens for entry in shard.batch)
     return {
         "tokens": float(plan.tokens),
+        "shared_token_share": plan.shared,
         "masked_old_share": 1 - shard.total_tokens / actions if actions else 0.0,
         "age_mean": float(share @ np.arange(len(share))),
         "age_max": float(ages.max()) if ages.size else 0.0,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
+from flash.branches import in_common
 from flash.samples.batches import cut, deal, gather
 from flash.samples.groups import Group, Member
 from flash.samples.slices import at_once
-from flash.types import BatchSample, Shard, Task, Trajectory, VersionRun
+from flash.types import Batch, BatchSample, Shard, Task, Trajectory, VersionRun
 from tests.samples.cases import trajectory
 
 
@@ -64,3 +66,39 @@ def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:
     assert oldest[1] < shard.min_version, "it has none that is trained"
     assert oldest[2] == 3
     assert (shard.total_tokens, shard.total_sequences) == (9, 2)
+
+
+def forked(groups: int, members: int, tokens: int, own: int) -> Batch:
+    """Answers of so many tokens, of which the last are the sample's own."""
+    rng = np.random.default_rng(groups)
+    made: list[Trajectory] = []
+    for group in range(groups):
+        begun = rng.integers(0, 1000, tokens)
+        for member in range(members):
+            one = trajectory(Task(10 * group + member, group, member, seed=0), 0, tokens - 2)
+            ids = np.concatenate([begun[:-own], rng.integers(0, 1000, own)]).astype("<i4")
+            made.append(msgspec.structs.replace(one, token_ids=ids.tobytes()))
+    return Batch(0, 0, made, [])
+
+
+def computed(shard: Shard) -> int:
+    order, known = in_common([sample.trajectory.tokens() for sample in shard.samples])
+    return sum(shard.samples[place].trajectory.length - same for place, same in zip(order, known, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("groups", "members", "own", "shards", "fullest"),
+    [
+        (4, 8, 10, 2, 2 * (100 + 7 * 10)),
+        (1, 8, 10, 2, 100 + 3 * 10),
+        (1, 8, 90, 4, 100 + 90),
+        (3, 8, 10, 2, 100 + 7 * 10 + 100 + 3 * 10),
+        (1, 3, 50, 4, 100),
+    ],
+    ids=["groups stay whole", "a group is halved", "or quartered", "one of three is halved", "a rank may have none"],
+)
+def test_ranks_compute_equally_much(groups: int, members: int, own: int, shards: int, fullest: int) -> None:
+    batch = forked(groups, members, 100, own)
+    dealt = at_once(deal(batch, shards))
+    assert sorted(sample.index for shard in dealt for sample in shard.samples) == list(range(groups * members))
+    assert max(map(computed, dealt)) <= fullest + own

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
@@ -15,7 +16,8 @@ from flash.branches import sequences, spans_by_turn
 from flash.errors import ContractError
 from flash.sampling import Kept, Sampling
 from flash.trainer.kept import kept_tokens
-from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
+from flash.trainer.model.packed import packed_row
+from flash.trainer.packing import DUMMY, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
 from tests.trainer.trainer_cases import (
     branched_shard,
@@ -26,6 +28,7 @@ from tests.trainer.trainer_cases import (
     partly_kept,
     random_shard,
     sampled_at,
+    with_tokens,
 )
 
 
@@ -64,10 +67,8 @@ def test_every_trained_token_is_in_exactly_one_micro_batch_under_the_budget(coun
                 expected.append((token, float(one.behaviour()[place]), index, turn))
     assert trained_tokens(packed) == sorted(expected)
     for micro in packed:
-        lengths = np.diff(micro.offset_S)
         assert micro.offset_S[-1] == len(micro.input_P)
         assert len(micro.computed.place_U) <= budget
-        assert len(lengths) == 1 or lengths.max() * len(lengths) <= MAX_PADDED_SHARE * budget
         assert (np.diff(micro.sequence_T) >= 0).all()
 
 
@@ -117,10 +118,29 @@ def test_tokens_older_than_min_version_are_masked_and_a_sample_of_only_those_is_
 def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
     rng = np.random.default_rng(0)
     long = make_trajectory(0, 0, [VersionRun(0, 200)], rng, reward=0.0)
-    short = [make_trajectory(0, i, [VersionRun(0, 1)], rng, reward=0.0) for i in range(1, 100)]
-    packed = pack(make_shard([long, *short]).samples, min_version=0, max_tokens=1000)
-    for micro in packed:
-        assert micro.sequences * np.diff(micro.offset_S).max() <= MAX_PADDED_SHARE * 1000
+    short = [make_trajectory(i, i, [VersionRun(0, 1)], rng, reward=0.0) for i in range(1, 100)]
+    (micro,) = pack(make_shard([long, *short]).samples, min_version=0, max_tokens=1000)
+    parts = packed_row(micro, torch.device("cpu")).layout.parts
+    assert sum(part.place_SQ.numel() for part in parts) <= 2 * len(micro.input_P)
+
+
+def test_a_tree_is_cut_where_least_is_computed_twice() -> None:
+    """Two groups of three, of 10 tokens each, of which 2 are everybody's and 6 those of the group."""
+    rng = np.random.default_rng(0)
+    everybody, groups = rng.integers(0, 9, 2), rng.integers(0, 9, (2, 4))
+    trajectories = [
+        with_tokens(
+            make_trajectory(group, member, [VersionRun(0, 5)], rng, reward=0.0),
+            np.concatenate([everybody, [20 + group], groups[group][1:], [30 + member], rng.integers(0, 9, 3)]),
+        )
+        for member in range(3)
+        for group in range(2)
+    ]
+    packed = pack(make_shard(trajectories).samples, min_version=0, max_tokens=20)
+    assert [len(micro.computed.place_U) for micro in packed] == [18, 18]
+    assert [sorted(micro.index_S.tolist()) for micro in packed] == [[0, 2, 4], [1, 3, 5]]
+    (whole,) = pack(make_shard(trajectories).samples, min_version=0, max_tokens=34)
+    assert len(whole.computed.place_U) == 34
 
 
 def test_a_sample_over_the_budget_is_refused_by_name() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash.trainer.model.prefixes import LEAST_SHARED, Int64Array, in_one_row, shared_prefixes
+from flash.branches import LEAST_SHARED, Int64Array
+from flash.trainer.model.prefixes import in_one_row, shared_prefixes
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 """Of three tokens: many beginnings are alike."""

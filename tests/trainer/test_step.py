@@ -15,11 +15,13 @@ from flash.branches import sequences
 from flash.config.learning import TrainConfig
 from flash.errors import ConfigError, ContractError
 from flash.trainer.optimizer import learning_rate
+from flash.trainer.packing import pack
 from flash.trainer.step import Trainer
 from flash.types import Shard, Trajectory, VersionRun
 from tests.trainer.trainer_cases import (
     aged_shard,
     branched_shard,
+    forked_shard,
     gradient_of,
     make_config,
     make_shard,
@@ -132,6 +134,27 @@ def test_branches_are_sequences_with_the_advantage_of_their_sample(model: Path, 
     naive_loss(reference, shard, "grpo", aggregation, split=rule == "split").backward()
     expected = {name: value.grad for name, value in reference.named_parameters()}
     assert relative_error(gradient_of(trainer), expected) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [30, 64, 400])
+@pytest.mark.parametrize("seed", range(5))
+def test_trees_have_the_loss_and_gradient_of_their_sequences(untied_model: Path, seed: int, budget: int) -> None:
+    shard = forked_shard(seed)
+    algorithm = {"objective": "grpo", "aggregation": "token_mean", "kl": {"estimator": "k3", "coefficient": 0.3}}
+    trainer = Trainer(make_config(untied_model, algorithm=algorithm, train={"max_tokens_per_microbatch": budget}))
+    metrics = trainer.train_step(shard)
+    reference = reference_model(untied_model)
+    loss = naive_loss(reference, shard, "grpo", "token_mean")
+    loss.backward()
+    expected = {name: value.grad for name, value in reference.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    micros = pack(shard.samples, min_version=0, max_tokens=budget)
+    computed = sum(len(micro.computed.place_U) for micro in micros)
+    packed = sum(len(micro.input_P) for micro in micros)
+    assert metrics["shared_token_share"] == pytest.approx(1 - computed / packed)
+    assert metrics["shared_token_share"] > 0.1
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

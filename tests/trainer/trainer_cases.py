@@ -102,6 +102,12 @@ def make_trajectory(
     )
 
 
+def with_tokens(one: Trajectory, ids: np.ndarray) -> Trajectory:
+    """The same, of these tokens."""
+    assert len(ids) == one.length
+    return replace(one, token_ids=ids.astype("<i4").tobytes())
+
+
 def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: int = 0) -> Shard:
     """The whole batch as one rank's shard."""
     return Shard(
@@ -147,6 +153,33 @@ def random_shard(seed: int = 0) -> Shard:
         for member in range(size)
     ]
     return make_shard(trajectories)
+
+
+def forked_shard(seed: int = 0) -> Shard:
+    """Step 0, three groups in any order, whose samples and branches part from one another at any token, actions too.
+
+    Some end where others go on, or are equal; what is an action in one may be prompt in the other.
+    """
+    rng = np.random.default_rng(seed)
+    trajectories: list[Trajectory] = []
+    for group, size in enumerate((6, 4, 1)):
+        grown: list[np.ndarray] = []
+        for member in range(size):
+            branches: list[Trajectory] = []
+            for _ in range(member % 3 + 1):
+                runs = [VersionRun(0, int(rng.integers(1, 20)))]
+                one = make_trajectory(
+                    group, member, runs, rng, reward=float(rng.normal()), prompt=int(rng.integers(1, 5))
+                )
+                ids = one.tokens().copy()
+                if grown:
+                    parent = grown[int(rng.integers(len(grown)))]
+                    kept = int(rng.integers(0, min(len(parent), len(ids)) + 1))
+                    ids[:kept] = parent[:kept]
+                grown.append(ids)
+                branches.append(with_tokens(one, ids))
+            trajectories.append(joined(branches))
+    return make_shard([trajectories[place] for place in rng.permutation(len(trajectories))])
 
 
 def aged_shard(seed: int = 0, step: int = 3, prompt: int = 4) -> Shard:

@@ -12,24 +12,40 @@ import torch
 import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
+from flash.samples.batches import deal
+from flash.samples.slices import at_once
 from flash.trainer.critic import Critic
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.packing import MicroBatch
 from flash.trainer.state import checkpoint
 from flash.trainer.step import Trainer
-from flash.types import Shard
+from flash.types import Batch, Shard
 from tests.trainer.critic_cases import critic_gradient, set_head
-from tests.trainer.trainer_cases import aged_shard, gradient_of, kept, make_config, part_of, random_shard, weights_of
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    forked_shard,
+    gradient_of,
+    kept,
+    make_config,
+    part_of,
+    random_shard,
+    weights_of,
+)
 
 CANARY = [3, 1, 4, 1, 5]
 SPLITS = {
     "even": ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]),
     "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12]),
     "all on one": (list(range(13)), []),
+    "trees": tuple(
+        [sample.index for sample in shard.samples]
+        for shard in at_once(deal(Batch(0, 0, [one.trajectory for one in forked_shard().samples], []), 2))
+    ),
 }
 CASES: dict[str, dict[str, Any]] = {
     **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split in SPLITS
-       for mode in ("token_mean", "seq_mean_token_mean")},
+       for mode in ("token_mean", "seq_mean_token_mean") if split != "trees"},
+    "trees": {"split": "trees", "trees": True, "algorithm": {"objective": "ppo"}, "critic": {}},
     "minibatches": {"split": "uneven", "train": {"minibatches": 2}},
     "limit": {"split": "uneven", "aged": True, "algorithm": {"objective": "m2po", "options": {"tau": 0.2}}},
     "whitened": {"split": "uneven", "aged": True, "algorithm": {"objective": "reinforce_pp"}},
@@ -92,7 +108,8 @@ def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
     """The case's whole batch; the trainer takes its weights for those that the batch is for, and its critics differ."""
     for index, critic in enumerate(trainer.critics):
         set_head(critic, index)
-    shard = aged_shard() if case.get("aged") else random_shard()
+    make = aged_shard if case.get("aged") else forked_shard if case.get("trees") else random_shard
+    shard = make()
     trainer.version = shard.step
     return shard
 

@@ -39,6 +39,7 @@ BATCH = ColumnGroup(
         Column("version", "policy version that it made"),
         Column("samples", "samples of which a token was trained"),
         Column("tokens", "tokens of the batch, prompts included", "tokens"),
+        Column("shared_token_share", "share computed once for several sequences", "share"),
         Column("trained_tokens", "response tokens that entered the loss", "tokens"),
         Column(
             "reward_mean",

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.trainer.model.output_layer import KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, packed_row
-from flash.trainer.model.prefixes import Int64Array, PackedSequences
+from flash.trainer.model.prefixes import PackedSequences
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -46,8 +47,9 @@ def token_logprobs(
     The softmax is over the tokens that are `kept`; None: over all.
 
     `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
-    from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
-    collective where the model is sharded. `watch` is told of every layer's attention.
+    from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once; one
+    that sequences share does so once for each token that follows it. A collective where the model is sharded. `watch`
+    is told of every layer's attention.
 
     Raises:
         ConfigError: the model changes what comes out of its output layer, for example by a cap or a scale.
@@ -56,9 +58,13 @@ def token_logprobs(
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
-    target, scale = (torch.from_numpy(each).to(model.device) for each in (target_T, scale_T))
+    # Beside kept sets, the same token may be drawn from others.
+    alike = row.layout.shared and kept is None
+    asked = _distinct(sequences.computed.row_P[keep_T], target_T, scale_T) if alike else None
+    first_N = slice(None) if asked is None else asked.first_N
+    keep, target, scale = (torch.from_numpy(each[first_N]).to(model.device) for each in (keep_T, target_T, scale_T))
     selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.to(model.device))
-    rows = row.layout.row_P[torch.from_numpy(keep_T).to(model.device)]
+    rows = row.layout.row_P[keep]
     with layer.selecting(selection):
         output = model(
             input_ids=row.input_U.unsqueeze(0),
@@ -73,5 +79,27 @@ def token_logprobs(
             f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer, "
             "which training does not support; choose another model"
         )
-    logp_T, entropy_T = output.logits[0].unbind(-1)
+    answer_T2 = output.logits[0]
+    if asked is not None:
+        answer_T2 = answer_T2[torch.from_numpy(asked.place_T).to(model.device)]
+    logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
+
+
+class _Distinct(NamedTuple):
+    """Questions that are asked once, though some come several times."""
+
+    first_N: Int64Array
+    """Of the T, the first of each kind."""
+    place_T: Int64Array
+    """Which of the N each is."""
+
+
+def _distinct(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _Distinct:
+    """What branches predict of a token that they share: the same, where the same token follows."""
+    order = np.lexsort((scale_T, target_T, row_T))
+    new_T = np.ones(len(order), dtype=np.bool_)
+    new_T[1:] = np.any([np.diff(each[order]) != 0 for each in (row_T, target_T, scale_T)], axis=0)
+    place_T = np.empty(len(order), dtype=np.int64)
+    place_T[order] = np.cumsum(new_T) - 1
+    return _Distinct(order[new_T], place_T)

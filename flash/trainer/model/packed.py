@@ -1,19 +1,20 @@
 """Packed rows: sequences as the policy and the critics are given them, and the attention that keeps them apart.
 
 The sequences of a micro-batch lie one after the other in one row, without padding. What several of them begin with, a
-group's prompt above all, is in the row once (`flash.trainer.model.prefixes`): what works on single tokens is not
-repeated. Attention works on padded batches. A sequence whose tokens are all its own attends causally; padding comes
-after them, so no mask is needed, and fast kernels apply. A sequence that goes on from another one's tokens asks for
-its own alone, and sees those before them too. Such sequences are taken together by their number of own tokens, to pad
-little.
+group's prompt or the turns before branches part, is in the row once (`flash.trainer.model.prefixes`): what works on
+single tokens is not repeated. Attention is computed in two parts, which are merged as the softmax of both: each
+sequence's own tokens attend to one another causally, and those of all sequences that go on from the same tokens attend
+to these, however deep in the tree. So no key is there twice and none is masked, and fast kernels apply. They want
+padded batches: sequences are taken together by their number of own tokens, to pad little.
 
-Shape legend: P = tokens of the packed sequences, U = those that are computed, S = sequences of a part, Q = most own
-tokens of its sequences, L = longest of its sequences, H = heads, D = width of a head.
+Shape legend: P = packed tokens of the sequences, U = those that are computed, S = sequences of a part, or families that
+go on from the same tokens, Q = most tokens of one that ask, K = tokens that they ask, M = slots of the padded batch,
+H = heads, D = width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -22,10 +23,12 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.autograd.function import once_differentiable
 
+from flash.branches import Int64Array
 from flash.errors import ConfigError
-from flash.trainer.model.prefixes import Int64Array, PackedSequences
+from flash.foreign.torch import Attention, attend, attend_backward
+from flash.trainer.model.prefixes import PackedSequences
 
 PACKED_ATTENTION = "packed"
 """Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built. It must contain
@@ -49,95 +52,87 @@ class AttentionWatch(Protocol):
 
 
 class TakenRows(NamedTuple):
-    """Rows that are taken by index, and who of the takers has a gradient to give back."""
+    """Rows that fill the slots of a padded batch."""
 
+    along: slice | None
+    """These, in their order, fill all slots. None: as the others say."""
     source_M: Tensor
-    """int64: the row that each place takes."""
+    """int64: the row of each slot; any where it is empty."""
+    empty_N: Tensor
+    """int64: the slots in which nothing is."""
     rounds: list[tuple[Tensor, Tensor]]
-    """int64 pairs, places and the rows that they give their gradient to. No row is twice in a round."""
+    """int64 pairs: filled slots, and their rows. No row is twice in a round, so sums have one order, on a GPU too."""
+
+    def take(self, states_UX: Tensor) -> Tensor:
+        """[M, …]; zeros in empty slots."""
+        if self.along is not None:
+            return states_UX[self.along]
+        found_MX = states_UX.index_select(0, self.source_M)
+        return found_MX.index_fill_(0, self.empty_N, 0.0) if len(self.empty_N) else found_MX
+
+    def put(self, states_UX: Tensor, part_MX: Tensor) -> None:
+        """Each row, which no two slots take, becomes what its slot holds."""
+        if self.along is not None:
+            states_UX[self.along] = part_MX.to(states_UX.dtype)
+            return
+        for slot_N, row_N in self.rounds:
+            states_UX.index_copy_(0, row_N, part_MX.index_select(0, slot_N).to(states_UX.dtype))
+
+    def add(self, total_UX: Tensor, part_MX: Tensor) -> None:
+        """Give each row what its slots hold."""
+        if self.along is not None:
+            total_UX[self.along] += part_MX
+            return
+        for slot_N, row_N in self.rounds:
+            total_UX.index_add_(0, row_N, part_MX.index_select(0, slot_N).to(total_UX.dtype))
 
 
-def taken(source_M: Int64Array, counted_K: Int64Array, device: torch.device) -> TakenRows:
-    """Take row `source_M[m]` at each place m; the places `counted_K`, each once, are the ones whose values matter."""
-    row_K = source_M[counted_K]
-    order = np.argsort(row_K, kind="stable")
-    rows = row_K[order]
-    first = np.flatnonzero(np.diff(rows, prepend=-1))
-    turn = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+def taken(size: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device) -> TakenRows:
+    """These slots, each once, of so many take these rows."""
+    source_M = np.full(size, -1)
+    source_M[slot_N] = row_N
+    along = slice(int(source_M[0]), int(source_M[0]) + size)
+    if len(slot_N) < size or not np.array_equal(source_M, np.arange(along.start, along.stop)):
+        along = None
+    order = np.argsort(row_N, kind="stable")
+    first = np.flatnonzero(np.diff(row_N[order], prepend=-1))
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
     parts = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
-    pairs = [(counted_K[part], row_K[part]) for part in parts]
-    return TakenRows(_on(device, source_M), [(_on(device, places), _on(device, rows)) for places, rows in pairs])
-
-
-def take(source_N: Tensor, places: TakenRows) -> Tensor:
-    """[M, …] of [N, …].
-
-    The gradient of a row is the sum over the places that took it, in a fixed order and in float32. torch's own sum has
-    whatever order threads on a GPU come in, and rounds to bfloat16 after each addend.
-    """
-    return _Take.apply(source_N, places)  # pyright: ignore[reportReturnType]
-
-
-class _Take(torch.autograd.Function):
-    """See `take`."""
-
-    @staticmethod
-    def forward(ctx: Any, source_N: Tensor, places: TakenRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.places, ctx.shape = places, source_N.shape
-        return source_N.index_select(0, places.source_M)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_M,), rounds = grads, ctx.places.rounds
-        wide = grad_M.dtype if len(rounds) < 2 else torch.promote_types(grad_M.dtype, torch.float32)
-        total_N = grad_M.new_zeros(ctx.shape, dtype=wide)
-        for number, (place_K, row_K) in enumerate(rounds):
-            part_K = grad_M.index_select(0, place_K).to(wide)
-            total_N.index_copy_(0, row_K, total_N.index_select(0, row_K) + part_K if number else part_K)
-        return total_N.to(grad_M.dtype), None
+    rounds = [(_on(device, slot_N[part]), _on(device, row_N[part])) for part in parts]
+    return TakenRows(along, _on(device, source_M.clip(0)), _on(device, np.flatnonzero(source_M < 0)), rounds)
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Sequences that attend together."""
+    """What attends in one call."""
 
     sequences: int
     """S."""
-    asking: int
-    """Q."""
-    longest: int
-    """L."""
-    queries: TakenRows | None
-    """Computed tokens → slots of the padded queries, sequence · Q + place among its own. None: they are that batch."""
-    keys: TakenRows | None
-    """Computed tokens → slots of the padded keys, sequence · L + position. None: they are that batch."""
-    answers: TakenRows | None
-    """Slots of the queries → own tokens, in their order in U. None: they are those."""
-    known_S: Tensor | None
-    """int64: how many tokens come before each sequence's own. None: none, in any of them."""
+    asking: TakenRows
+    """Computed tokens → S · Q slots."""
+    asked: TakenRows
+    """Computed tokens → S · K slots."""
+    place_SQ: Tensor
+    """int64: the place among the K of each token that asks; beyond them where it goes on from them."""
+    causal: bool
+    """Whether those that ask are those that are asked; else they come after all of them."""
+    furthest: int
+    """How many places the last that asks sees at most, itself included."""
 
     def mask(self, window: int | None) -> Tensor | None:
-        """bool, [1 or S, 1, Q, L]: who sees whom. None: whoever is not later."""
-        if window is not None and self.longest <= window:
-            window = None
-        if self.known_S is None and window is None:
+        """bool, [S, 1, Q, K]: who sees whom. None: whoever is not later."""
+        if window is None or self.furthest <= window:
             return None
         if window not in self._masks:
-            self._masks[window] = self._mask(window)
+            asked = len(self.asked.source_M) // self.sequences
+            distance = self.place_SQ[:, :, None] - torch.arange(asked, device=self.place_SQ.device)
+            self._masks[window] = ((distance >= 0) & (distance < window)).unsqueeze(1)
         return self._masks[window]
 
     @cached_property
-    def _masks(self) -> dict[int | None, Tensor]:
+    def _masks(self) -> dict[int, Tensor]:
         """By window: every layer asks."""
         return {}
-
-    def _mask(self, window: int | None) -> Tensor:
-        place_L = torch.arange(self.longest, device=None if self.known_S is None else self.known_S.device)
-        known_S = place_L[:1] if self.known_S is None else self.known_S
-        distance = known_S[:, None, None] + place_L[: self.asking, None] - place_L
-        # What fills up the queries sees something too: a softmax over nothing is NaN.
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        return seen.unsqueeze(1)
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
@@ -148,11 +143,11 @@ class PackedLayout(msgspec.Struct, frozen=True):
     """
 
     parts: list[PackedPart]
-    """Their own tokens are those of the row, one part after the other."""
+    """First those in which each token of the row asks once, then those in which some go on from others'."""
     row_P: Tensor
     """int64: where each token of the sequences, one after the other, is computed."""
     shared: bool
-    """Whether some tokens stand for those of several sequences."""
+    """Whether some tokens stand for those of several sequences; else the row is these, one after the other."""
     watch: AttentionWatch | None = None
     """Is told of every layer's attention."""
 
@@ -177,51 +172,68 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     offset_S = sequences.offset_S
     owner_U = np.searchsorted(offset_S, place_U, side="right") - 1
     own_S = np.bincount(owner_U, minlength=len(offset_S) - 1)
-    # Those that are their own owners, and the others by powers of two, so that padding is at most a half.
-    kind_S = np.where(own_S == np.diff(offset_S), -1, np.frexp(own_S)[1])
-    kind_U = kind_S[owner_U]
-    order = np.argsort(kind_U, kind="stable")
-    place_U, rank_U = place_U[order], np.argsort(order)
-    row_P = rank_U[row_P]
-    parts = [
-        _part(sequences, np.flatnonzero(kind_S == kind), own_S, row_P, device) for kind in np.unique(kind_U).tolist()
-    ]
-    layout = PackedLayout(parts, _on(device, row_P), shared=len(place_U) < len(row_P))
-    input_U, position_U = sequences.input_P[place_U], sequences.position_P[place_U]
-    return PackedRow(_on(device, input_U), _on(device, position_U), layout)
+    # By powers of two, so that padding is at most a half.
+    kind_S = np.frexp(own_S)[1]
+    shared = len(place_U) < len(row_P)
+    if shared:
+        # What attends together lies together, where it need not stay where it was.
+        order = np.argsort(kind_S[owner_U], kind="stable")
+        place_U, row_P = place_U[order], np.argsort(order)[row_P]
+    known_S = np.diff(offset_S) - own_S
+    own = [row_P[start:stop] for start, stop in zip(offset_S[:-1] + known_S, offset_S[1:], strict=True)]
+    kinds = np.unique(kind_S[own_S > 0]).tolist()
+    alone = [_among_themselves([own[place] for place in np.flatnonzero(kind_S == kind)], device) for kind in kinds]
+    position_U = sequences.position_P[place_U]
+    parts = [*alone, *_going_on(sequences, own, known_S, row_P, position_U, device)]
+    layout = PackedLayout(parts, _on(device, row_P), shared)
+    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), layout)
 
 
-def _part(
-    sequences: PackedSequences, members: Int64Array, own_S: Int64Array, row_P: Int64Array, device: torch.device
-) -> PackedPart:
-    offset_S, length_S = sequences.offset_S, np.diff(sequences.offset_S)
-    own, length = own_S[members], length_S[members]
-    known, count, asking, longest = length - own, len(members), int(own.max()), int(length.max())
-    seen = _ranges(offset_S[members], length)
-    asked = _ranges(offset_S[members] + known, own)
-    key_slots = _ranges(np.arange(count) * longest, length)
-    query_slots = _ranges(np.arange(count) * asking, own)
-    # In the order of the row, in which a part's own tokens are neighbours.
-    ordered = np.argsort(row_P[asked])
-    alone = not known.any()
-    if len(seen) == count * longest and np.array_equal(row_P[seen], np.arange(len(row_P))):
-        return PackedPart(count, asking, longest, None, None, None, None)
-    return PackedPart(
-        sequences=count,
-        asking=asking,
-        longest=longest,
-        queries=_filled(count * asking, query_slots, row_P[asked], device),
-        keys=_filled(count * longest, key_slots, row_P[seen], device),
-        answers=taken(query_slots[ordered], np.arange(len(ordered)), device),
-        known_S=None if alone else _on(device, known),
-    )
+def _among_themselves(members: Sequence[Int64Array], device: torch.device) -> PackedPart:
+    """The own tokens of sequences, each of them with its own alone."""
+    length = np.array([len(rows) for rows in members])
+    longest = int(length.max())
+    slots = _ranges(np.arange(len(members)) * longest, length)
+    rows = taken(len(members) * longest, slots, np.concatenate(members), device)
+    place_SQ = torch.arange(longest, device=device).expand(len(members), longest)
+    return PackedPart(len(members), rows, rows, place_SQ, causal=True, furthest=longest)
 
 
-def _filled(size: int, slots: Int64Array, rows: Int64Array, device: torch.device) -> TakenRows:
-    """These slots take these rows. What fills the others is arbitrary: nobody sees it, or asks for its answer."""
-    source = np.full(size, rows[0])
-    source[slots] = rows
-    return taken(source, slots, device)
+def _going_on(
+    sequences: PackedSequences,
+    own: Sequence[Int64Array],
+    known_S: Int64Array,
+    row_P: Int64Array,
+    position_U: Int64Array,
+    device: torch.device,
+) -> Iterator[PackedPart]:
+    """The own tokens of families with those that they go on from."""
+    families: dict[int, list[int]] = {}
+    for place in np.flatnonzero((known_S > 0) & np.array([len(rows) > 0 for rows in own])).tolist():
+        # The last token that they go on from says what is before it: they are a tree.
+        families.setdefault(int(row_P[sequences.offset_S[place] + known_S[place] - 1]), []).append(place)
+    kinds: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
+    for members in families.values():
+        asking = np.concatenate([own[place] for place in members])
+        start, known = sequences.offset_S[members[0]], int(known_S[members[0]])
+        # Of equally many that are asked, so that none of these is padded; nothing would hide it.
+        kinds.setdefault((known, len(asking).bit_length()), []).append((asking, row_P[start : start + known]))
+    for (known, _), found in kinds.items():
+        length = np.array([len(rows) for rows, _ in found])
+        most, asking = int(length.max()), np.concatenate([rows for rows, _ in found])
+        slots = _ranges(np.arange(len(found)) * most, length)
+        place_M = np.full(len(found) * most, known)
+        place_M[slots] = position_U[asking]
+        yield PackedPart(
+            sequences=len(found),
+            asking=taken(len(found) * most, slots, asking, device),
+            asked=taken(
+                len(found) * known, np.arange(len(found) * known), np.concatenate([rows for _, rows in found]), device
+            ),
+            place_SQ=_on(device, place_M.reshape(len(found), most)),
+            causal=False,
+            furthest=int(place_M.max()) + 1,
+        )
 
 
 def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
@@ -262,45 +274,88 @@ def packed_attention(
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
     query_UHD, key_UHD, value_UHD = (one[0].transpose(0, 1) for one in (query, key, value))
-    answers = list(_answers(packed_layout.parts, query_UHD, key_UHD, value_UHD, scaling, sliding_window))
-    packed = answers[0] if len(answers) == 1 else torch.cat(answers)
-    return packed.unsqueeze(0), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = packed_layout.parts
+    answer_UHD: Any = _PackedAttention.apply(query_UHD, key_UHD, value_UHD, parts, scale, sliding_window)
+    return answer_UHD.unsqueeze(0), None
 
 
-def _answers(
-    parts: list[PackedPart],
-    query_UHD: Tensor,
-    key_UHD: Tensor,
-    value_UHD: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> Iterator[Tensor]:
-    """What the own tokens of each part are answered."""
-    for part in parts:
-        query, key, value = (
-            _padded(states, places, part.sequences)
-            for states, places in ((query_UHD, part.queries), (key_UHD, part.keys), (value_UHD, part.keys))
-        )
-        mask = part.mask(window)
-        output = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if mask is None else mask.to(query.device),
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        slots = output.transpose(1, 2).flatten(0, 1).to(query_UHD.dtype)
-        yield slots if part.answers is None else take(slots, part.answers)
+class _PackedAttention(torch.autograd.Function):
+    """[U, H, D]: what each token of the row is answered, over the parts in which it asks.
+
+    No padded batch is kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        query_UHD: Tensor,
+        key_UHD: Tensor,
+        value_UHD: Tensor,
+        parts: Sequence[PackedPart],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        tokens, heads, _ = query_UHD.shape
+        wide = torch.promote_types(value_UHD.dtype, torch.float32)
+        answer_UHD = value_UHD.new_empty((tokens, heads, value_UHD.shape[2]), dtype=wide)
+        weight_UH = value_UHD.new_empty((tokens, heads), dtype=wide)
+        for part in parts:
+            call = Attention(part.mask(window), part.causal, scale)
+            padded = _padded(part, (query_UHD, key_UHD, value_UHD))
+            answer_MHD, weight_MH = map(_slots, attend(*padded, call))
+            if not part.causal:
+                answer_MHD, weight_MH = _merged(
+                    part.asking.take(answer_UHD), part.asking.take(weight_UH), answer_MHD, weight_MH
+                )
+            part.asking.put(answer_UHD, answer_MHD)
+            part.asking.put(weight_UH, weight_MH)
+        answer_UHD = answer_UHD.to(value_UHD.dtype)
+        ctx.save_for_backward(query_UHD, key_UHD, value_UHD, answer_UHD, weight_UH)
+        ctx.parts, ctx.scale, ctx.window = parts, scale, window
+        return answer_UHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_UHD,), (*states, answer_UHD, weight_UH) = grads, ctx.saved_tensors
+        totals = [torch.zeros(one.shape, dtype=weight_UH.dtype, device=one.device) for one in states]
+        for part in ctx.parts:
+            padded = _padded(part, states)
+            # Kernels take the merged answer and weight for their own, so each gives its part of the gradient of all.
+            grad, answer = (_batch(part, part.asking, one).to(padded[0].dtype) for one in (grad_UHD, answer_UHD))
+            weight = _batch(part, part.asking, weight_UH)
+            call = Attention(part.mask(ctx.window), part.causal, ctx.scale)
+            parted = attend_backward(grad, *padded, answer, weight, call)
+            for total, places, one in zip(totals, (part.asking, part.asked, part.asked), parted, strict=True):
+                places.add(total, _slots(one))
+        return *(total.to(one.dtype) for total, one in zip(totals, states, strict=True)), None, None, None
 
 
-def _padded(states_UHD: Tensor, places: TakenRows | None, sequences: int) -> Tensor:
-    """[S, H, Q or L, D]."""
-    rows = states_UHD if places is None else take(states_UHD, places)
-    batch = rows.unflatten(0, (sequences, -1)).transpose(1, 2)
-    short = batch.device.type == "cpu" and batch.shape[2] <= SHORT
-    return batch.float() if short and batch.dtype in HALF else batch
+def _merged(one_MHD: Tensor, one_MH: Tensor, other_MHD: Tensor, other_MH: Tensor) -> tuple[Tensor, Tensor]:
+    """Answers over two sets of keys as one over both, and the logarithms of the sums of their exponentials."""
+    share_MH = torch.sigmoid(other_MH - one_MH)
+    return torch.lerp(one_MHD, other_MHD.to(one_MHD.dtype), share_MH[..., None]), torch.logaddexp(one_MH, other_MH)
+
+
+def _padded(part: PackedPart, states: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, [S, H, Q or K, D] each."""
+    query_UHD, key_UHD, value_UHD = states
+    query, key = _batch(part, part.asking, query_UHD), _batch(part, part.asked, key_UHD)
+    value = _batch(part, part.asked, value_UHD)
+    if query.device.type == "cpu" and query.dtype in HALF and max(query.shape[2], key.shape[2]) <= SHORT:
+        return query.float(), key.float(), value.float()
+    return query, key, value
+
+
+def _batch(part: PackedPart, places: TakenRows, states_UX: Tensor) -> Tensor:
+    """[U, H, …] to [S, H, Q or K, …]."""
+    return places.take(states_UX).unflatten(0, (part.sequences, -1)).transpose(1, 2)
+
+
+def _slots(batch: Tensor) -> Tensor:
+    """[S, H, Q or K, …] to [M, H, …]."""
+    return batch.transpose(1, 2).flatten(0, 1)
 
 
 def class_name(module: nn.Module) -> str:

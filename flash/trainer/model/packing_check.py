@@ -48,8 +48,10 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
         ConfigError: it says something else of packed sequences, or cannot say anything of them or in this precision.
     """
     sequences = _sequences(model, config)
+    # Each goes on as the next one begins, from its middle.
+    forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
-        gap = _gap(_packed(model, sequences), _alone(model, sequences))
+        gap = _gap(*(way(model, [*sequences, *forked]) for way in (_packed, _alone)))
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         # Models are other people's code. Not RuntimeError: that may be a lost rank or too little memory.
         raise ConfigError(

@@ -11,18 +11,11 @@ Shape legend: P = tokens of the packed sequences, U = those that are computed, S
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
-
-
-LEAST_SHARED = 0.1
-"""Share of a sequence that it must have in common with another one for it to be computed once. Below it the way there
-costs more: attention takes a mask for what goes on from another sequence."""
+from flash.branches import Int64Array, in_common
 
 
 class Computed(NamedTuple):
@@ -75,24 +68,6 @@ def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
         places.append(np.arange(start + same, stop))
         count, before = count + stop - start - same, index
     return Computed(np.concatenate(places), row_P)
-
-
-def in_common(sequences: Sequence[npt.NDArray[np.integer[Any]]]) -> tuple[list[int], list[int]]:
-    """The places of sequences in order of tokens, and what each need not compute, as the one just before it has it.
-
-    In this order no earlier sequence has more in common with one than the one just before.
-    """
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u8").tobytes())
-    known = [0, *(_common(sequences[before], sequences[after]) for before, after in pairwise(order))]
-    worth = [same >= LEAST_SHARED * len(sequences[index]) for index, same in zip(order, known, strict=True)]
-    return order, [same if counts else 0 for same, counts in zip(known, worth, strict=True)]
-
-
-def _common(one: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
-    """How many tokens two sequences begin with alike."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 class Sequences(NamedTuple):
