@@ -49,7 +49,7 @@ class ExponentialStaleness(
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """g = max(0, 1 − age / (α + 1)), α the asynchronous ratio; above 0 inside the age contract."""
+    """g = max(0, 1 − age / (α + 1)), α the asynchronous ratio or the bound above it; above 0 inside the contract."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
         """float64 [B]: g over its batch mean; all 1 where every sample is too old to have a g above 0.

@@ -1,7 +1,8 @@
 """Ages: by how many versions the policy of a token is behind the one that trains it. They are counted here alone.
 
-With α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n. Ages are whole numbers: a
-sample that α admits one version early is one version old, whatever the fraction.
+With α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or of older ones up to a
+bound that is given for tokens. Ages are whole numbers: a sample that α admits one version early is one version old,
+whatever the fraction.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ SLACK = 1e-9
 """Keeps comparisons true where α, or α times a batch, is a whole number that floats cannot hold."""
 
 
-def max_age(async_ratio: float) -> int:
-    """⌈α⌉: the most versions that a trained token may be old under an asynchronous ratio."""
+def window(async_ratio: float) -> int:
+    """⌈α⌉: how many versions before its step a sample may begin by admission alone."""
     return math.ceil(async_ratio - SLACK)
+
+
+def max_age(async_ratio: float, bound: int | None) -> int:
+    """The most versions that a trained token may be old: ⌈α⌉, or the bound that is given for tokens."""
+    return window(async_ratio) if bound is None else bound
 
 
 def age_of(version: Versions, step: int) -> Versions:

@@ -42,7 +42,8 @@ class Left(msgspec.Struct, frozen=True):
     """What a run has left behind."""
 
     ledger: Mapping[str, int]
-    async_ratio: float
+    max_age: int
+    """The most versions that a trained token may be old."""
     rows: Sequence[Row]
     """Of `metrics.jsonl`."""
     redone: Sequence[Row]
@@ -79,10 +80,11 @@ class Verdict(msgspec.Struct, frozen=True):
 def left_by(run_dir: Path) -> Left:
     """Read a run directory."""
     directory = RunDirectory(run_dir)
+    train = tomllib.loads(directory.config.read_text())["train"]
     redone = [row for life in sorted(directory.earlier.glob("[0-9]*")) for row in RunDirectory(life).read_metrics()]
     return Left(
         ledger=json.loads(directory.ledger.read_text()),
-        async_ratio=tomllib.loads(directory.config.read_text())["train"]["async_ratio"],
+        max_age=max_age(train["async_ratio"], train.get("max_token_age")),
         rows=directory.read_metrics(),
         redone=redone,
         samples=Counter(sample.step for sample in directory.read_samples()),
@@ -109,7 +111,7 @@ def judge(left: Left) -> Verdict:
             if (count := batch.tokens(versions)) > 0:
                 found.add(task)
                 tokens += count
-            oldest = max(batch.min_version, batch.step - max_age(left.async_ratio))
+            oldest = max(batch.min_version, batch.step - left.max_age)
             beyond += count - Trained(batch.step, oldest, []).tokens(versions)
     steps = Counter(int(row["step"]) for row in left.rows)
     recorded = {batch.step: sum(batch.tokens(versions) > 0 for _, versions in batch.tasks) for batch in left.batches}

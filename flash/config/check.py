@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from flash.ages import window
 from flash.config.check_algorithm import algorithm_rule
 from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
 from flash.config.decode import ConfigProblem, show
@@ -55,6 +56,15 @@ def batch_rule(config: Config) -> Iterator[ConfigProblem]:
             f"{config.data_shards} shards of the trainer ranks without a sample"
         )
         yield ConfigProblem("train.batch_size", message)
+
+
+def age_rule(config: Config) -> Iterator[ConfigProblem]:
+    """A bound on tokens is above what admission lets them have anyway."""
+    bound, least = config.train.max_token_age, window(config.train.async_ratio)
+    if bound is not None and (bound < least or not least):
+        expected = f"a number of at least {least}, ⌈train.async_ratio⌉" if least else "none"
+        why = "" if least else ": with train.async_ratio = 0 every age is 0"
+        yield ConfigProblem("train.max_token_age", f"expected {expected}, got {bound}{why}")
 
 
 def environment_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -371,6 +381,7 @@ Rule = Callable[[Config], Iterator[ConfigProblem]]
 
 RULES: tuple[Rule, ...] = (
     batch_rule,
+    age_rule,
     rollout_rule,
     algorithm_rule,
     environment_rule,
@@ -390,5 +401,5 @@ RULES: tuple[Rule, ...] = (
     simulate_rule,
 )
 
-SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
+SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, age_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
 """No model, device or environment is looked at: a simulation needs none."""

@@ -13,6 +13,7 @@ from algorithms.lag import Lag
 from algorithms.rhythm import Rhythm
 from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
+from flash.ages import max_age
 from flash.config.section import BelowOne, Fraction, LearningRate, NonNegative, Positive, PositiveFloat, Section
 
 
@@ -23,6 +24,8 @@ class TrainConfig(Section, frozen=True):
     """Samples per step, a multiple of rollout.group_size."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """α: (1 + α) batches on their way, tokens at most ⌈α⌉ versions old. 0: synchronous."""
+    max_token_age: NonNegative | None = None
+    """Most versions that a token may be old, [above ⌈α⌉](asynchrony.md#the-contract) for long answers. None: ⌈α⌉."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""
     learning_rate: LearningRate = 1e-6
@@ -51,6 +54,11 @@ class TrainConfig(Section, frozen=True):
     """Tokens per forward pass and rank. Lower it when memory runs out: results stay."""
     activation_checkpointing: bool = False
     """A third more time, far less memory."""
+
+    @property
+    def max_age(self) -> int:
+        """The most versions that a trained token may be old."""
+        return max_age(self.async_ratio, self.max_token_age)
 
 
 class AlgorithmConfig(Section, frozen=True):

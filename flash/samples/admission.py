@@ -112,7 +112,7 @@ class Admission:
 
     def _version(self, slot: int, index: int) -> int:
         """The version that a member of a group at this place needs; its first token has to be of use, too."""
-        fresh = self._contract.min_token_version(self.next_step)
+        fresh = self._contract.window_start(self.next_step)
         return max(self._contract.min_engine_version(slot, max(index, self._first_counted)), fresh)
 
 

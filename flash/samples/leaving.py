@@ -117,11 +117,11 @@ class Departures:
     # -- age ---------------------------------------------------------------------------------------------------------
 
     def watch(self, group: Group) -> None:
-        """Members that no later step could train need not wait for the others of their group."""
+        """Members whose window ends with the next step need not wait for the others of their group."""
         expiring = False
-        if self._rules.on_expire == "mask" and self._contract.max_age >= 1 and not group.complete and not group.earlier:
+        if self._rules.on_expire == "mask" and self._contract.splits and not group.complete and not group.earlier:
             step = self._admission.next_step
-            expiring = group.expiring(self._contract.min_token_version(step + 1))
+            expiring = group.expiring(self._contract.window_start(step + 1))
             expiring = expiring and group.trained_tokens(self._contract.min_token_version(step)) > 0
             expiring = expiring and self._rules.filter_of(group.kind).keeps(group)
         self._pool.waits(group, expiring=expiring)
@@ -151,7 +151,7 @@ class Departures:
         if group is None:
             return
         begun, step = self._pool.census.oldest(group_id), self._admission.next_step
-        if begun is None or begun >= self._contract.min_token_version(step + 1):
+        if begun is None or begun >= self._contract.window_start(step + 1):
             return
         oldest = self._contract.min_token_version(step)
         if self._losers and self._outgrown(group, oldest):

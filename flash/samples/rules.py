@@ -1,7 +1,8 @@
 """The rules of a run's samples: the age contract, and what else the configuration says about them.
 
 With α = async ratio and B = samples per step: admission lets (1 + α)·B samples be on their way, and every token
-trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉ (`flash.ages`).
+trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉, or n less the bound that is given for
+tokens (`flash.ages`): then long answers keep their beginnings, while what is admitted and waited for stays under α.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from flash.ages import SLACK, last_step, max_age, version_of
+from flash.ages import SLACK, last_step, max_age, version_of, window
 from flash.config.decode import examine
 from flash.config.section import sampling_faults
 from flash.config.tree import Config, RolloutConfig
@@ -33,6 +34,8 @@ class AgeContract(msgspec.Struct, frozen=True):
     group_size: int
     steps: int
     extra_groups: int = 0
+    max_token_age: int | None = None
+    """Most versions that a trained token may be old; None: ⌈α⌉."""
 
     def min_engine_version(self, slot: int, sample_index: int) -> int:
         """The oldest engine version that may start this sample of the group at this place.
@@ -52,16 +55,26 @@ class AgeContract(msgspec.Struct, frozen=True):
 
     @property
     def max_age(self) -> int:
-        """⌈α⌉: the most versions that a trained token may be old."""
-        return max_age(self.async_ratio)
+        """The most versions that a trained token may be old."""
+        return max_age(self.async_ratio, self.max_token_age)
 
     def min_token_version(self, step: int) -> int:
         """The oldest version whose tokens the step that trains version `step` may use."""
         return version_of(self.max_age, step)
 
+    def window_start(self, step: int) -> int:
+        """The oldest version that may begin a sample for this step, whatever the bound of tokens: who is done does not
+        wait for the others of its group any longer."""
+        return version_of(window(self.async_ratio), step)
+
     def last_step(self, token_version: int) -> int:
         """The last step that may train a token of this version."""
         return last_step(token_version, self.max_age)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a group may be trained in parts: within α ≥ 1 there is a last chance of those that are done."""
+        return window(self.async_ratio) >= 1
 
     @property
     def groups_per_batch(self) -> int:
@@ -185,7 +198,14 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
 def age_contract(config: Config) -> AgeContract:
     """The contract of a run."""
     rollout, train = config.rollout, config.train
-    return AgeContract(train.async_ratio, train.batch_size, rollout.group_size, config.run.steps, rollout.extra_groups)
+    return AgeContract(
+        train.async_ratio,
+        train.batch_size,
+        rollout.group_size,
+        config.run.steps,
+        rollout.extra_groups,
+        train.max_token_age,
+    )
 
 
 def buffer_rules(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> BufferRules:

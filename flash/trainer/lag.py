@@ -15,7 +15,7 @@ import torch
 
 from algorithms.base import PackedTokens
 from algorithms.lag import Lag
-from flash.ages import max_age, version_of
+from flash.ages import version_of
 from flash.config.learning import TrainConfig
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.optimizer import learning_rate
@@ -29,7 +29,7 @@ FORGETTING = 0.9
 
 def lags_behind(train: TrainConfig) -> bool:
     """Whether any update meets tokens of a policy that is not the one it changes."""
-    return max_age(train.async_ratio) > 0 or train.minibatches * train.updates_per_batch > 1
+    return train.max_age > 0 or train.minibatches * train.updates_per_batch > 1
 
 
 class LagPass:
@@ -39,7 +39,7 @@ class LagPass:
         self._mesh = mesh
         self._options, self._train, self._steps = options, train, steps
         self._updates = train.minibatches * train.updates_per_batch
-        self._ages = max_age(train.async_ratio) + 1
+        self._ages = train.max_age + 1
         self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=mesh.device)
         self._applied: list[float] = []
         self._scales: list[float] = []

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from algorithms.dealing import deal
-from flash.ages import age_of, max_age
+from flash.ages import age_of
+from flash.config.learning import TrainConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.credit import Credit, assign_credit
@@ -78,9 +79,10 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: 
             for part in split_minibatches(shard, train.minibatches)
         ]
         age_T = trained_ages(shard.step, [micro for part in parts for micro in part])
-        check_ages(shard, version, age_T, train.async_ratio)
+        check_ages(shard, version, age_T, train)
         histogram = np.bincount(age_T, minlength=ages)
-        credit = assign_credit(shard, config.algorithm, method.estimator, train.async_ratio)
+        ratio = max(train.async_ratio, train.max_token_age or 0)
+        credit = assign_credit(shard, config.algorithm, method.estimator, ratio)
     except ContractError as error:
         fault = str(error)
 
@@ -113,14 +115,14 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: 
     return StepPlan(minibatches, credit, tokens, 1 - computed / max(packed, 1), aged, critic_B)
 
 
-def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float) -> None:
-    """The age contract at consumption: version n trains only tokens of versions n − ⌈α⌉ … n."""
+def check_ages(shard: Shard, version: int, age_T: np.ndarray, train: TrainConfig) -> None:
+    """The age contract at consumption: version n trains only tokens of versions n − ⌈α⌉ … n, or up to their bound."""
     if shard.step != version:
         raise ContractError(f"a batch for version {shard.step} reached a trainer that holds version {version}")
-    if age_T.size and (age_T.max() > max_age(async_ratio) or age_T.min() < 0):
+    if age_T.size and (age_T.max() > train.max_age or age_T.min() < 0):
         raise ContractError(
-            f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, train.async_ratio = "
-            f"{async_ratio:g} allows 0 to {max_age(async_ratio)}; the hub's min_version was {shard.min_version}"
+            f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, train.async_ratio and "
+            f"max_token_age allow 0 to {train.max_age}; the hub's min_version was {shard.min_version}"
         )
 
 

@@ -287,6 +287,14 @@ def test_a_file_that_is_not_text_is_refused(project):
     ("overrides", "message"),
     [
         (
+            ["train.max_token_age=1", "train.async_ratio=1.5"],
+            "`train.max_token_age` (override): expected a number of at least 2, ⌈train.async_ratio⌉, got 1",
+        ),
+        (
+            ["train.max_token_age=2", "train.async_ratio=0"],
+            "`train.max_token_age` (override): expected none, got 2: with train.async_ratio = 0 every age is 0",
+        ),
+        (
             ["train.batch_size=12"],
             "`train.batch_size` (override): expected a multiple of rollout.group_size = 8, got 12",
         ),

@@ -19,7 +19,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
-from flash.ages import max_age
+from flash.ages import window
 from flash.config.tree import Config
 from flash.environment.interface import Domain
 from flash.hub import protocol as p
@@ -91,6 +91,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
     groups = config.train.batch_size // config.rollout.group_size
     alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
     on_expire = dice.choice(["mask", "requeue", "wait"])
+    bound = dice.choice([None, None, window(alpha) + dice.randint(0, 3)]) if alpha else None
     rollout = {
         "retries": dice.randint(0, 3),
         "quarantine": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([1, 2, 4, NEVER]),
@@ -104,7 +105,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
     return msgspec.structs.replace(
         config,
         rollout=msgspec.structs.replace(config.rollout, **rollout),
-        train=msgspec.structs.replace(config.train, async_ratio=alpha),
+        train=msgspec.structs.replace(config.train, async_ratio=alpha, max_token_age=bound),
     )
 
 
@@ -401,9 +402,9 @@ class Schedule:
             self.floor = -1
         if resumed:
             self.resumed = True
-            allowed = max_age(self.config.train.async_ratio)
+            allowed = self.config.train.max_age
             self.config = with_options(self.dice, self.config, self.calm)
-            if max_age(self.config.train.async_ratio) < allowed:  # what was not trained yet is put together anew
+            if self.config.train.max_age < allowed:  # what was not trained yet is put together anew
                 self.shards = {step: dealt for step, dealt in self.shards.items() if step < self.version}
             self.domains = draw_domains(self.dice, self.config, self.calm)
             if self.dice.random() < 0.5:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ def law_3_ages(schedule: Schedule, shards: Sequence[Shard]) -> None:
     for shard in shards:
         for sample in shard.samples if shard.step == schedule.hub.progress.version else ():
             kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
-            assert min(kept, default=shard.step) >= shard.step - math.ceil(schedule.config.train.async_ratio)
+            assert min(kept, default=shard.step) >= shard.step - schedule.config.train.max_age
             assert max(kept, default=shard.step) <= shard.step, "a token of a version that is still to be made"
 
 

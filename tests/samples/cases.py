@@ -68,9 +68,10 @@ def make_buffer(
     journal: Journal = NO_JOURNAL,
     incarnation: int = 0,
     selection: Selection | None = None,
+    max_token_age: int | None = None,
     **rules: Any,
 ) -> SampleBuffer:
-    contract = AgeContract(alpha, batch, group, steps, extra_groups)
+    contract = AgeContract(alpha, batch, group, steps, extra_groups, max_token_age)
     rules = {"retries": 1, "breaker": 1000, "sampling": PLAIN} | rules
     members = group + rules.get("extra_per_group", 0)
     source = TaskSource(0, members, kind_of, state.cursor if state else None, selection=selection)

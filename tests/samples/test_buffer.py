@@ -550,6 +550,27 @@ def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_w
     again.samples.check()
 
 
+@pytest.mark.parametrize(("bound", "trained"), [(3, 9), (2, 5), (None, 2)])
+def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(bound: int | None, trained: int) -> None:
+    options: dict[str, Any] = {"alpha": 1, "batch": 1, "group": 1}
+    buffer = make_buffer(**options, max_token_age=3)
+    first, second = lease_all(buffer, 0)
+    finish_all(buffer, [first], 0)
+    for step in range(3):
+        assert buffer.take(step) is not None
+        buffer.commit(step)
+        finish_all(buffer, lease_all(buffer, step + 1)[:1], step + 1)
+    runs = [VersionRun(0, 4), VersionRun(1, 3), VersionRun(2, 2)]
+    buffer.finish(second.lease_id, trajectory(second.task, 0, 9, versions=runs))
+    again = resumed(buffer, 3, **options, max_token_age=bound)
+    assert again.take(3) is not None
+    (group,) = again.samples.batches.training.values()
+    before = again.samples.ledger.trained_tokens
+    again.commit(3)
+    assert (group.group_id, again.samples.ledger.trained_tokens - before) == (1, trained)
+    again.samples.check()
+
+
 def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
     buffer = make_buffer(alpha=2, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
@@ -631,8 +652,12 @@ def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
     return buffer, next(lease for lease in old if lease.task.task_id == 7)
 
 
-def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group() -> None:
-    buffer, late = with_a_straggler()
+@pytest.mark.parametrize(("bound", "stale"), [(None, {Outcome.STALE: 4}), (2, {})])
+def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group(
+    bound: int | None, stale: dict[Outcome, int]
+) -> None:
+    """A bound that lets tokens be older keeps the straggler's beginning, and holds nobody back."""
+    buffer, late = with_a_straggler(max_token_age=bound)
     chosen = buffer.take(1)
     assert chosen is not None
     assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
@@ -644,12 +669,12 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     later = buffer.take(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
-    shard = at_once(deal(gather(later, 2, 1), shards=1))[0]
+    shard = at_once(deal(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
     assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
     buffer.commit(2)
-    assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 4}
+    assert buffer.samples.ledger.discarded_tokens == stale
     assert buffer.samples.ledger.trained == 15 + 9
 
 

@@ -5,7 +5,6 @@ Law 2 (conservation), law 3 (the age contract), and the absence of deadlock hold
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flash.ages import max_age
+from flash.ages import max_age, window
 from flash.hub.nodes.claims import Claims
 from flash.samples.batches import deal, gather
 from flash.samples.buffer import SampleBuffer
@@ -27,6 +26,12 @@ from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import make_buffer, trajectory
 
 STEPS = 6
+OLDER = st.sampled_from([None, 0, 1, 3])
+"""Versions by which tokens may be older than α lets samples be."""
+
+
+def bound_of(alpha: float, older: int | None) -> int | None:
+    return None if older is None or alpha == 0 else window(alpha) + older
 
 
 def kind_of(seed: int) -> str:
@@ -42,6 +47,7 @@ class Incarnation(RuleBasedStateMachine):
 
     @initialize(
         alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
+        older=OLDER,
         group=st.sampled_from([2, 4]),
         batches=st.sampled_from([1, 2]),
         nodes=st.integers(1, 8),
@@ -60,10 +66,18 @@ class Incarnation(RuleBasedStateMachine):
         ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
     )
     def begin(
-        self, alpha: float, group: int, batches: int, nodes: int, at_once: int | None, rules: dict[str, Any]
+        self,
+        alpha: float,
+        older: int | None,
+        group: int,
+        batches: int,
+        nodes: int,
+        at_once: int | None,
+        rules: dict[str, Any],
     ) -> None:
         batch = group * batches
         self.settings: dict[str, Any] = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS} | rules
+        self.settings["max_token_age"] = bound_of(alpha, older)
         self.settings |= {"quarantine": 1000, "at_once": at_once}
         self.journal = MemoryJournal()
         self.stored: bytes | None = None
@@ -92,6 +106,11 @@ class Incarnation(RuleBasedStateMachine):
             journal=self.journal,
             incarnation=self.incarnations,
         )
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of a token that the next step may train."""
+        return self.version - max_age(self.alpha, self.settings["max_token_age"])
 
     @rule()
     def tidy(self) -> None:
@@ -187,12 +206,11 @@ class Incarnation(RuleBasedStateMachine):
         if groups is None:
             return
         self.training = True
-        limit = self.version - math.ceil(self.alpha)
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
-        for shard in at_once(deal(gather(groups, self.version, limit), 2)):
+        for shard in at_once(deal(gather(groups, self.version, self.oldest), 2)):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
-                assert all(run.version >= self.version - math.ceil(self.alpha) for run in kept)
+                assert all(run.version >= self.oldest for run in kept)
                 if self.rules["on_expire"] == "requeue" and self.version not in self.formed:
                     assert kept == sample.trajectory.versions
 
@@ -232,10 +250,12 @@ class Incarnation(RuleBasedStateMachine):
         back=st.booleans(),
         lost=st.integers(1, 4),
         options=st.none()
-        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.integers(0, 2), st.sampled_from(["mask", "requeue"]))
-        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.just(0), st.just("wait")),
+        | st.tuples(
+            st.sampled_from([0.0, 0.25, 1.0, 2.5]), OLDER, st.integers(0, 2), st.sampled_from(["mask", "requeue"])
+        )
+        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), OLDER, st.just(0), st.just("wait")),
     )
-    def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int, str] | None) -> None:
+    def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int | None, int, str] | None) -> None:
         """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
         lost, no step is booked twice, and of the leases each is claimed by a node that lives, or goes back."""
         issued, generated = self.buffer.samples.ledger.issued, self.buffer.samples.ledger.generated_tokens
@@ -245,12 +265,13 @@ class Incarnation(RuleBasedStateMachine):
         self.version = self.stored_version if back else replay.reached
         self.incarnations += 1
         if options is not None:
-            self.alpha, extra_groups, on_expire = options
+            self.alpha, older, extra_groups, on_expire = options
             self.rules = {**self.rules, "extra_groups": extra_groups, "on_expire": on_expire}
-            self.settings |= {"alpha": self.alpha, **self.rules}
+            bound = bound_of(self.alpha, older)
+            self.settings |= {"alpha": self.alpha, "max_token_age": bound, **self.rules}
             self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
         state = replay.state(self.version)
-        if state is not None and max_age(self.alpha) < state.made.contract.max_age:
+        if state is not None and self.version - self.oldest < state.made.contract.max_age:
             self.put_back += sum(len(formed.group.trajectories()) for formed in state.formed)
         self.buffer = self.make(state, self.version)
         self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()

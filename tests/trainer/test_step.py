@@ -409,8 +409,15 @@ def test_a_rejected_sample_whose_ratio_overflows_spoils_no_gradient(tied_model: 
 def test_age_contract_a_token_older_than_the_ratio_stops_the_run(tied_model: Path) -> None:
     rng = np.random.default_rng(0)
     old = [make_trajectory(0, i, [VersionRun(1, 4)], rng, reward=float(i)) for i in range(2)]
-    for alpha, allowed in ((0.5, False), (1.0, False), (1.1, True), (2.0, True)):
-        trainer = trainer_at(3, tied_model, train={"async_ratio": alpha, "max_tokens_per_microbatch": 64})
+    for alpha, bound, allowed in (
+        (0.5, None, False),
+        (1.0, 1, False),
+        (1.1, None, True),
+        (2.0, None, True),
+        (1.0, 2, True),
+    ):
+        train = {"async_ratio": alpha, "max_token_age": bound, "max_tokens_per_microbatch": 64}
+        trainer = trainer_at(3, tied_model, train=train)
         shard = make_shard(old, step=3, min_version=0)
         if allowed:
             assert trainer.train_step(shard)["age_max"] == 2.0

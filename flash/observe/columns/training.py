@@ -71,7 +71,7 @@ BATCH = ColumnGroup(
             label="mean age",
             title="age",
             chart="ages",
-            worry="it sticks at the limit, ⌈`train.async_ratio`⌉: samples outlast the window",
+            worry="it sticks at ⌈`train.async_ratio`⌉, or near `train.max_token_age`: samples outlast the window",
             helps="lower `train.async_ratio`, or add engines",
             alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
@@ -85,7 +85,7 @@ BATCH = ColumnGroup(
             title="old%",
             chart="left_out",
             worry="it is not small: answers outlast the window",
-            helps="raise `train.async_ratio`, shorten the answers (`rollout.max_new_tokens`), add engines, or set "
+            helps="set `train.max_token_age`, shorten the answers (`rollout.max_new_tokens`), add engines, or set "
             "`rollout.on_expire`",
             alarm=Alarm("stale", "of the tokens were too old and not trained"),
         ),

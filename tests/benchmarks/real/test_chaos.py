@@ -49,7 +49,7 @@ def step(number: int, tasks: list[int], *versions: VersionRun) -> Trained:
 
 SOUND = Left(
     ledger=LEDGER,
-    async_ratio=1.0,
+    max_age=1,
     rows=[{"step": n, "time": 100.0 + n, "trained_tokens": tokens} for n, tokens in enumerate((8, 4, 8))],
     redone=[{"step": 2, "time": 101.5, "trained_tokens": 8}],
     samples={0: 2, 1: 1, 2: 2},
@@ -96,8 +96,8 @@ def test_tokens_have_one_place_in_the_books_and_are_in_a_batch_where_they_were_t
 def test_tokens_that_were_trained_beyond_the_ratio_are_counted_and_those_left_out_are_not() -> None:
     old = Trained(2, 0, [(4, [VersionRun(0, 1), VersionRun(1, 3)]), (5, [VersionRun(2, 4)])])
     assert but(batches=[*SOUND.batches[:2], old]).tokens_beyond_alpha == 1
-    assert but(batches=[*SOUND.batches[:2], old], async_ratio=1.5).tokens_beyond_alpha == 0
-    assert but(async_ratio=0.0).tokens_beyond_alpha == 4
+    assert but(batches=[*SOUND.batches[:2], old], max_age=2).tokens_beyond_alpha == 0
+    assert but(max_age=0).tokens_beyond_alpha == 4
 
 
 def test_rows_of_metrics_and_samples_are_there_once() -> None:
@@ -136,7 +136,7 @@ def test_what_a_run_leaves_is_read_with_what_was_done_again(tmp_path: Path) -> N
     made = trajectory(Task(task_id=7, group_id=0, sample_index=7, seed=1), version=0)
     write_batch(directory.batches, Batch(0, 0, [made], []))
     left = left_by(tmp_path / "run")
-    assert (left.async_ratio, left.ledger) == (2.0, LEDGER)
+    assert (left.max_age, left.ledger) == (2, LEDGER)
     assert ([row["step"] for row in left.rows], [row["step"] for row in left.redone]) == ([0], [1])
     assert left.batches == [Trained(0, 0, [(7, made.versions)])]
 
