@@ -23,6 +23,7 @@ MODULES = {
                 "goodput",
                 "hub_scale",
                 "journal",
+                "long_answers",
                 "mid_run",
                 "nodes",
                 "queue_scheduling",

@@ -92,12 +92,18 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """What chooses as many tokens as a rhythm does, in its place: see `benchmarks.offpolicy.marks`."""
     budget: float | None = None
     """Of `algorithm.lag`; without it steps do not know their lag."""
+    max_token_age: int | None = None
+    """Of `train`; without it tokens older than alpha are left out."""
     note: str = ""
     """What differs from the method as it is published."""
 
     def within(self, budget: float) -> Method:
         """The same, held to a budget of divergence."""
         return msgspec.structs.replace(self, key=f"{self.key}_lag_{budget:g}", budget=budget)
+
+    def older(self, bound: int) -> Method:
+        """The same, with tokens of this age."""
+        return msgspec.structs.replace(self, key=f"{self.key}_age_{bound}", max_token_age=bound)
 
     @property
     def title(self) -> str:
@@ -113,6 +119,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the data in versions: step n trains tokens of version max(0, n − alpha)."""
     mixed: bool = False
     """Every batch has groups of all ages from 0 to alpha, equally many of each."""
+    span: int = 0
+    """Beside the groups of mixed ages, two parts of every batch are of long answers: the first token is this many
+    versions old, each one after it two younger. 0: none are."""
     seed: int
     """Of the problems and of the sampling."""
     setting: Setting = Setting()
@@ -122,7 +131,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Of its file: readable, and different for cells that differ in anything."""
         made_from = msgspec.json.encode((RECIPE, self), order="sorted")
         digest = hashlib.blake2b(made_from, digest_size=5).hexdigest()
-        return f"{self.method.key}-{'m' if self.mixed else 'a'}{self.alpha}-s{self.seed}-{digest}"
+        kind = f"l{self.span}m" if self.span else "m" if self.mixed else "a"
+        return f"{self.method.key}-{kind}{self.alpha}-s{self.seed}-{digest}"
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The sections of a run's configuration that say what is learned, from what, and how."""
@@ -151,6 +161,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
                 "batch_size": setting.batch_size,
                 "minibatches": setting.minibatches,
                 "async_ratio": float(self.alpha),
+                "max_token_age": method.max_token_age,
                 "learning_rate": setting.learning_rate,
                 "warmup_steps": setting.warmup_steps,
                 "on_nonfinite": "skip",

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,17 +28,19 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
 from benchmarks.offpolicy.marks import Marks
-from benchmarks.offpolicy.sampler import Answer, Sampler
+from benchmarks.offpolicy.sampler import Answer, Sampler, Unfinished
 from flash.config.objects import check_options, load_object
 from flash.environment import HELD_OUT
 from flash.errors import ContractError
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.step import Trainer
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun, append_versions
 
 SEED_STRIDE = 1 << 20
 """Problems that one seed may use: those of another begin after them."""
+LONG_PARTS = 2
+"""Of each batch, where answers are long."""
 PARITY = 1e-4
 """Largest difference of log-probs between the sampler and the trainer at equal weights."""
 MEASURED = {
@@ -83,6 +85,27 @@ def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> 
         yield waiting.pop(version)
 
 
+def spread(
+    alpha: int,
+    span: int,
+    steps: int,
+    sample: Callable[[int, int], list[Batch]],
+    grow: Callable[[int, int], list[Batch]],
+) -> Iterator[list[Batch]]:
+    """As `mixed`, with `LONG_PARTS` more, which grow for `span` versions."""
+    long: dict[int, list[Batch]] = {step: [] for step in range(steps)}
+    for version, short in enumerate(mixed(alpha, steps, sample)):
+        for step in range(version, min(version + span + 1, steps)):
+            for part in range(alpha + 1, alpha + 1 + LONG_PARTS):
+                long[step] += grow(step, part)
+        yield short + long.pop(version)
+
+
+def age_in_answer(span: int, place: int) -> int:
+    """How old the token at a place of a long answer is when it is trained."""
+    return max(0, span - 2 * place)
+
+
 class Problems:
     """Problems of an environment of one turn, each with an instance that judges its answers."""
 
@@ -105,6 +128,17 @@ class Problems:
         return asyncio.run(judge())
 
 
+class Growing(NamedTuple):
+    """Long answers on their way."""
+
+    seeds: range
+    problems: Problems
+    begun: Unfinished
+    generator: torch.Generator
+    versions: list[int]
+    """Of the tokens so far."""
+
+
 class Rollouts:
     """Makes batches and evaluates, with the weights that the sampler has."""
 
@@ -112,15 +146,14 @@ class Rollouts:
         self._cell, self._sampler = cell, sampler
         self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), cell.setting.env)
 
+        self._growing: dict[tuple[int, int], Growing] = {}
+
     def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
         """What step `step` will train, or every so-manieth group of it, from that of the part's number on.
 
         Its problems depend on the seed and the step only, not on the method.
         """
-        setting = self._cell.setting
-        groups = setting.batch_size // setting.group_size
-        first = self._cell.seed * SEED_STRIDE + step * groups
-        seeds = range(first, first + groups)[part::parts]
+        setting, seeds = self._cell.setting, self._seeds(step, part, parts)
         problems = Problems(seeds, setting.env)
         answers = self._sampler.sample(
             problems.prompts,
@@ -128,13 +161,39 @@ class Rollouts:
             limit=setting.max_new_tokens,
             generator=torch.Generator().manual_seed(seeds[0]),
         )
-        rewards = problems.rewards(answers)
-        places = ((seed, member) for seed in seeds for member in range(setting.group_size))
-        return [
-            make_trajectory(
-                Task((seed - first) * setting.group_size + member, seed, member, seed), answer, reward, version
+        return self._judged(step, seeds, problems, answers, [version] * setting.max_new_tokens)
+
+    def grow(self, step: int, version: int, part: int, parts: int) -> list[Trajectory]:
+        """Go on with a part of long answers: the tokens that this version is to sample. Returns them when they end."""
+        setting, span = self._cell.setting, self._cell.span
+        if (one := self._growing.get((step, part))) is None:
+            seeds = self._seeds(step, part, parts)
+            problems = Problems(seeds, setting.env)
+            begun = self._sampler.begin(problems.prompts, copies=setting.group_size)
+            one = self._growing[step, part] = Growing(
+                seeds, problems, begun, torch.Generator().manual_seed(seeds[0]), []
             )
-            for answer, reward, (seed, member) in zip(answers, rewards, places, strict=True)
+        while len(one.versions) < setting.max_new_tokens and age_in_answer(span, len(one.versions)) >= step - version:
+            self._sampler.grow(one.begun, one.generator)
+            one.versions.append(version)
+        if len(one.versions) < setting.max_new_tokens:
+            return []
+        del self._growing[step, part]
+        return self._judged(step, one.seeds, one.problems, self._sampler.finished(one.begun), one.versions)
+
+    def _seeds(self, step: int, part: int, parts: int) -> range:
+        groups = self._cell.setting.batch_size // self._cell.setting.group_size
+        first = self._cell.seed * SEED_STRIDE + step * groups
+        return range(first, first + groups)[part::parts]
+
+    def _judged(
+        self, step: int, seeds: range, problems: Problems, answers: list[Answer], versions: list[int]
+    ) -> list[Trajectory]:
+        size, first = self._cell.setting.group_size, self._seeds(step, 0, 1)[0]
+        places = ((seed, member) for seed in seeds for member in range(size))
+        return [
+            make_trajectory(Task((seed - first) * size + member, seed, member, seed), answer, reward, versions)
+            for answer, reward, (seed, member) in zip(answers, problems.rewards(answers), places, strict=True)
         ]
 
     def accuracy(self) -> tuple[float, Answer]:
@@ -145,9 +204,11 @@ class Rollouts:
         return sum(rewards) / len(rewards), answers[0]
 
 
-def make_trajectory(task: Task, answer: Answer, reward: float, version: int) -> Trajectory:
-    """A finished episode of one turn, all of it sampled by one version."""
+def make_trajectory(task: Task, answer: Answer, reward: float, versions: list[int]) -> Trajectory:
+    """A finished episode of one turn; the version of each token, which there may be more of than the answer has."""
     tokens = [*answer.prompt, *answer.tokens]
+    runs = list[VersionRun]()
+    append_versions(runs, (VersionRun(version, 1) for version in versions[: len(answer.tokens)]))
     return Trajectory(
         task=task,
         outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
@@ -155,20 +216,22 @@ def make_trajectory(task: Task, answer: Answer, reward: float, version: int) -> 
         token_ids=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes(),
         action_spans=[Span(len(answer.prompt), len(tokens))],
         logprobs=torch.tensor(answer.logp).numpy().tobytes(),
-        versions=[VersionRun(version, len(answer.tokens))],
+        versions=runs,
         turns=[Turn("", answer.text, reward, 0.0, 0.0, 0.0)],
     )
 
 
-def make_shard(batch: list[Trajectory], step: int, alpha: int) -> Shard:
-    """The whole batch, for the only rank."""
+def make_shard(batch: list[Trajectory], step: int, oldest: int) -> Shard:
+    """The whole batch, for the only rank; tokens may be so old."""
+    min_version = max(0, step - oldest)
+    trained = [one.trained_tokens(min_version) for one in batch]
     return Shard(
         step=step,
-        min_version=max(0, step - alpha),
+        min_version=min_version,
         samples=[ShardSample(index, one) for index, one in enumerate(batch)],
-        batch=[one.entry() for one in batch],
-        total_tokens=sum(one.action_count for one in batch),
-        total_sequences=len(batch),
+        batch=[one.entry(min_version) for one in batch],
+        total_tokens=sum(trained),
+        total_sequences=sum(count > 0 for count in trained),
     )
 
 
@@ -179,7 +242,8 @@ def run(cell: Cell) -> Result:
         ConfigError: the trainer refuses the cell's configuration.
         ContractError: the age of a batch, or the sampler's log-probs, are not what they should be.
     """
-    trainer = Trainer(cell.config())
+    config = cell.config()
+    trainer = Trainer(config)
     if cell.method.marks is not None:
         trainer.rhythm = Marks(cell.method.marks, trainer.model, cell.seed)
     sampler = Sampler(cell.setting.model_path)
@@ -187,7 +251,7 @@ def run(cell: Cell) -> Result:
     curve = [evaluate(rollouts, trainer, 0, [])]
     tokens, recent, setting = 0, list[dict[str, float]](), cell.setting
     for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
-        shard = make_shard(batch, step, cell.alpha)
+        shard = make_shard(batch, step, config.train.max_age)
         recent.append(trainer.train_step(shard))
         tokens += shard.total_tokens
         sampler.load(named_full_tensors(trainer.model))
@@ -211,7 +275,16 @@ def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Itera
     if not cell.mixed:
         yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
         return
-    for batch in mixed(alpha, steps, lambda step, part: rollouts.batch(step, version(), part, alpha + 1)):
+    parts = alpha + 1 + (LONG_PARTS if cell.span else 0)
+
+    def sample(step: int, part: int) -> list[Trajectory]:
+        return rollouts.batch(step, version(), part, parts)
+
+    def grow(step: int, part: int) -> list[Trajectory]:
+        return rollouts.grow(step, version(), part, parts)
+
+    made = spread(alpha, cell.span, steps, sample, grow) if cell.span else mixed(alpha, steps, sample)
+    for batch in made:
         yield sorted(batch, key=lambda one: one.task.task_id)
 
 

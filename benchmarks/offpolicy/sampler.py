@@ -3,7 +3,8 @@
 It holds a second copy of the policy: the trainer's is sharded and runs packed sequences only. Prompts of one call have
 equal length, so nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
 
-Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = vocabulary.
+Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = vocabulary,
+R = answers of all prompts, T = tokens of an answer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ class Answer(NamedTuple):
     """Without the end-of-text token."""
     truncated: bool
     """The limit came before the end-of-text token."""
+
+
+class Unfinished:
+    """Answers on their way, all of as many tokens so far."""
+
+    def __init__(self, prompt_RP: Tensor) -> None:
+        self.prompt_RP = prompt_RP
+        self.tokens_RT = torch.empty((len(prompt_RP), 0), dtype=torch.int64)
+        self.logp_RT = torch.empty((len(prompt_RP), 0))
 
 
 class Sampler:
@@ -80,6 +90,25 @@ class Sampler:
         columns = torch.stack(tokens, 1).tolist(), torch.stack(logp, 1).tolist()
         rows = zip(*columns, strict=True)
         return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
+
+    def begin(self, prompts: list[str], *, copies: int) -> Unfinished:
+        """`copies` answers to each prompt, those of a prompt in a row, without a token yet."""
+        ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        return Unfinished(torch.tensor(ids).repeat_interleave(copies, dim=0))
+
+    @torch.inference_mode()
+    def grow(self, some: Unfinished, generator: torch.Generator) -> None:
+        """Sample one more token of each, with nothing cached from the weights before."""
+        ids_RT = torch.cat([some.prompt_RP, some.tokens_RT], 1)
+        logp_RV = self.model(ids_RT, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
+        chosen = torch.multinomial(logp_RV.exp(), 1, generator=generator)
+        some.tokens_RT = torch.cat([some.tokens_RT, chosen], 1)
+        some.logp_RT = torch.cat([some.logp_RT, logp_RV.gather(-1, chosen)], 1)
+
+    def finished(self, some: Unfinished) -> list[Answer]:
+        """The answers as they are."""
+        rows = zip(some.prompt_RP.tolist(), some.tokens_RT.tolist(), some.logp_RT.tolist(), strict=True)
+        return [self._answer(*row) for row in rows]
 
     def _answer(self, prompt: list[int], tokens: list[int], logp: list[float]) -> Answer:
         truncated = self._end not in tokens

@@ -15,7 +15,7 @@ from flash.config.tree import Config
 from flash.simulate.bounds import bounds, quantities
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.report import SimReport
-from flash.simulate.world import World, simulate
+from flash.simulate.world import SimObserver, World, simulate
 
 NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
 """What a configuration must name and a simulation does not look at."""
@@ -89,11 +89,11 @@ def capacity_s(config: Config, report: SimReport) -> float:
     return next(bound.step_s for bound in every if bound.lower)
 
 
-def run_world(config: Config) -> tuple[World, SimReport]:
+def run_world(config: Config, observer: SimObserver | None = None) -> tuple[World, SimReport]:
     """Simulate, and keep what was simulated."""
 
     async def run() -> tuple[World, SimReport]:
-        world = World(config)
+        world = World(config, observer)
         return world, world.report(await world.run())
 
     return anyio.run(run, backend="asyncio", backend_options={"loop_factory": VirtualLoop})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.configure import TWO_ENGINES, configure, decode_s
-from flash.simulate.report import SimReport
+from flash.config.tree import Config
 from flash.simulate.world import simulate
 
 MEAN, DEVIATION = 400, 500
@@ -23,20 +23,18 @@ CASES = ((2, (None, 2.0, 1.0)), (8, (None, 4.0, 2.0, 1.0)))
 """Async ratio, and windows in batches."""
 
 
-def run(async_ratio: float, window: float | None, steps: int) -> SimReport:
-    """A simulated run with a window in batches, None for any order."""
-    return simulate(
-        configure(
-            run={"name": "length_bias", "steps": steps},
-            rollout={"group_size": 8, "fifo_window": window},
-            train={"batch_size": BATCH, "async_ratio": async_ratio},
-            engine={"max_sequences": PLACES},
-            simulate=TWO_ENGINES
-            | {
-                "train_step_s": decode_s(BATCH, MEAN, PLACES),
-                "response_tokens": f"lognormal({MEAN}, {DEVIATION}, low=1)",
-            },
-        )
+def configured(async_ratio: float, window: float | None, steps: int, max_token_age: int | None = None) -> Config:
+    """A run with a window in batches, None for any order, and perhaps a bound of its own on the age of tokens."""
+    return configure(
+        run={"name": "length_bias", "steps": steps},
+        rollout={"group_size": 8, "fifo_window": window},
+        train={"batch_size": BATCH, "async_ratio": async_ratio, "max_token_age": max_token_age},
+        engine={"max_sequences": PLACES},
+        simulate=TWO_ENGINES
+        | {
+            "train_step_s": decode_s(BATCH, MEAN, PLACES),
+            "response_tokens": f"lognormal({MEAN}, {DEVIATION}, low=1)",
+        },
     )
 
 
@@ -45,10 +43,10 @@ def measure(args: Args) -> list[Row]:
     steps = 20 if args.quick else 60
     rows: list[Row] = []
     for ratio, windows in CASES:
-        free = run(ratio, None, steps)
+        free = simulate(configured(ratio, None, steps))
         for window in windows:
             case = f"α = {ratio}, " + ("any order" if window is None else f"window {window:g}")
-            first, whole = run(ratio, window, FIRST), run(ratio, window, steps)
+            first, whole = (simulate(configured(ratio, window, count)) for count in (FIRST, steps))
             used = 1 - whole.ledger["discarded_tokens"] / whole.ledger["generated_tokens"]
             rows += [
                 Row(case, f"length_in_{FIRST}_steps", "share", first.mean_trained_length / free.mean_issued_length),

@@ -88,6 +88,8 @@ class SimEngine:
         """Tokens to prefill in the next step."""
         self._cache = PrefixCache()
         self._preemptions = 0
+        self.recomputed = 0
+        """Tokens of running sequences that swaps had computed again."""
         self._stretch: Stretch | None = None
         """The steps in flight; None while idle or swapping."""
         self._steps = 0
@@ -391,6 +393,7 @@ class SimEngine:
         if not swap.keep_cache:
             self._cache.clear()
             self._cold = self._context
+            self.recomputed += self._context
             for sequence in self._running:
                 self._hold_problem(sequence)
         if not swap.done.done():
