@@ -32,6 +32,8 @@ DEVIATIONS = 2.0
 """Of the expected use, that are kept free: once in forty times more is used."""
 AHEAD = 1 / 1024
 """The least s that is looked at, as a share of the greatest length."""
+STEP_TOKENS = 16
+"""Tokens of context that an engine computes in the time of a decoding step, at the least: both read all weights."""
 PRIOR = 0.5
 """Responses that count as seen before the first one, of half the greatest length each, between any two edges."""
 STEPS_AHEAD = 8
@@ -116,6 +118,14 @@ class ConcurrencyLimit:
         if whole:
             self._lengths.ended(length, limited=length >= longest)
 
+    def outlasts_a_move(self, name: Hashable) -> bool:
+        """Whether it is expected to decode here for longer than another engine would compute its context again."""
+        prompt, age, longest, _ = self._running[name]
+        hazard = self._lengths.hazard(longest)
+        later = np.append(EDGES[longest - age > EDGES], longest - age)
+        alive = np.exp(np.interp(age, EDGES, hazard) - np.interp(age + later, EDGES, hazard))
+        return float(np.trapezoid(alive, later)) * STEP_TOKENS > prompt + age
+
     def observe(self, pressure: Pressure) -> None:
         """Take note of how full the engine is, once a response has begun."""
         running, cache = len(self._running), pressure.kv_tokens
@@ -126,8 +136,10 @@ class ConcurrencyLimit:
         if running and pressure is self._seen:
             return  # no step since: who has begun or ended meanwhile takes or leaves room that is counted
         self._seen = pressure
-        # What an engine that runs nothing has last told is of requests that are gone.
-        more = 0 if running and pressure.waiting else self._room(cache, pressure.kv_used * cache)
+        # What an engine that runs nothing has last told is of requests that are gone. Who waits there and has no token
+        # yet has just come, and is counted; others were put back.
+        come = sum(not row[3] for row in self._running.values())
+        more = 0 if running and pressure.waiting > come else self._room(cache, pressure.kv_used * cache)
         self._limit = max(1, min(self._ceiling, running + more))
 
     def _room(self, cache: int, used: float) -> int:

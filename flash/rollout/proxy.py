@@ -235,6 +235,7 @@ class LLMProxy:
             wait = self._waits[routed]
             wait.engine = record
             wait.over.set()
+        self._balance(record)
         self._on_room()
 
     def _failed(self, record: EngineRecord, error: EngineError) -> None:
@@ -284,19 +285,23 @@ class LLMProxy:
         record.usage.swapped(start, self._now())
         record.end_swap(record.engine.version)
         self._outages.ends()
+        self._observe(record)
         self._fill(record)
-        self._balance(record)
 
     def _balance(self, record: EngineRecord) -> None:
-        """The first engine that reaches a version is given all that waited for it: share it with one that comes later.
+        """Let an engine with room have its share of what fuller ones run: the pace of all is that of the fullest.
 
-        The youngest requests move, since the least has to be computed again for them.
+        The youngest requests move, since the least has to be computed again for them; the next ones when these have.
         """
-        for giver, count in self._router.surplus(record.index):
-            running = self.records[giver].running.items()
-            for scope, routed in [each for each in running if each[1].movable][-count:]:
-                routed.settled = False
-                scope.cancel()
+        gives = self._router.surplus(record.index)
+        if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
+            return
+        for giver, count in gives:
+            fuller = self.records[giver]
+            for scope, routed in [each for each in fuller.running.items() if each[1].movable][-count:]:
+                if fuller.concurrency.outlasts_a_move(scope):
+                    routed.settled = False
+                    scope.cancel()
 
     async def _emptied(self, record: EngineRecord, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""

@@ -2,8 +2,8 @@
 
 A request goes to the least loaded engine that is recent enough for its lease; the one that served the same task before
 is preferred as long as it is not much fuller, and among equals the one that served its group. What fits nowhere waits,
-and leaves in the order of its tasks, the oldest first. With bound groups all requests of a group go to one engine, and
-wait for it.
+and leaves in the order of its tasks, the oldest first; while nothing waits, an engine with room is given its share of
+what clearly fuller ones run. With bound groups all requests of a group go to one engine, and wait for it.
 
 Where the KV cache of its sessions is counted (`flash.rollout.sessions`), an engine takes a request whose session has no
 place on it only as far as its memory reaches, those that have begun before new ones; one that runs nothing takes any.
@@ -18,7 +18,6 @@ Invariant (work conservation): no engine with room waits beside a request that i
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -209,7 +208,7 @@ class Router:
         return placed
 
     def surplus(self, engine: int) -> list[tuple[int, int]]:
-        """How many requests each fuller engine should give to one that has just become free: (engine, count) pairs.
+        """How many requests each fuller engine should give to one that has room: (engine, count) pairs.
 
         None are given unless the fullest is clearly fuller, nor while others wait anyway.
         """
@@ -217,14 +216,18 @@ class Router:
         if self._bind or self.waiting or not view.open:
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
-        gives: dict[int, int] = {}
         fuller = [index for index in held if self.views[index].version <= view.version]
-        least = max(2, math.ceil(UNEVEN * max(held[index] for index in fuller)))
+
+        def load(index: int, more: int = 0) -> float:
+            return (held[index] + more) / self.views[index].limit
+
+        gives: dict[int, int] = {}
+        least = UNEVEN
         while held[engine] < view.limit:
-            giver = max(fuller, key=lambda index: (held[index], index))
-            if held[giver] - held[engine] < least:
+            giver = max(fuller, key=lambda index: (load(index), index))
+            if load(giver, -1) - load(engine, 1) < least * load(giver):
                 break
-            least = 2
+            least = 0.0
             held[giver] -= 1
             held[engine] += 1
             gives[giver] = gives.get(giver, 0) + 1

@@ -133,6 +133,23 @@ def test_while_the_engine_has_put_some_back_no_other_begins() -> None:
     assert limit.limit == 5
 
 
+def test_who_waits_there_for_a_first_token_keeps_nobody_out() -> None:
+    limit = limit_of(lengths_of([100] * 50), [(10, 10, 4000)] * 5)
+    limit.begins("new", 10, 0, 4000)
+    limit.observe(pressure(0.1, waiting=1))
+    assert limit.limit > 6
+    limit.grows("new", 1)
+    limit.observe(pressure(0.1, waiting=1))
+    assert limit.limit == 6, "it was put back"
+
+
+def test_what_is_expected_to_decode_for_longer_than_its_context_is_computed_outlasts_a_move() -> None:
+    lengths = lengths_of([1000] * 200)
+    rows = [(100, 0, 4000), (100, 900, 4000), (40_000, 0, 4000), (100, 3990, 4000)]
+    limit = limit_of(lengths, rows)
+    assert [limit.outlasts_a_move(number) for number in range(4)] == [True, True, False, False]
+
+
 def test_one_may_always_run() -> None:
     limit = limit_of(ResponseLengths(), [(2 * CACHE, 0, CACHE)])
     limit.observe(pressure(1.0))

@@ -653,7 +653,46 @@ def test_a_swap_in_the_middle_of_balanced_work_moves_nothing() -> None:
                 group.start_soon(lambda task=task: house.ask(task, 10))
             await anyio.sleep(2.5)
             await house.load_all(1)
-        assert sum(len(engine.requests) for engine in house.engines) == 9
+            assert sum(len(engine.requests) for engine in house.engines) == 9
+
+    run(scenario)
+
+
+def test_an_engine_that_runs_dry_is_given_its_share_of_the_youngest_with_their_tokens() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(10):
+                group.start_soon(lambda task=task: house.ask(task, 5 if task % 2 else 60))
+            await anyio.sleep(20.5)
+            assert sum(len(engine.requests) for engine in house.engines) == 12, "two of five have moved, once"
+            assert [engine.running for engine in house.engines] == [3, 2]
+            await house.load_all(1)
+        moved = [request for request in house.engines[1].requests if request.done]
+        assert [request.prompt[0] for request in moved] == [6, 8]
+        for task in range(10):
+            house.check(task, 5 if task % 2 else 60)
+        for request in moved:
+            completion = house.done[request.prompt[0]]
+            assert [run.version for run in completion.versions] == [0, 1]
+            assert completion.versions[0].count > request.done, "tokens of both engines"
+            assert house.progress[request.prompt[0]] == 59, "each token is told once, the last with the completion"
+        house.check_empty()
+
+    run(scenario)
+
+
+def test_what_may_soon_reach_its_greatest_length_stays_where_it_is() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(10):
+                group.start_soon(lambda task=task: house.ask(task, 95 if task % 2 else 99))
+            await anyio.sleep(97.5)
+            assert [engine.running for engine in house.engines] == [5, 0]
+        assert all(request.done == 0 for engine in house.engines for request in engine.requests)
 
     run(scenario)
 

@@ -131,6 +131,25 @@ def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
     assert router.room() == 0
 
 
+def test_an_engine_with_room_takes_its_share_by_what_each_could_hold() -> None:
+    router = Router(views(60, [0, 0, 0]), bind_groups=False)
+    for view, held, limit in zip(router.views, (24, 30, 0), (24, 60, 60), strict=True):
+        view.held, view.limit = held, limit
+    assert dict(router.surplus(2)) == {0: 15, 1: 7}, "9 of 24, 23 of 60 and 22 of 60 remain"
+    router.views[2].version = -1
+    assert router.surplus(2) == [], "what the others serve may need their version"
+
+
+def test_what_is_but_a_little_fuller_gives_nothing_and_nothing_moves_while_others_wait() -> None:
+    router = Router(views(60, [0, 0]), bind_groups=False)
+    router.views[0].held, router.views[1].held = 30, 23
+    assert router.surplus(1) == []
+    router.views[1].held = 15
+    assert router.surplus(1) == [(0, 7)]
+    place(router, 0, 0, min_version=1)
+    assert router.surplus(1) == []
+
+
 class Traffic(RuleBasedStateMachine):
     """Requests come and go while engines swap, shrink and die."""
 
