@@ -106,5 +106,5 @@ def _changes(config: Config) -> Iterator[list[str]]:
         yield changes
     nodes = config.cluster.trainer_nodes
     while (nodes := 2 * nodes) * config.cluster.trainer_ranks <= RANKS:
-        more = max(nodes, config.cluster.nodes)
+        more = config.cluster.nodes + nodes - config.cluster.trainer_nodes
         yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"]

@@ -53,7 +53,7 @@ class RankMemory:
         return self.weights + self.gradients + self.moments + self.others + self.at_work
 
 
-def rank_memory(config: Config, ranks: int) -> RankMemory:
+def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     """Of one of so many trainer ranks, whose micro-batch is as full as it may be with the longest sequences.
 
     Makes and leaves a default process group: there may be none. Needs `config.json` of the model, no weights.
@@ -66,24 +66,24 @@ def rank_memory(config: Config, ranks: int) -> RankMemory:
         with counted():
             policy = _made(config.model, config.model.path, mesh)
         weights = 4 * sum(_own(policy))
-        at_work = _at_work(config, mesh, policy)
+        at_work = _at_work(config, mesh, policy, few)
         others = sum(_others(config, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
     return RankMemory(numbers, weights, weights, MOMENTS * weights, others, at_work)
 
 
-def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -> int:
+def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
     """Bytes of a step beyond what the rank keeps."""
     layers = [
         module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
     ]
     if (
         len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
-        or len(layers) <= FEW + 1
+        or len(layers) <= few + 1
     ):
         return _step(config, mesh, len(layers))
-    few, more = (_step(config, mesh, count) for count in (FEW, FEW + 1))
-    return few + (len(layers) - FEW) * (more - few)
+    one, other = (_step(config, mesh, count) for count in (few, few + 1))
+    return one + (len(layers) - few) * (other - one)
 
 
 def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flash.config.tree import Config
-from flash.trainer import memory
 from flash.trainer.memory import MOMENTS, RankMemory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
@@ -29,19 +28,15 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
 
 def planned(folder: Path) -> dict[str, RankMemory]:
     """By what they show."""
-    few = memory.FEW
     plain, critics = configured(folder), {"advantage": "gae", "kl": {"coefficient": 0.1}}
-    found = {
+    return {
         "alone": rank_memory(plain, 1),
         "of two": rank_memory(plain, 2),
+        "of two, all layers": rank_memory(plain, 2, few=6),
         "of many": rank_memory(plain, 64),
         "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
         "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
     }
-    memory.FEW = 6
-    found["of two, all layers"] = rank_memory(plain, 2)
-    memory.FEW = few
-    return found
 
 
 def configured(folder: Path, **tables: Any) -> Config:
