@@ -70,7 +70,7 @@ class Server(forkserver.ForkServer):
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.variables = {**(variables or {}), MODULES: ",".join(modules)}
-        self._of_parent = 0
+        self._of_parent: int | None = None
         """The process id of the server from which this process was forked, where it is this one."""
 
     def ensure_running(self) -> None:

@@ -1,0 +1,55 @@
+"""What processes have of their own that are forked from one which has imported what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.foreign.forking import ForkedProcess, Server
+
+ROOT = Path(__file__).parents[2]
+IN_A_CONTAINER = ["unshare", "--pid", "--fork"]
+"""The first process there has no parent that it could see, nor has one that was brought in from outside."""
+FIRST = f"from {__name__} import Told, told; print(told(Told.server))"
+
+
+class Told(ForkedProcess):
+    """Leaves an answer in a file."""
+
+    server = Server()
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = file
+
+    def run(self) -> None:
+        self.enter()
+        Path(self._file).write_text(json.dumps(self.answer()))
+
+    def answer(self) -> object:
+        return "here"
+
+
+def told(server: Server, kind: type[Told] = Told) -> object:
+    """What a process says that is forked from this server."""
+    file = Path(os.environ["TMPDIR"]) / f"told-{os.getpid()}"
+    process = kind(str(file))
+    process.server = server
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return json.loads(file.read_text())
+
+
+def test_a_process_without_a_parent_that_it_can_see_has_processes_forked(tmp_path: Path) -> None:
+    if subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no numbers of processes of a test's own can be had here")
+    own = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [*IN_A_CONTAINER, sys.executable, "-c", FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("here\n", "")
