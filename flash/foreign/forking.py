@@ -222,6 +222,11 @@ class ForkedProcess(ForkServerProcess):
         os.environ.clear()
         os.environ.update(self.variables)
         os.sched_setaffinity(0, self._cores)
+        # Else all that are forked from one process would draw the same numbers, and so would who starts again.
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed()
+        if (torch := sys.modules.get("torch.random")) is not None:
+            torch.default_generator.seed()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
     def run(self) -> None:

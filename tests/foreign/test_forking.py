@@ -46,6 +46,13 @@ def told(server: Server, kind: type[Told] = Told) -> object:
     return json.loads(file.read_text())
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
 def test_a_process_without_a_parent_that_it_can_see_has_processes_forked(tmp_path: Path) -> None:
     if subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no numbers of processes of a test's own can be had here")
@@ -53,3 +60,22 @@ def test_a_process_without_a_parent_that_it_can_see_has_processes_forked(tmp_pat
     command = [*IN_A_CONTAINER, sys.executable, "-c", FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("here\n", "")
+
+
+class Drawn(Told):
+    """Tells what it draws of those that nobody has seeded."""
+
+    def answer(self) -> object:
+        import numpy as np
+        import torch
+
+        return [float(np.random.rand()), float(torch.rand(1, dtype=torch.float64))]
+
+
+@pytest.mark.usefixtures("folder")
+def test_two_that_are_forked_from_one_process_do_not_draw_the_same_numbers() -> None:
+    server = Server("numpy.random", "torch")
+    one, other = told(server, Drawn), told(server, Drawn)
+    assert isinstance(one, list)
+    assert isinstance(other, list)
+    assert len({*one, *other}) == 4
