@@ -47,6 +47,7 @@ TOUCHED = (
     "multiprocessing.popen_forkserver:Popen._launch",
     "multiprocessing.popen_forkserver:Popen.poll",
     "multiprocessing.context:ForkServerProcess._Popen",
+    "multiprocessing.context:ForkServerProcess._start_method",
     "multiprocessing.context:set_spawning_popen",
     "multiprocessing.spawn:get_preparation_data",
     "multiprocessing.resource_tracker:_resource_tracker",
@@ -183,7 +184,7 @@ class _Popen(popen_forkserver.Popen):
         try:
             prepared = spawn.get_preparation_data(process_obj._name)
             # Whoever begins a run from a script of his own need not guard that: nobody imports it.
-            prepared = {name: value for name, value in prepared.items() if not name.startswith("init_main")}
+            prepared = {name: value for name, value in prepared.items() if not name.startswith(("init_main", "start_"))}
             reduction.dump(prepared, data)
             reduction.dump(process_obj, data)
         finally:
@@ -208,6 +209,8 @@ class ForkedProcess(ForkServerProcess):
     """
 
     server: Server
+    _start_method: Any = None
+    """How the new process starts others: as Python does where nobody says it. Else it would be as it was started."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

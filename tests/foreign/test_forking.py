@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -79,3 +80,17 @@ def test_two_that_are_forked_from_one_process_do_not_draw_the_same_numbers() -> 
     assert isinstance(one, list)
     assert isinstance(other, list)
     assert len({*one, *other}) == 4
+
+
+class Starting(Told):
+    """Says how it starts processes of its own."""
+
+    def answer(self) -> object:
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("spawn")
+        return [before, multiprocessing.get_start_method()]
+
+
+@pytest.mark.usefixtures("folder")
+def test_how_a_forked_process_starts_others_is_pythons_own_way_until_it_says_another() -> None:
+    assert told(Told.server, Starting) == [None, "spawn"]
