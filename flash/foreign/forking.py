@@ -25,6 +25,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing import connection, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, cast
 
@@ -90,6 +91,8 @@ class Server(forkserver.ForkServer):
             address = os.path.join(folder, f"forks-{os.getpid()}-{token_hex(4)}")
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
+                os.chmod(address, 0o600)  # whoever may connect may have anything run here
+                util.Finalize(self, Path(address).unlink, kwargs={"missing_ok": True}, exitpriority=0)
                 listener.listen()
                 read, own._forkserver_alive_fd = os.pipe()
                 fds = [listener.fileno(), read]

@@ -94,3 +94,22 @@ class Starting(Told):
 @pytest.mark.usefixtures("folder")
 def test_how_a_forked_process_starts_others_is_pythons_own_way_until_it_says_another() -> None:
     assert told(Told.server, Starting) == [None, "spawn"]
+
+
+SOCKETS = f"""if True:
+    import os
+    from pathlib import Path
+    from {__name__} import Told, told
+    os.umask(0)
+    told(Told.server)
+    (socket,) = Path(os.environ["TMPDIR"]).glob("forks-*")
+    print(oct(socket.stat().st_mode & 0o777))
+"""
+
+
+def test_nobody_else_can_have_processes_forked_and_the_socket_goes_with_its_owner(tmp_path: Path) -> None:
+    own = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", SOCKETS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("0o600\n", "")
+    assert [*tmp_path.glob("forks-*")] == []
