@@ -33,6 +33,11 @@ def long_poll_s(config: Config) -> float:
     return min(LONG_POLL_S, config.deadlines.request / 3)
 
 
+def news_s(config: Config) -> float:
+    """How long the hub keeps a launcher waiting for news of its ranks: well below the time until that kills it."""
+    return min(BEAT_S, config.deadlines.hub / 3)
+
+
 def echo_s(config: Config) -> float:
     """How long the hub keeps an error for the echo of another one: well below the time that a rank gives it."""
     return min(ECHO_S, config.deadlines.request / 3)

@@ -223,6 +223,14 @@ async def test_a_rank_that_does_not_show_any_more_that_it_runs_is_lost_long_befo
     assert note.startswith("trainer rank 1 (process 1012 on node 0) hangs: it has been silent for 31 s: every rank")
 
 
+async def test_a_launcher_without_news_is_answered_before_it_takes_the_hub_for_one_that_hangs() -> None:
+    config = config_of()
+    world = World(msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, hub=1.0)))
+    with anyio.fail_after(1.0):
+        news = await world.hub.handle(p.RanksRequest(0, 0))
+    assert news == p.RanksReply(0, [], [], [])
+
+
 async def test_a_rank_that_is_gone_is_the_cause_of_its_incarnations_end_and_its_peers_are_not() -> None:
     world = World(config_of(2, nodes=3, trainer_nodes=2))
 

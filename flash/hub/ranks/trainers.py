@@ -196,7 +196,7 @@ class Trainers(HubPart):
 
     async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
         """The processes of a node's ranks, once there is news of any, or so that their launcher sees that we run."""
-        with anyio.move_on_after(waits.BEAT_S):
+        with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)
         ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if self.node_of(number) == request.node]
         living = [rank.process for rank in ranks if rank.process is not None]
