@@ -184,6 +184,24 @@ async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
     assert not runs(pid)
 
 
+async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_be_made_of(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    (tmp_path / "endless.py").write_text(f"import time; open({str(here)!r}, 'w').close(); time.sleep(1000)")
+    processes = Processes()
+    processes.fork_from(Server("endless", variables={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}))
+
+    async def kill() -> None:
+        while not here.exists():  # noqa: ASYNC110 - nobody tells us
+            await anyio.sleep(0.01)
+        processes.kill_all()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            with pytest.raises(NotStartedError):
+                await processes.run("hub", Path("x"), [ProcessOrder(0)])
+
+
 async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
     class Nowhere(Server):
         def ensure_running(self) -> None:

@@ -74,6 +74,8 @@ class Processes:
     def __init__(self) -> None:
         self._server: Server | None = None
         self._living: dict[int, ForkedProcess] = {}
+        self._begins = False
+        """Whether one is about to start."""
         self._told: signal.Signals | None = None
         """What those that start from now on are told as well."""
         self.killed: set[int] = set()
@@ -126,11 +128,14 @@ class Processes:
 
     async def _begin(self, process: ForkedProcess) -> None:
         """Waits until its server has imported all, at the first of them for seconds."""
+        self._begins = True
         try:
             await anyio.to_thread.run_sync(process.start, abandon_on_cancel=True)
         except anyio.get_cancelled_exc_class():
             process.server.end()
             raise
+        finally:
+            self._begins = False
 
     async def _follow(
         self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
@@ -166,6 +171,8 @@ class Processes:
         """End all at once, also those that are about to start, with what they have started."""
         self._told = signal.SIGKILL
         self.kill(self.pids)
+        if self._begins:
+            self.end_server()
 
     def kill(self, pids: Collection[int]) -> None:
         """End those of ours with these process ids at once, with what they have started."""
