@@ -9,12 +9,13 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
 from flash.hub.progress import RunEnd
 from flash.rollout.fake_engine import FakeEngine
+from flash.rollout.routing import MAX_DEATHS
 from flash.simulate.clock import run_virtual
 from tests.rollout.test_node import World, ages
 from tests.rollout.test_node_engines import SLOTS, config, engine
@@ -243,6 +244,7 @@ def test_a_run_that_ends_does_not_wait_for_an_engine_that_starts() -> None:
 
 
 @settings(max_examples=25)
+@example(3, [(4.014, 2), (7.894, 0), (3.128, 1), (5.772, 2), (0.0, 0)], "recompute", False, 0.0)
 @given(
     st.integers(1, 3),
     st.lists(st.tuples(st.floats(0.0, 12.0), st.integers(0, 2)), min_size=1, max_size=8),
@@ -257,7 +259,7 @@ def test_laws_2_and_3_hold_whenever_engines_die(
         engines,
         run={"steps": 8},
         engine={"max_sequences": SLOTS, "max_restarts": 100},
-        rollout={"swap": swap, "replicate_prompts": replicate, "retries": 0, "breaker": 1},
+        rollout={"swap": swap, "replicate_prompts": replicate, "retries": 0, "breaker": 1000},
         train={"async_ratio": alpha},
     )
 
@@ -269,7 +271,11 @@ def test_laws_2_and_3_hold_whenever_engines_die(
     # The others may train past what waits for an engine; they do so very rarely.
     stale = end.ledger.get("given_up_stale", 0)
     assert stale <= SLOTS * len(deaths)
-    assert end.ledger["issued"] == end.ledger["trained"] + stale
-    assert {name for name in end.ledger if name.startswith(("retried", "given_up_"))} <= {"given_up_stale"}
+    # By chance as many engines may die under one sample, before any has given a token, as convict it.
+    killed = end.ledger.get("given_up_engine_killed", 0)
+    assert killed <= SLOTS * (len(deaths) // MAX_DEATHS)
+    assert end.ledger["issued"] == end.ledger["trained"] + stale + killed
+    given_up = {name for name in end.ledger if name.startswith(("retried", "given_up_"))}
+    assert given_up <= {"given_up_stale", "given_up_engine_killed"}
     assert max(ages(one)) <= math.ceil(alpha)
     assert all(fake.closed for line in one.lines for fake in line.made)
