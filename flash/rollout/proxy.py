@@ -298,10 +298,11 @@ class LLMProxy:
             return
         for giver, count in gives:
             fuller = self.records[giver]
-            for scope, routed in [each for each in fuller.running.items() if each[1].movable][-count:]:
-                if fuller.concurrency.outlasts_a_move(scope):
+            youngest = {routed: scope for scope, routed in reversed(fuller.running.items())}
+            for routed in reversed(self._router.adopted(record.index, youngest, count)):
+                if fuller.concurrency.outlasts_a_move(youngest[routed]):
                     routed.settled = False
-                    scope.cancel()
+                    youngest[routed].cancel()
 
     async def _emptied(self, record: EngineRecord, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""

@@ -18,7 +18,7 @@ Invariant (work conservation): no engine with room waits beside a request that i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from flash.rollout.sessions import Sessions
@@ -210,10 +210,10 @@ class Router:
     def surplus(self, engine: int) -> list[tuple[int, int]]:
         """How many requests each fuller engine should give to one that has room: (engine, count) pairs.
 
-        None are given unless the fullest is clearly fuller, nor while others wait anyway.
+        None are given unless the fullest is clearly fuller, nor while others wait anyway, nor to one that swaps.
         """
         view = self.views[engine]
-        if self._bind or self.waiting or not view.open:
+        if self._bind or self.waiting or not view.open or view.swapping:
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
@@ -232,6 +232,20 @@ class Router:
             held[engine] += 1
             gives[giver] = gives.get(giver, 0) + 1
         return list(gives.items())
+
+    def adopted(self, engine: int, requests: Iterable[RoutedRequest], count: int) -> list[RoutedRequest]:
+        """The first so many requests of a fuller engine that may move, and would find a place on this one."""
+        chosen: list[RoutedRequest] = []
+        tokens, empty = 0.0, self.views[engine].held == 0
+        for request in requests:
+            if len(chosen) == count:
+                break
+            if not request.movable or request.suspected or engine in request.barred:
+                continue
+            if (empty and not chosen) or self.sessions.fits(engine, request.session, request.prompt + tokens):
+                chosen.append(request)
+                tokens += self.sessions.tokens(request.session)
+        return chosen
 
     # -- engines -----------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,12 @@ class Sessions:
         known = self._sessions.get(session)
         return None if known is None else known.engine
 
-    def fits(self, engine: int, session: int, prompt: int) -> bool:
+    def tokens(self, session: int) -> float:
+        """What is counted for it."""
+        known = self._sessions.get(session)
+        return 0.0 if known is None else known.tokens
+
+    def fits(self, engine: int, session: int, prompt: float) -> bool:
         """Whether a turn may begin on an engine: one that is here may press idle ones out, another one may not."""
         cache = self.caches[engine]
         if not self.counted or not cache.memory:

@@ -18,6 +18,7 @@ from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
+from flash.rollout.routing import SUSPECTED
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Completion, Published, VersionRun
 
@@ -52,6 +53,7 @@ class House:
         bind: bool = False,
         drain_s: float = 500.0,
         slots: int = SLOTS,
+        session_s: float = 0.0,
     ) -> None:
         self.engines = engines
         self.on_room: Callable[[], None] = lambda: None
@@ -59,7 +61,7 @@ class House:
         self.proxy = LLMProxy(
             engines,
             0,
-            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s),
+            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s, session_s=session_s),
             self.outages,
             on_room=lambda: self.on_room(),
             now=anyio.current_time,
@@ -679,6 +681,72 @@ def test_an_engine_that_runs_dry_is_given_its_share_of_the_youngest_with_their_t
             assert completion.versions[0].count > request.done, "tokens of both engines"
             assert house.progress[request.prompt[0]] == 59, "each token is told once, the last with the completion"
         house.check_empty()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("why", ["it swaps", "it has failed them", "they may kill it"])
+def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
+    """It would be computed again where it was, whenever an answer ends beside it."""
+
+    async def scenario() -> None:
+        other = FakeEngine(answer, 1.0, 20.0, 8)
+        house = House(engine(slots=8), other, slots=8)
+        await house.load_all()
+        ends = [anyio.CancelScope() for _ in range(12)]
+
+        async def ask(task: int) -> None:
+            with ends[task]:
+                await house.ask(task, 60)
+
+        async with anyio.create_task_group() as group:
+            for task in range(12):
+                group.start_soon(ask, task)
+            await anyio.sleep(5.5)
+            for routed in house.proxy.records[0].running.values():
+                if why == "it has failed them":
+                    routed.barred = frozenset({1})
+                elif why == "they may kill it":
+                    routed.deaths = SUSPECTED
+            if why == "it swaps":
+                group.start_soon(house.proxy.load, 1, published(1))
+            await anyio.sleep(1.0)
+            for request in other.requests[:5]:
+                ends[request.prompt[0]].cancel()
+                await anyio.sleep(0.1)
+            assert [engine.running for engine in house.engines] == [6, 1]
+            assert sum(len(engine.requests) for engine in house.engines) == 12
+            group.cancel_scope.cancel()
+
+    run(scenario)
+
+
+def test_nothing_moves_to_an_engine_whose_cache_idle_sessions_fill() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8, session_s=500.0)
+        await house.load_all()
+        await house.proxy.load(1, published(1))
+        for fake in house.engines:
+            fake.kv_tokens = 820
+        async with anyio.create_task_group() as group:
+            for task in range(8):
+                group.start_soon(lambda task=task: house.ask(task, 99, min_version=1))
+        await house.ask(8, 1, min_version=1)
+        async with anyio.create_task_group() as group:
+            for task in range(10, 16):
+                group.start_soon(lambda task=task: house.ask(task, 60))
+            await anyio.sleep(5.5)
+            assert [engine.running for engine in house.engines] == [5, 1], "one that runs nothing takes any"
+            house.proxy.leave(8)
+            await anyio.sleep(1.0)
+            assert [engine.running for engine in house.engines] == [5, 1]
+            assert len(house.engines[0].requests) == 5
+            house.proxy.leave(0)
+            house.proxy.leave(1)
+            await anyio.sleep(1.0)
+            assert [engine.running for engine in house.engines] == [4, 2], "there is place for one"
+            assert len(house.engines[0].requests) == 5
+            group.cancel_scope.cancel()
 
     run(scenario)
 
