@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flash.rollout.engine import Pressure
+
+Name = TypeVar("Name", bound=Hashable)
 
 EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
 """Lengths between which the hazard is constant, in tokens: quarters of octaves."""
@@ -118,13 +121,17 @@ class ConcurrencyLimit:
         if whole:
             self._lengths.ended(length, limited=length >= longest)
 
-    def outlasts_a_move(self, name: Hashable) -> bool:
-        """Whether it is expected to decode here for longer than another engine would compute its context again."""
-        prompt, age, longest, _ = self._running[name]
-        hazard = self._lengths.hazard(longest)
-        later = np.append(EDGES[longest - age > EDGES], longest - age)
-        alive = np.exp(np.interp(age, EDGES, hazard) - np.interp(age + later, EDGES, hazard))
-        return float(np.trapezoid(alive, later)) * STEP_TOKENS > prompt + age
+    def worth_moving(self, names: Sequence[Name]) -> list[Name]:
+        """Those that are expected to decode here for longer than another engine would compute their contexts again, the
+        shortest first, of equal ones the last."""
+        rows = [self._running[name] for name in names]
+        prompt, age, longest, _ = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+        most, context = longest.max(initial=1), prompt + age
+        hazard = self._lengths.hazard(int(most))
+        later = np.minimum(np.append(EDGES[most > EDGES], most), (longest - age)[:, None])
+        alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(age[:, None] + later, EDGES, hazard))
+        worth = np.trapezoid(alive, later) * STEP_TOKENS > context
+        return [names[at] for at in np.lexsort((-np.arange(len(names)), context)) if worth[at]]
 
     def observe(self, pressure: Pressure) -> None:
         """Take note of how full the engine is, once a response has begun."""

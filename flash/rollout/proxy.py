@@ -291,18 +291,17 @@ class LLMProxy:
     def _balance(self, record: EngineRecord) -> None:
         """Let an engine with room have its share of what fuller ones run: the pace of all is that of the fullest.
 
-        The youngest requests move, since the least has to be computed again for them; the next ones when these have.
+        Those with the shortest contexts move, as the least has to be computed again; the next ones when these have.
         """
         gives = self._router.surplus(record.index)
         if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
             return
         for giver, count in gives:
             fuller = self.records[giver]
-            youngest = {routed: scope for scope, routed in reversed(fuller.running.items())}
-            for routed in reversed(self._router.adopted(record.index, youngest, count)):
-                if fuller.concurrency.outlasts_a_move(youngest[routed]):
-                    routed.settled = False
-                    youngest[routed].cancel()
+            scopes = {fuller.running[scope]: scope for scope in fuller.concurrency.worth_moving([*fuller.running])}
+            for routed in self._router.adopted(record.index, scopes, count):
+                routed.settled = False
+                scopes[routed].cancel()
 
     async def _emptied(self, record: EngineRecord, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""

@@ -143,11 +143,15 @@ def test_who_waits_there_for_a_first_token_keeps_nobody_out() -> None:
     assert limit.limit == 6, "it was put back"
 
 
-def test_what_is_expected_to_decode_for_longer_than_its_context_is_computed_outlasts_a_move() -> None:
+def test_what_is_expected_to_decode_for_longer_than_its_context_is_computed_is_worth_moving_the_shortest_first() -> (
+    None
+):
     lengths = lengths_of([1000] * 200)
     rows = [(100, 0, 4000), (100, 900, 4000), (40_000, 0, 4000), (100, 3990, 4000)]
     limit = limit_of(lengths, rows)
-    assert [limit.outlasts_a_move(number) for number in range(4)] == [True, True, False, False]
+    assert limit.worth_moving(range(4)) == [0, 1]
+    assert limit.worth_moving([1, 0]) == [0, 1]
+    assert limit.worth_moving([]) == []
 
 
 def test_one_may_always_run() -> None:
