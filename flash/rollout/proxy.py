@@ -175,6 +175,9 @@ class LLMProxy:
         self._begin(record, scope, routed)
         concurrency.begins(scope, len(rest.prompt) - rest.done, rest.done, rest.done + rest.max_new_tokens)
         self._look(record)
+        if not routed.settled:  # others may have run dry while it moved
+            for other in self.records:
+                self._balance(other)
         try:
             with scope:
                 async with aclosing(record.engine.generate(rest)) as pieces:

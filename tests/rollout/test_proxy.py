@@ -710,6 +710,22 @@ def test_the_shortest_contexts_move_and_not_what_has_come_last() -> None:
     run(scenario)
 
 
+def test_of_several_engines_that_run_dry_at_once_each_is_given_its_share() -> None:
+    async def scenario() -> None:
+        house = House(*[engine(slots=8) for _ in range(3)], slots=8)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(18):
+                group.start_soon(house.ask, task, 5 if task % 3 else 90)
+            await anyio.sleep(10.0)
+            running = [engine.running for engine in house.engines]
+            assert (sum(running), max(running)) == (6, 3), "none is clearly fuller than another"
+            assert sum(len(engine.requests) for engine in house.engines) == 18 + 3
+            group.cancel_scope.cancel()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("why", ["it swaps", "it has failed them", "they may kill it"])
 def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
     """It would be computed again where it was, whenever an answer ends beside it."""
