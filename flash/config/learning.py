@@ -24,7 +24,7 @@ class TrainConfig(Section, frozen=True):
     """Samples per step, a multiple of rollout.group_size."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """α: (1 + α) batches on their way, tokens at most ⌈α⌉ versions old. 0: synchronous."""
-    max_token_age: NonNegative | None = None
+    max_token_age: Annotated[int, Meta(ge=0, le=1000)] | None = None
     """Most versions that a token may be old, [above ⌈α⌉](asynchrony.md#the-contract) for long answers. None: ⌈α⌉."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""

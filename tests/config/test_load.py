@@ -194,6 +194,7 @@ def test_an_override_of_another_form_is_refused(override):
         ("train.batch_size=many", '`train.batch_size` (override): expected an integer above 0, got "many"'),
         ("train.batch_size=8.0", "`train.batch_size` (override): expected an integer above 0, got 8.0"),
         ("train.batch_size=true", "`train.batch_size` (override): expected an integer above 0, got true"),
+        ("train.max_token_age=1001", "`train.max_token_age` (override): expected an integer from 0 to 1000, got 1001"),
         ("train.async_ratio=-1", "`train.async_ratio` (override): expected a number from 0 to 1000, got -1"),
         (
             "train.async_ratio=inf",
