@@ -46,8 +46,9 @@ class LoadedEnvironment:
         return self._class.problem_of(seed, **self._kwargs) if isinstance(self._class, Recurring) else None
 
     def check_names(self, seeds: range) -> None:
-        """Read what it takes to name problems, as a data set. Raises ConfigError: none of these has a name."""
-        if all(self.problem_of(seed) is None for seed in seeds):
+        """Read what it takes to name these, as the data sets of all kinds. Raises ConfigError: none has a name."""
+        names = [self.problem_of(seed) for seed in seeds]  # all, or a kind would read its data in the loop
+        if all(name is None for name in names):
             raise ConfigError(
                 f"rollout.selection: {len(seeds)} problems of {self._class.__name__} have no names by which they would "
                 "be known again (docs/environments.md): expected `uniform`"

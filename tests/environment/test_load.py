@@ -6,6 +6,7 @@ from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
 
 prepared = []
+named = []
 
 
 class Plain:
@@ -35,6 +36,7 @@ class Several(Plain):
 
     @classmethod
     def problem_of(cls, seed, word="x", count=1):
+        named.append(seed)
         return str(seed % count) if seed else None
 
 
@@ -63,7 +65,9 @@ async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
     assert prepared == [{"word": "k", "count": 3}]
     assert [loaded.kind_of(seed) for seed in range(4)] == ["k0", "k1", "k2", "k0"]
     assert [loaded.problem_of(seed) for seed in range(4)] == [None, "1", "2", "0"]
+    named.clear()
     loaded.check_names(range(9))
+    assert named == [*range(9)], "each kind of them has read its data by then"
 
 
 @pytest.mark.anyio
