@@ -65,6 +65,8 @@ TOUCHED = (
     "vllm.sampling_params:SamplingParams.flat_logprobs",
     "vllm.logprobs:FlatLogprobs.logprobs",
     "vllm.logprobs:FlatLogprobs.token_ids",
+    "vllm.logprobs:FlatLogprobs.start_indices",
+    "vllm.logprobs:FlatLogprobs.end_indices",
     "vllm.sampling_params:SamplingParams.skip_clone",
     "vllm.sampling_params:SamplingParams.seed",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record",

@@ -79,15 +79,16 @@ def told(flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: in
     """
     if not sampling.keeps or not token_ids:
         return Told(flat.logprobs, Kept() if sampling.keeps else None)
-    ids, logprobs = (np.array(each).reshape(len(token_ids), -1) for each in (flat.token_ids, flat.logprobs))
-    drawn, likeliest, kept = ids[:, :1], ids[:, 1:], np.isfinite(logprobs[:, 1:])
-    if kept[:, -1].any() and likeliest.shape[1] < vocabulary:
+    # vLLM names the sampled one again among the likeliest, but not in pieces that it has put together.
+    ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
+    kept = np.isfinite(logprobs)
+    if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
         raise EngineError(
             f"more than {TIES} tokens are exactly as likely as the last that top_k = {sampling.top_k} keeps, and which "
             "they are is not known; expected model.head_dtype and dtype in which logits differ, or another top_k"
         )
-    kept &= likeliest != drawn
-    return Told(logprobs[:, 0].tolist(), Kept.of(likeliest[kept], kept.sum(axis=1)))
+    kept &= ids != np.repeat(ids[starts], ends - starts)
+    return Told(logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64)))
 
 
 def check_prompt(prompt: Sequence[int], longest: int) -> None:
