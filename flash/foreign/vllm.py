@@ -50,6 +50,10 @@ TOUCHED = (
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
     "vllm.v1.engine.output_processor:OutputProcessor.log_stats",
     "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
+    "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
+    "vllm.v1.engine.output_processor:RequestState.stream_interval",
+    "vllm.v1.engine.logprobs:LogprobsProcessor.logprobs",
+    "vllm.v1.engine.logprobs:LogprobsProcessor.tokenizer",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
     "vllm.v1.engine.output_processor:RequestOutputCollector.request_id",
@@ -403,6 +407,25 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
     """A look at a running request: the labels of the weight versions so far, each with its first token."""
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
+
+
+def briefly(llm: Any, queue: Any) -> Callable[[], None]:
+    """Of a running request whose likeliest tokens are told: forgets, when called, what was delivered of them.
+
+    vLLM holds them until the response ends, kilobytes a token, and looks up the text of each where the response may end
+    at a text; nobody asks for either.
+    """
+    state = llm.output_processor.request_states.get(queue.request_id)
+    if state is None:  # it is over, and all of it in the queue
+        return lambda: None
+    said = state.logprobs_processor
+    said.tokenizer = None
+
+    def forget() -> None:
+        # The last ones may be in no piece yet.
+        said.logprobs = said.logprobs[-state.stream_interval :]
+
+    return forget
 
 
 def undelivered(queue: Any) -> int:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
 
 from flash.errors import EngineError
+from flash.foreign import vllm
 from flash.rollout.vllm.requests import TIES, Told, told
 from flash.sampling import Kept, Sampling
 
 VOCABULARY = 100
 HOW = Sampling(top_k=3)
+
+
+def asked(sampling: Sampling) -> dict[str, Any]:
+    """As vLLM takes it."""
+    return msgspec.structs.asdict(sampling) | {"stop": [], "stop_token_ids": [], "logit_bias": {}}
 
 
 def piece(drawn: int, likeliest: Sequence[int]) -> FlatLogprobs:
@@ -49,3 +62,27 @@ def test_more_ties_than_were_asked_for_are_an_error(drawn: int) -> None:
     assert told(whole, [1, drawn], HOW, len(ids)).kept is not None
     with pytest.raises(EngineError, match="exactly as likely"):
         told(whole, [1, drawn], HOW, VOCABULARY)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_of_the_likeliest_tokens_vllm_holds_those_in_no_piece_alone_and_no_texts(interval: int) -> None:
+    """Those of all that run are more than a node has memory for, and a text takes longer than a token."""
+    processor: Any = OutputProcessor(None, log_stats=False, stream_interval=interval)
+    parameters = vllm.sampling_parameters(asked(HOW), 99, likeliest=2)
+    queue: Any = RequestOutputCollector(parameters.output_kind, "r")
+    request = EngineCoreRequest("r", [1], None, parameters, None, 0.0, None, None, None, external_req_id="r")
+    processor.add_request(request, None, queue=queue)
+    state, read = processor.request_states["r"], list[int]()
+    state.logprobs_processor.tokenizer = object()  # of which no text can be had
+    forget = vllm.briefly(SimpleNamespace(output_processor=processor), queue)
+    for token in range(20):
+        lists = LogprobsLists(np.array([[token, token, 50]]), np.zeros((1, 3)), np.array([1]))
+        processor.process_outputs([EngineCoreOutput("r", [token], new_logprobs=lists)])
+        if token % 4 and (output := queue.get_nowait()) is not None:
+            (piece,) = output.outputs
+            assert [piece.logprobs.token_ids[at] for at in piece.logprobs.start_indices] == piece.token_ids
+            read += piece.token_ids
+            forget()
+            assert len(state.logprobs_processor.logprobs) <= interval
+    assert read == list(range(len(read)))
+    assert len(read) > 20 - interval - 1

@@ -162,6 +162,7 @@ class VLLMEngine:
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             queue = await llm.add_request(request_id, prompt, self._sampling.of(request, vocabulary))
             starts = vllm.version_starts(llm, queue)
+            forget = vllm.briefly(llm, queue) if request.sampling.keeps else None
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
@@ -171,6 +172,8 @@ class VLLMEngine:
                 logprobs += new.logprobs
                 if new.kept is not None:
                     kept.append(new.kept)
+                if forget is not None:
+                    forget()
                 if output.finished:
                     break
                 versions = version_runs(starts(), start, len(token_ids))
