@@ -74,8 +74,11 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
     count_T = counts.astype(np.int64) + 1
 
     bias_N, penalty_N = np.zeros(len(token_N)), np.ones(len(token_N))
-    for token, bias in sampling.logit_bias:
-        bias_N[token_N == token] += bias
+    if sampling.logit_bias:
+        # As engines take them: of several of one token the last.
+        known, bias = map(np.array, zip(*sorted(dict(sampling.logit_bias).items()), strict=True))
+        at_N = np.searchsorted(known, token_N).clip(max=len(known) - 1)
+        bias_N = np.where(known[at_N] == token_N, bias[at_N], 0.0)
     if sampling.repetition_penalty != 1:
         first = np.full(max(tokens.max(), token_N.max(initial=0)) + 1, len(tokens))
         known, at = np.unique(tokens, return_index=True)

@@ -213,7 +213,7 @@ def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: l
 
 
 def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_kept_set() -> None:
-    how = Sampling(top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
+    how = Sampling(top_k=4, logit_bias=((3, 1.0), (7, 9.0), (7, -2.0)), repetition_penalty=1.5)
     shard = branched_shard()
     drawn = [drawn_from_some(sample.trajectory, how) for sample in shard.samples]
     for branch in (branch for one in drawn for branch in sequences(one)):
