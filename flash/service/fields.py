@@ -172,10 +172,12 @@ def check_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
         own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
         if value != own and not (name == "top_k" and value < own == 0):
             message = (
-                f"Answers are drawn with `{name}` = {own:g} here, and training takes log-probs so; got {value:g}. "
-                "Leave it out, and configure the run ([rollout], [eval])."
+                f"Answers are drawn with `{name}` = {own:g} here, whatever is asked for; got {value:g}. Leave it out"
             )
-            raise ApiError(400, message, "unsupported_value", name)
+            if name not in NEUTRAL:
+                message += f", or set the run's rollout.{name}"
+                message += ", in evaluations eval.temperature" if name == "temperature" else ""
+            raise ApiError(400, f"{message}.", "unsupported_value", name)
 
 
 def refuse_unserved(body: Unserved) -> None:

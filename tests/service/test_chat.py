@@ -80,6 +80,20 @@ def test_a_request_that_takes_answers_for_drawn_otherwise_than_they_are_is_refus
     assert (error.value.status, said["code"], said["param"]) == (400, "unsupported_value", refused)
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"temperature": 0.7}, "or set the run's rollout.temperature, in evaluations eval.temperature."),
+        ({"top_p": 0.9}, "or set the run's rollout.top_p."),
+        ({"presence_penalty": 0.5}, "got 0.5. Leave it out."),
+    ],
+)
+def test_a_refusal_names_the_key_that_would_do_it_if_there_is_one(given: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        EpisodeSession().call(read(body(**given)))
+    assert msgspec.json.decode(refused.value.body)["error"]["message"].endswith(advice)
+
+
 def test_who_asks_for_all_tokens_may_say_so_in_vllms_way() -> None:
     EpisodeSession().call(read(body(top_k=-1, temperature=1)))
 
