@@ -61,3 +61,11 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
     for name in FOLLOWED:
         if getattr(sampling, name) != getattr(PLAIN, name):
             yield name, why
+
+
+def unknown_sets(sampling: Sampling, *, dtype: str, head_dtype: str) -> str | None:
+    """Why it is not known which tokens are kept, of a model with these."""
+    if not sampling.keeps or "float32" in (dtype, head_dtype):
+        return None
+    why = f"which tokens it keeps is not known with logits in {dtype}, of which too many are equal"
+    return f'{why}: expected 0, or model.head_dtype = "float32"'

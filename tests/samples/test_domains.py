@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flash.config.tree import RolloutConfig
+from flash.config.tree import Config, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.environment.interface import Domain
 from flash.errors import BreakerError, ConfigError, ContractError
 from flash.samples.buffer import SampleBuffer
@@ -23,7 +23,7 @@ from flash.samples.domains import DomainShares
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import AgeContract, BufferRules, DomainSettings
+from flash.samples.rules import AgeContract, BufferRules, DomainSettings, Problems
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN, Sampling
@@ -215,6 +215,14 @@ def test_a_domain_cannot_sample_what_cannot_be_trained(domain: Domain, message: 
     run = RolloutConfig(top_k=20, top_p=0.5) if domain.top_k == 0 else RolloutConfig()
     with pytest.raises(ConfigError, match=f"env.path: {message}"):
         DomainSettings.of("c", domain, run)
+
+
+def test_a_domain_keeps_no_sets_where_logits_are_too_coarse_to_tell_which() -> None:
+    model = ModelConfig(path="model", dtype="bfloat16", head_dtype="model")
+    config = Config(run=RunConfig(name="n"), model=model, env=EnvConfig(path="envs.mixture:Mixture"))
+    assert not Problems.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.keeps
+    with pytest.raises(ConfigError, match=r"top_k of the domain 'a': .* not known with logits in bfloat16"):
+        Problems.of(config, lambda seed: "a", {"a": Domain(top_k=5)})
 
 
 def test_a_domain_has_its_own_sampling_and_else_the_runs() -> None:
