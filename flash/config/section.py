@@ -45,6 +45,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
 """What changes the distribution of a token, other than its temperature."""
+MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
+"""Tokens that vLLM's GPU workers have room for; of 128 that end a response some are the model's own."""
 UNFOLLOWED: dict[str, str] = dict.fromkeys(
     ("presence_penalty", "frequency_penalty"),
     "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not known; "
@@ -54,7 +56,10 @@ UNFOLLOWED: dict[str, str] = dict.fromkeys(
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
-    """What cannot be trained as it is sampled: the key and what is wrong with it."""
+    """What cannot be sampled, or not be trained as it is: the key and what is wrong with it."""
+    for name, most in MOST_NAMED.items():
+        if (named := len(getattr(sampling, name))) > most:
+            yield name, f"an engine on a GPU would die of more than {most}: got {named}"
     if sampling.top_k:
         return
     why = f"is followed by the trainer for the tokens that top_k keeps alone: set it too, to {HIGHEST_TOP_K} at most"

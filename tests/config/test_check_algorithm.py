@@ -221,6 +221,14 @@ def resolve(*overrides: str) -> Config:
         (["rollout.min_p=0.1"], "`rollout.min_p` (override): is followed by the trainer"),
         (["rollout.min_tokens=5"], "`rollout.min_tokens` (override): is followed by the trainer"),
         (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (override): is followed by the trainer"),
+        (
+            [f"rollout.logit_bias={[[token, 1.0] for token in range(1025)]}", "rollout.top_k=5"],
+            "`rollout.logit_bias` (override): an engine on a GPU would die of more than 1024: got 1025",
+        ),
+        (
+            [f"rollout.stop_token_ids={list(range(101))}"],
+            "`rollout.stop_token_ids` (override): an engine on a GPU would die of more than 100: got 101",
+        ),
         (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): is followed by the trainer"),
         (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
         (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
