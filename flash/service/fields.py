@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from flash.sampling import Sampling
 from flash.service.errors import ApiError, unsupported
+
+log = logging.getLogger("flash")
 
 _T = TypeVar("_T")
 
@@ -145,7 +149,7 @@ class Unserved(msgspec.Struct, kw_only=True):
 
 
 class AskedSampling(Unserved, kw_only=True):
-    """And what says how an answer is drawn: the run says it, and a request may say the same."""
+    """And what says how an answer is drawn: the run says it, whatever a request asks for."""
 
     frequency_penalty: float | None = None
     min_p: float | None = None
@@ -166,18 +170,21 @@ def drawn(body: AskedSampling) -> tuple[tuple[str, float], ...]:
     return tuple((name, value) for name in names if (value := getattr(body, name)) is not None)
 
 
-def check_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
-    """Raise ApiError for what says otherwise than the run."""
+def heed_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
+    """Say what of a request holds no sway: answers are drawn as the run says, and agents are other people's code."""
     for name, value in asked:
         own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
         if value != own and not (name == "top_k" and value < own == 0):
-            message = (
-                f"Answers are drawn with `{name}` = {own:g} here, whatever is asked for; got {value:g}. Leave it out"
-            )
-            if name not in NEUTRAL:
-                message += f", or set the run's rollout.{name}"
-                message += ", in evaluations eval.temperature" if name == "temperature" else ""
-            raise ApiError(400, f"{message}.", "unsupported_value", name)
+            _tell(name, value, own)
+
+
+@lru_cache(1024)
+def _tell(name: str, value: float, own: float) -> None:
+    """Once for each value."""
+    where = (
+        "" if name in NEUTRAL else f" (rollout.{name}{', in evaluations eval.temperature' * (name == 'temperature')})"
+    )
+    log.warning("an agent asks for %s = %g; its answers are drawn with %g%s", name, value, own, where)
 
 
 def refuse_unserved(body: Unserved) -> None:

@@ -27,7 +27,7 @@ from flash.sampling import PLAIN, Sampling
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.deltas import AnswerDeltas
 from flash.service.errors import ApiError, unsupported
-from flash.service.fields import check_drawn
+from flash.service.fields import heed_drawn
 from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Observation, Piece
 
@@ -189,7 +189,7 @@ class EpisodeSession:
             ApiError: it is no call, or the episode has ended.
         """
         self._check_open()
-        check_drawn(asked.drawn, self._sampling)
+        heed_drawn(asked.drawn, self._sampling)
         if asked.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
         digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from flash.sampling import Sampling
-from flash.service import completions, responses
+from flash.service import completions, fields, responses
 from flash.service.chat import AgentRequest, ChatEvents, PolicyAnswer, completion, read
 from flash.service.errors import ApiError
 from flash.service.fields import before
@@ -44,7 +44,7 @@ def test_a_request_is_read_with_what_it_takes_for_how_answers_are_drawn() -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "refused"),
+    ("given", "otherwise"),
     [
         ({"temperature": 0.7, "top_p": 1, "top_k": 20, "min_p": 0, "presence_penalty": 0}, None),
         ({"temperature": None}, None),
@@ -65,33 +65,34 @@ def test_a_request_is_read_with_what_it_takes_for_how_answers_are_drawn() -> Non
     ],
     ids=["chat", "completions", "responses"],
 )
-def test_a_request_that_takes_answers_for_drawn_otherwise_than_they_are_is_refused(
-    given: dict[str, Any], refused: str | None, read: Callable[[dict[str, Any]], AgentRequest]
+def test_answers_are_drawn_as_the_run_says_which_an_agent_that_asks_otherwise_is_told_of_once(
+    given: dict[str, Any],
+    otherwise: str | None,
+    read: Callable[[dict[str, Any]], AgentRequest],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Training would take the log-probs of a distribution that nobody drew from."""
-    asked = read(given)
-    session = EpisodeSession(sampling=Sampling(0.7, top_k=20))
-    if refused is None:
-        session.call(asked)
-        return
-    with pytest.raises(ApiError, match=f"Answers are drawn with `{refused}` = .* here") as error:
-        session.call(asked)
-    said = msgspec.json.decode(error.value.body)["error"]
-    assert (error.value.status, said["code"], said["param"]) == (400, "unsupported_value", refused)
+    fields._tell.cache_clear()
+    for _ in range(2):
+        EpisodeSession(sampling=Sampling(0.7, top_k=20)).call(read(given))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (otherwise is not None)
+    assert all(f"asks for {otherwise} = " in one for one in told)
 
 
 @pytest.mark.parametrize(
-    ("given", "advice"),
+    ("given", "told"),
     [
-        ({"temperature": 0.7}, "or set the run's rollout.temperature, in evaluations eval.temperature."),
-        ({"top_p": 0.9}, "or set the run's rollout.top_p."),
-        ({"presence_penalty": 0.5}, "got 0.5. Leave it out."),
+        ({"temperature": 0.7}, "drawn with 1 (rollout.temperature, in evaluations eval.temperature)"),
+        ({"top_p": 0.9}, "drawn with 1 (rollout.top_p)"),
+        ({"presence_penalty": 0.5}, "drawn with 0"),
     ],
 )
-def test_a_refusal_names_the_key_that_would_do_it_if_there_is_one(given: dict[str, Any], advice: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        EpisodeSession().call(read(body(**given)))
-    assert msgspec.json.decode(refused.value.body)["error"]["message"].endswith(advice)
+def test_what_is_told_names_the_key_that_would_do_it_if_there_is_one(
+    given: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields._tell.cache_clear()
+    EpisodeSession().call(read(body(**given)))
+    assert [record.getMessage().endswith(told) for record in caplog.records] == [True]
 
 
 def test_who_asks_for_all_tokens_may_say_so_in_vllms_way() -> None:
