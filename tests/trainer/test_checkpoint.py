@@ -13,15 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from flash.config.tree import ModelConfig
 from flash.errors import CheckpointError, PeerLostError
+from flash.trainer.mesh import trainer_mesh
+from flash.trainer.model.model import shard_model
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.full_disk import small_disk
+from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import kept, make_config, random_shard, state_of, weights_of
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
@@ -435,6 +440,16 @@ def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_pat
         assert torch.equal(value, expected.pop(name))
     assert not expected
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True).convert_tokens_to_ids("b") == 1
+
+
+def test_an_export_has_what_biases_the_choice_of_experts(tmp_path: Path) -> None:
+    model: Any = tiny("deepseek_v3")
+    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+    model = shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype="float32"))
+    checkpoint.export_hf(model, TOKENIZER, tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        bias = file.get_tensor("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias)
 
 
 def test_an_export_that_cannot_be_written_is_a_checkpoint_error(tied_model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import load_model, named_full_tensors, shard_model
-from tests.trainer.packed_cases import one_by_one, packed_batch, random_sequences, sharded
+from flash.trainer.model.model import load_model, load_plain, load_sharded, named_full_tensors, shard_model
+from tests.trainer.packed_cases import one_by_one, packed_batch, random_sequences, sharded, tiny
 from tests.trainer.trainer_cases import VOCABULARY, reference_model, write_model
 
 
@@ -32,6 +34,17 @@ def test_full_tensors_have_hugging_face_names_without_the_tied_copy(tied_model: 
         found = dict(named_full_tensors(sharded(folder)))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("load", [load_plain, load_sharded])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_what_biases_the_choice_of_experts_is_read(tmp_path: Path, kind: str, load: Callable[..., Any]) -> None:
+    model: Any = tiny(kind)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+    model.save_pretrained(tmp_path)
+    found = load(ModelConfig(path=str(tmp_path), dtype="float32"), trainer_mesh("cpu"))
+    gates = [one.model.layers[1].mlp.gate.e_score_correction_bias for one in (found, model)]
+    assert torch.equal(*gates)
 
 
 FLOAT32 = ModelConfig(path="", dtype="float32")

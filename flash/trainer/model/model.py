@@ -99,8 +99,8 @@ def load_sharded(
     """
     whole = empty_model(config)
     model: Any = whole.base_model if backbone else whole
-    names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    stored = [names[id(parameter)] for parameter in model.parameters()]
+    names = {id(tensor): name for name, tensor in _named_weights(whole)}
+    stored = [names[id(tensor)] for _, tensor in _named_weights(model)]
     tensors = _Stored(config, whole)
     shard_model(model, mesh, config, recompute=recompute)
     return _fill(model, tensors, stored)
@@ -115,7 +115,7 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
         ConfigError: as `load_model`, or its layers cannot be divided.
     """
     model = empty_model(config)
-    names, tensors = [name for name, _ in model.named_parameters()], _Stored(config, model)
+    names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
     return _fill(model, tensors, names)
 
@@ -124,8 +124,7 @@ class _Stored:
     """The weights at `model.path`, by the model's own names. Files that hold others are loaded whole, on each rank."""
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
-        shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
-        shapes |= {name: buffer.shape for name, buffer in model.named_buffers() if name in model.state_dict()}
+        shapes = {name: tensor.shape for name, tensor in _named_weights(model)}
         self._files = stored_tensors(config.path, model, shapes)
         self._whole = load_model(config).state_dict() if self._files is None else {}
 
@@ -138,18 +137,25 @@ class _Stored:
 
 
 def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str]) -> PreTrainedModel:
-    """Give each parameter, in their order, this rank's part of what is stored under its name."""
+    """Give each weight, in their order, this rank's part of what is stored under its name."""
     found: dict[str, Tensor] = {}
-    for (own, parameter), name in zip(model.named_parameters(), names, strict=True):
+    for (own, tensor), name in zip(_named_weights(model), names, strict=True):
         whole = stored.read(name)
-        if isinstance(parameter, DTensor):
+        if isinstance(tensor, DTensor):
             # No rank sends: each cuts its own part, as a copy, so that no more than one tensor is whole at a time.
-            local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            found[own] = local.to(parameter.device_mesh.device_type, torch.float32, copy=True)
-        else:
+            local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            found[own] = local.to(tensor.device_mesh.device_type, torch.float32, copy=True)
+        elif isinstance(tensor, nn.Parameter):
             found[own] = whole.to(torch.float32, copy=True)
+        else:
+            found[own] = whole.to(tensor, copy=True)
     model.load_state_dict(found, strict=False, assign=True)
     return model.eval()
+
+
+def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What its files hold: parameters, and buffers that are no mere tables."""
+    return [*model.named_parameters(), *kept_buffers(model)]
 
 
 def shard_model(
@@ -220,6 +226,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that belong to a model's files, such as what biases the choice of experts. Nothing trains them."""
+    kept = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -170,11 +170,12 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """
     import torch.distributed as dist
 
-    from flash.trainer.model.model import named_full_tensors
+    from flash.trainer.model.model import kept_buffers, named_full_tensors
 
     rank = dist.get_rank()
     # Every rank takes part in the gathering; only rank 0 keeps the tensors, on the CPU.
     tensors = {name: tensor.cpu().contiguous() for name, tensor in named_full_tensors(model) if rank == 0}
+    tensors |= {name: buffer.cpu().contiguous() for name, buffer in kept_buffers(model)}
     aside = aside_of(folder)
 
     def write() -> None:
