@@ -115,16 +115,36 @@ def test_a_model_with_damaged_weights_is_refused(sure: Path) -> None:
         CanaryMaker(text, shard_model(whole, trainer_mesh("cpu"), config.model), config)
 
 
-def test_a_model_that_stops_at_tokens_is_refused_by_name(sure: Path) -> None:
-    class Odd(nn.Module):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            raise TypeError("expected a picture")
+class Stopping(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+def test_a_model_that_stops_at_tokens_is_refused_by_name(sure: Path) -> None:
     config = configured(sure)
     whole = load_model(config.model)
-    whole.model.norm = Odd()
+    whole.model.norm = Stopping(TypeError("expected a picture"))
     with pytest.raises(ConfigError, match=r"model\.path: Qwen3ForCausalLM cannot be trained.*expected a picture"):
         draw_canary(whole, config)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+     torch.OutOfMemoryError("CUDA out of memory")],
+    ids=["a lost rank", "memory"],
+)  # fmt: skip
+def test_what_is_not_the_models_fault_is_not_said_of_it(sure: Path, error: Exception) -> None:
+    config = configured(sure)
+    whole = load_model(config.model)
+    whole.model.norm = Stopping(error)
+    with pytest.raises(type(error)) as raised:
+        draw_canary(whole, config)
+    assert raised.value is error
 
 
 def test_the_canary_follows_the_weights(sure: Path) -> None:

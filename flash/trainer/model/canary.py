@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.foreign.torch import collective_failed
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import class_name
@@ -49,14 +50,16 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
     """Let the policy say something, in float32 (see `load_plain`). Called by all ranks, who get what rank 0 has drawn.
 
     Raises:
-        ConfigError: the model stops at a plain sequence of tokens.
+        ConfigError: the model stops at a plain sequence of tokens, while memory is enough and all ranks are there.
     """
     # The engine answers the canary with one token, which needs its place in the context.
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
     try:
         text = _drawn(model, count, config.run.seed)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
-        # Models are other people's code.
+        # Models are other people's code. Other ranks and memory are not.
+        if collective_failed(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
         fault = f"it stops at a sequence of tokens with {type(error).__name__}: {error}"
         raise ConfigError(
             f"model.path: {class_name(model)} cannot be trained, {fault}. Choose another model"
