@@ -185,6 +185,8 @@ WIDTHS = 8
 """Kernels on a GPU want heads of a multiple of so many numbers, and masks with rows of twice as many."""
 WIDEST_FLASH = 256
 """The widest heads of the fastest kernel on a GPU."""
+FLASH_SINCE = (8, 0)
+"""The first capability of GPUs that have it."""
 SUMS = 32
 """One kernel wants the sums of its weights for a multiple of so many tokens."""
 
@@ -241,8 +243,8 @@ def attend_backward(
         none = torch.zeros((), dtype=torch.int64, device=query.device)
         sums = pad(weight, (0, -query.shape[2] % SUMS), value=torch.inf).contiguous()
         grads = kernels._scaled_dot_product_efficient_attention_backward(
-            grad, *_every_head(wide), mask, answer, sums, none, none, 0.0, [True, True, True, False], causal,
-            scale=how.scale,
+            grad, *_every_head(wide), mask, _by_token(answer), sums, none, none, 0.0, [True, True, True, False],
+            causal, scale=how.scale,
         )[:3]  # fmt: skip
         groups = (1, query.shape[1] // key.shape[1], query.shape[1] // value.shape[1])
         grads = [one.unflatten(1, (-1, count)).sum(2) for one, count in zip(grads, groups, strict=True)]
@@ -250,7 +252,16 @@ def attend_backward(
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
+    import torch
+
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
+        return False
     return mask is None and query.element_size() == 2 and query.shape[-1] <= WIDEST_FLASH
+
+
+def _by_token(answer: Tensor) -> Tensor:
+    """With the heads of a token beside each other in memory: one kernel takes that for granted, unasked."""
+    return answer.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _to_width(states: Tensor, others: tuple[Tensor, ...]) -> Tensor:
