@@ -59,6 +59,38 @@ def test_what_else_mixes_tokens_is_found_and_named(kind: str, options: dict[str,
         check(tiny(kind, **options))
 
 
+class Slanted(torch.autograd.Function):
+    """Says the same of packed rows, and gives them another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * grad.shape[1]
+
+
+class SlantedLinear(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Slanted.apply(super().forward(input))  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_gradient_that_is_another_one_of_packed_rows_is_found_and_named(dtype: str) -> None:
+    model: Any = tiny("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.__class__ = SlantedLinear
+    with pytest.raises(ConfigError, match=r"model\.path: Qwen3ForCausalLM .*another gradient .*self_attn"):
+        check(model, dtype)
+
+
+def test_the_check_leaves_no_gradient(untied_model: Path) -> None:
+    trainer = Trainer(make_config(untied_model))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert not trainer.optimizer.state
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_model_that_does_not_compute_in_half_precision_is_told_so(dtype: str) -> None:
     with pytest.raises(ConfigError, match=rf'model\.dtype: MiniMax\w+ mixes {dtype} .*Set model\.dtype = "float32"'):

@@ -4,14 +4,17 @@ Attention is kept within sequences by `flash.trainer.model.packed.packed_attenti
 token to token, such as a recurrent state, a convolution, or a window or chunk that stands only in the model's own
 mask, is not, and would train on log-probs that no policy has. So some sequences of random tokens go through the model
 once in one row, and once alone with the model's own attention. One is longer than every window that
-`model.max_length` lets matter.
+`model.max_length` lets matter. A few of them are also trained on, both ways: the gradient of attention is our own
+(`flash.foreign.torch`), and a kernel that is asked wrongly for it would say nothing.
 
 Every rank calls this together, on the same tokens. Shape legend: P = packed tokens, T = predicted tokens.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -29,6 +32,7 @@ from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name
 from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.optimizer import global_norm
 
 LENGTHS = (9, 24, 5, 16)
 """Of the short sequences; each but the first has others before it in the row."""
@@ -38,6 +42,13 @@ LONGEST = 16_384
 """Tokens of the longest sequence. A longer window is not looked at: attention to it alone could fill the memory."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference in nats that is taken for rounding, by the dtype of the forward pass. What leaks makes 1 to 5."""
+LONGEST_TRAINED = 2_064
+"""Tokens of the longest sequence that is trained on."""
+GRADIENT_TOLERANCE = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
+"""The same of the gradient of parameters of one kind, relative to its norm. In bfloat16 rounding was seen to make 0.07,
+and 0.4 to 3 what takes the sums of a part's weights for those of all."""
+LITTLE = 0.05
+"""Share of the whole gradient's norm below which that of a kind is taken for as much: it is mostly rounding."""
 
 
 @torch.no_grad()
@@ -52,6 +63,9 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
         gap = _gap(*(way(model, [*sequences, *forked]) for way in (_packed, _alone)))
+        alike = gap <= TOLERANCE[config.model.dtype]
+        few = [*sequences[1:3], forked[1], *sequences[len(LENGTHS) :]]
+        kind, error = _gradient_gap(model, few) if alike else ("", 0.0)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         # Models are other people's code. Not RuntimeError: that may be a lost rank or too little memory.
         raise ConfigError(
@@ -65,8 +79,14 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and stops: {error}. "
             'Set model.dtype = "float32", or choose another model'
         ) from error
-    if gap <= TOLERANCE[config.model.dtype]:
-        return
+    if alike:
+        if error <= GRADIENT_TOLERANCE[config.model.dtype]:
+            return
+        raise ConfigError(
+            f"model.path: {class_name(model)} is given another gradient by packed sequences than by each of them "
+            f"alone: that of {kind} differs by {error:.0%}. The kernels that compute attention on this device do not "
+            "suit it; choose another model.dtype, or another model"
+        )
     layer = _first_difference(model, sequences) or "a layer that could not be found"
     raise ConfigError(
         f"model.path: {class_name(model)} gives packed sequences other log-probs than each of them "
@@ -87,13 +107,18 @@ def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
+    """As `_logprobs`, and no backward pass follows."""
+    logp_T = _logprobs(model, sequences)
+    reshard(model)
+    return logp_T
+
+
+def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """[T]: log-prob of every token but the first of each sequence, all in one row."""
     ids = [one.cpu().numpy() for one in sequences]
     packed = in_one_row(ids)
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    result = token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids]))
-    reshard(model)
-    return result.logp_T
+    return token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids])).logp_T
 
 
 def _packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -122,6 +147,50 @@ def _gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
     """
     gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
     return max(float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps)
+
+
+def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[str, float]:
+    """The kind of parameter whose gradient differs the most, packed and alone, and by what share of its norm.
+
+    Of those of attention: rounding that sends a token to another expert changes the gradients of both.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "", 0.0
+    some = [one for one in sequences if len(one) <= LONGEST_TRAINED]
+    packed = _gradient(model, [some])
+    with _own_attention(model):
+        alone = _gradient(model, [[one] for one in some])
+    kinds: dict[str, list[str]] = {}
+    for name in alone:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
+    least = LITTLE * global_norm([*alone.values()])
+    gaps = [("", 0.0)]
+    for kind, names in kinds.items():
+        if "att" not in kind and any("att" in other for other in kinds):
+            continue
+        norm = max(global_norm([alone[name] for name in names]), least)
+        error = global_norm([packed[name] - alone[name] for name in names])
+        # Without a number of its own there is nothing to hold it to.
+        if 0 < norm < math.inf:
+            gaps.append((kind, error / norm if math.isfinite(error) else math.inf))
+    return max(gaps, key=lambda gap: gap[1])
+
+
+@torch.enable_grad()
+def _gradient(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Of a loss over all tokens of some rows, by parameter; nothing of it stays at the model."""
+    for sequences in rows:
+        logp_T = _logprobs(model, sequences)
+        sign_T = torch.cat([1.0 - 2.0 * (one[1:] % 2) for one in sequences])
+        (logp_T * sign_T).sum().backward()
+    found = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    model.zero_grad()
+    reshard(model)
+    return found
 
 
 def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
