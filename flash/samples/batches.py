@@ -28,8 +28,18 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
     return Batch(step, min_version, trajectories, [entry for group in groups for entry in group.earlier])
 
 
-def deal(batch: Batch, shards: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[None, None, list[Shard]]:
+def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
+    """Which minibatch each group of a batch is in, in the order of its samples' groups."""
+    ordered = list(dict.fromkeys(groups))
+    return {group: index * minibatches // len(ordered) for index, group in enumerate(ordered)}
+
+
+def deal(
+    batch: Batch, shards: int, minibatches: int = 1, at_once: int = SAMPLES_AT_ONCE
+) -> Generator[None, None, list[Shard]]:
     """Each shard about equally many tokens that it computes: what samples begin with alike counts once in each.
+
+    So it is in each minibatch, at whose end shards wait for one another.
 
     Returns them in the end; it yields after each slice of the work, so that others can be served in between.
     """
@@ -41,9 +51,16 @@ def deal(batch: Batch, shards: int, at_once: int = SAMPLES_AT_ONCE) -> Generator
         count += trained_branches(trajectory, batch.min_version)
         if len(entries) % at_once == 0:
             yield
-    dealt = [range(len(entries))]
+    dealt = [list(range(len(entries)))]
     if shards > 1:
-        dealt = yield from _balanced(batch.trajectories, shards)
+        place = minibatch_of([entry.group_id for entry in entries], minibatches)
+        parts: list[list[int]] = [[] for _ in range(minibatches)]
+        for index, entry in enumerate(entries):
+            parts[place[entry.group_id]].append(index)
+        dealt = [[] for _ in range(shards)]
+        for part in parts:
+            for mine, more in zip(dealt, (yield from _balanced(batch.trajectories, part, shards)), strict=True):
+                mine += more
     return [
         Shard(
             step=batch.step,
@@ -99,15 +116,17 @@ def _grouped(trajectories: Sequence[Trajectory], places: list[int]) -> _Run:
     return _Group(ordered, sample_of, lengths, known).run(range(len(ordered)))
 
 
-def _balanced(trajectories: Sequence[Trajectory], shards: int) -> Generator[None, None, list[list[int]]]:
-    """The places of each shard's samples.
+def _balanced(
+    trajectories: Sequence[Trajectory], among: Sequence[int], shards: int
+) -> Generator[None, None, list[list[int]]]:
+    """The places of each shard's samples, of those at some places.
 
     Whole groups, the largest first, each to the shard with the fewest tokens so far. Then the largest of the fullest
     shard is halved and all are dealt again, some times; what left the fullest shard the least is taken.
     """
     members: dict[int, list[int]] = {}
-    for place, trajectory in enumerate(trajectories):
-        members.setdefault(trajectory.task.group_id, []).append(place)
+    for place in among:
+        members.setdefault(trajectories[place].task.group_id, []).append(place)
     runs: list[_Run] = []
     for places in members.values():
         runs.append(_grouped(trajectories, places))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from flash.ages import recent
 from flash.branches import Int64Array, in_common, sequences
 from flash.errors import ContractError
+from flash.samples.batches import minibatch_of
 from flash.sampling import PLAIN, Sampling
 from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import Computed, shared_prefixes
@@ -113,8 +114,7 @@ DUMMY = MicroBatch(
 
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
     """This rank's samples of each minibatch. All ranks cut the batch at the same groups; a group is never divided."""
-    groups = list(dict.fromkeys(entry.group_id for entry in shard.batch))
-    place = {group: index * minibatches // len(groups) for index, group in enumerate(groups)}
+    place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
     for sample in shard.samples:
         parts[place[shard.batch[sample.index].group_id]].append(sample)

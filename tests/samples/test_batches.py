@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -68,11 +70,11 @@ def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:
     assert (shard.total_tokens, shard.total_sequences) == (9, 2)
 
 
-def forked(groups: int, members: int, tokens: int, own: int) -> Batch:
-    """Answers of so many tokens, of which the last are the sample's own."""
+def forked(groups: int, members: int, length: int, own: int, lengths: Sequence[int] = ()) -> Batch:
+    """Answers of so many tokens, or of as many as are named for each group; the last of them are the sample's own."""
     rng = np.random.default_rng(groups)
     made: list[Trajectory] = []
-    for group in range(groups):
+    for group, tokens in enumerate(lengths or [length] * groups):
         begun = rng.integers(0, 1000, tokens)
         for member in range(members):
             one = trajectory(Task(10 * group + member, group, member, seed=0), 0, tokens - 2)
@@ -102,3 +104,12 @@ def test_ranks_compute_equally_much(groups: int, members: int, own: int, shards:
     dealt = at_once(deal(batch, shards))
     assert sorted(sample.index for shard in dealt for sample in shard.samples) == list(range(groups * members))
     assert max(map(computed, dealt)) <= fullest + own
+
+
+def test_ranks_compute_equally_much_in_each_minibatch() -> None:
+    batch = forked(4, 4, 0, 50, lengths=(400, 100, 100, 400))
+    dealt = at_once(deal(batch, 2, minibatches=2))
+    assert sorted(sample.index for shard in dealt for sample in shard.samples) == list(range(16))
+    for minibatch in (range(8), range(8, 16)):
+        some = [[one for one in shard.samples if one.index in minibatch] for shard in dealt]
+        assert max(computed(msgspec.structs.replace(dealt[0], samples=samples)) for samples in some) <= 400 + 3 * 50

@@ -135,7 +135,7 @@ class Steps(HubPart):
 
     async def _dealt(self, batch: Batch) -> list[list[Shard]]:
         """Its shards, in parts."""
-        shards = await in_slices(deal(batch, self._config.data_shards))
+        shards = await in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
         return [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
 
     def _part(
