@@ -17,7 +17,7 @@ from flash.errors import EngineDeadError, EngineRefusal
 from flash.rollout.engine import Engine, GenerateRequest, Progress
 from flash.types import Completion, Published, VersionRun
 
-LONG = 160
+LONG = 224
 """Tokens of a response that lasts over a swap."""
 PATIENCE_S = 60.0
 

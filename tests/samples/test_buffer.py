@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -624,8 +625,11 @@ def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
 )
 def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: list[int], ranks: int) -> None:
     buffer = make_buffer(alpha=0, batch=len(lengths))
-    for lease, length in zip(lease_all(buffer, 0), lengths, strict=True):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=length))
+    for index, (lease, length) in enumerate(zip(lease_all(buffer, 0), lengths, strict=True)):
+        # Nothing in common, which would be computed once.
+        token_ids = np.arange(100 * index, 100 * index + length + 2, dtype="<i4").tobytes()
+        made = msgspec.structs.replace(trajectory(lease.task, 0, tokens=length), token_ids=token_ids)
+        buffer.finish(lease.lease_id, made)
     groups = buffer.take(0)
     assert groups is not None
     shards = at_once(deal(gather(groups, 0, 0), ranks))
