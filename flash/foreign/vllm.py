@@ -107,6 +107,7 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
+    "vllm.distributed.device_communicators.shm_broadcast:SHM_READER_RECHECK_INTERVAL_MS",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
@@ -126,6 +127,8 @@ CORE_ENDED = "Failed core proc(s)"
 """In vLLM's error when a core has ended before it was ready."""
 WORKER_DIED = "Worker proc %s died unexpectedly (exit code: %s)"
 """How what a core logs of a worker that has ended begins."""
+LOOK_AGAIN_MS = 10
+"""After which a sleeping process of a CPU engine looks whether it has been called."""
 PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
 """Packages, libraries and folders there from which vLLM's CPU build has them preloaded: else its threads may all run on
 one core."""
@@ -280,7 +283,8 @@ def is_end_of_starting_core(error: BaseException) -> bool:
 def spin_less(seconds: float) -> None:
     """On a CPU, have processes of an engine that wait for each other's messages spin no longer, and then sleep.
 
-    vLLM's spin for a second after each, on a core that trainer, node loop or environments have a use for.
+    vLLM's spin for a second after each, on a core that trainer, node loop or environments have a use for. Who sleeps
+    may miss that he is called: vLLM has him look again after five seconds, in which the engine would stand still.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -288,6 +292,7 @@ def spin_less(seconds: float) -> None:
     if current_platform.is_cpu():
         spinning: Any = shm_broadcast
         spinning.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+        spinning.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS
 
 
 def on_killed_worker(tell: Callable[[int], None]) -> None:
