@@ -17,7 +17,7 @@ from flash.errors import EngineDeadError, EngineRefusal
 from flash.rollout.engine import Engine, GenerateRequest, Progress
 from flash.types import Completion, Published, VersionRun
 
-LONG = 224
+LONG = 400
 """Tokens of a response that lasts over a swap."""
 PATIENCE_S = 60.0
 

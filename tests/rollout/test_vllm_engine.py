@@ -157,7 +157,7 @@ def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str
 def make_config(folder: Path, dtype: str = "float32", **deadlines: float) -> Config:
     tree = {
         "run": {"name": "test"},
-        "model": {"path": str(folder), "dtype": dtype, "max_length": 256},
+        "model": {"path": str(folder), "dtype": dtype, "max_length": 512},
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
         "engine": {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8},
@@ -426,13 +426,13 @@ def test_a_response_ends_at_a_text_and_keeps_the_tokens_of_it(served: Served) ->
 def test_a_response_ends_at_its_limit_or_the_contexts(served: Served) -> None:
     served.load(served.publish())
     assert served.generate([5, 6, 7], 10).finish == "length"
-    nearly_full = served.generate([5] * 250, 40)
+    nearly_full = served.generate([5] * 506, 40)
     assert (len(nearly_full.token_ids), nearly_full.finish) == (6, "length")
 
 
-@pytest.mark.parametrize("length", [0, 256, 1000])
+@pytest.mark.parametrize("length", [0, 512, 1000])
 def test_a_prompt_that_does_not_fit_is_refused_with_the_limit(served: Served, length: int) -> None:
-    with pytest.raises(EngineError, match=rf"prompt of {length} tokens .* context of 256"):
+    with pytest.raises(EngineError, match=rf"prompt of {length} tokens .* context of 512"):
         served.generate([5] * length, 10)
 
 
