@@ -90,9 +90,10 @@ def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
     """The same with so many of the layers: most bytes in two steps, the second of two micro-batches."""
     tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
     lengths = [longest] * (tokens // longest) or [tokens]
-    packed = in_one_row([np.zeros(length, dtype=np.int64) for length in lengths])
+    # No two alike, which would be computed once.
+    packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    target_T = np.zeros(len(keep_T), dtype=np.int64)
+    target_T = np.arange(len(keep_T))
     with counted() as count:
         recompute = config.train.activation_checkpointing
         model = _made(config.model, config.model.path, mesh, recompute=recompute, layers=layers)

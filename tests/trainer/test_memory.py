@@ -33,6 +33,8 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "alone": rank_memory(plain, 1),
         "of two": rank_memory(plain, 2),
         "of two, all layers": rank_memory(plain, 2, few=6),
+        "of longer rows": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 4096}), 1),
+        "of rows twice as long": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 8192}), 1),
         "of many": rank_memory(plain, 64),
         "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
         "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
@@ -57,6 +59,10 @@ def test_ranks_share_what_is_kept_and_not_what_is_at_work(plans: dict[str, RankM
     assert alone.moments == MOMENTS * alone.weights
     assert 1 / 64 <= shared.weights / alone.weights < 1 / 32
     assert shared.at_work > 0.2 * alone.at_work
+
+
+def test_activations_grow_with_the_tokens_of_a_micro_batch(plans: dict[str, RankMemory]) -> None:
+    assert 1.7 < plans["of rows twice as long"].at_work / plans["of longer rows"].at_work < 2.1
 
 
 def test_recomputed_activations_are_not_kept(plans: dict[str, RankMemory]) -> None:
