@@ -89,7 +89,7 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
 def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
     """The same with so many of the layers: most bytes in two steps, the second of two micro-batches."""
     tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
-    lengths = [longest] * (tokens // longest) or [tokens]
+    lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     # No two alike, which would be computed once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
