@@ -5,9 +5,14 @@
     ..G.
     O...
 
+The map is shown before every step, so that each turn stands for itself. A step is the last word of an answer: a letter
+of `UDLR`, or up, down, left or right. Anything else is a step that changes nothing. A game that is won earns 1, any
+other 0; it is lost in a hole, or when its steps are used up.
+
 Lakes are drawn from the seed, start and goal with them, and every one of them has a way. Ice may be slippery: then a
 step goes sometimes to one of its two sides. Slips follow from the seed and the number of the step: the members of a
-group slip at the same steps, and an evaluation is the same each time.
+group slip at the same steps, and an evaluation is the same each time. Lakes are divided by what never changes in a
+game, the ground: no map of a held-out game, at whatever step, is ever met in training.
 """
 
 from __future__ import annotations
@@ -15,22 +20,42 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 from collections import deque
+from typing import Final, Literal
 
 import msgspec
 
-from envs.grids import MOVES, GridGame, ReplayedGame, Template, check_common, neighbours, rows
-from flash.environment import HELD_OUT
-from flash.errors import ConfigError
+from envs.generated import in_held_out_part
+from flash.environment import HELD_OUT, Info, SolvedExample, StepResult, is_held_out
+from flash.errors import ConfigError, EnvError
+from flash.types import Message, Observation
 
-SIZES = (3, 12)
+SMALLEST, LARGEST = 3, 12
 LEAST_HOLES, MOST_HOLES = 0.05, 0.4
 """Without holes there are hardly any lakes to divide; with more of them hardly one has a way."""
+
+MOST_MOVES = 1000
+"""Of one game."""
+
+MOST_DRAWS = 2000
+"""Lakes drawn for one problem: about one in ten is held out, and few of the rest fit no options at all."""
 
 DISCOUNT = 0.97
 """Per step, of what a step on slippery ice is worth: of two equally safe ways the shorter one is better."""
 
+MOVES: Final[dict[str, tuple[int, int]]] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+"""Rows and columns that a step goes down and to the right."""
+
+WORDS: Final = {"up": "U", "down": "D", "left": "L", "right": "R"} | {letter.lower(): letter for letter in MOVES}
 SIDES = {"U": "LR", "D": "LR", "L": "UD", "R": "UD"}
+SIGNS = "PGO."
+RULES = (
+    "You (P) walk over a frozen lake to the goal (G). Ice (.) carries you; in a hole (O) you are lost. Each turn "
+    "you see the lake and answer with one step: U (up), D (down), L (left) or R (right). Your last word is your "
+    "step.\n\n"
+)
+"""In words, before the first map of a chat."""
 
 
 class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,16 +75,18 @@ class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Probability with which a step goes to one of its sides; 0.667 in Gymnasium's slippery lakes."""
     max_moves: int | None = None
     """Steps after which the game is lost; None: four times `size`."""
-    template: Template = "plain"
+    template: Literal["plain", "chat"] = "plain"
     """How maps are shown: `plain`, for tiny and base models, or `chat`, with the rules."""
 
     def __post_init__(self) -> None:
-        check_common(self.size, SIZES, self.max_moves)
+        if not SMALLEST <= self.size <= LARGEST:
+            raise ConfigError(f"size must be a whole number from {SMALLEST} to {LARGEST}, but is {self.size!r}")
+        if self.max_moves is not None and not 1 <= self.max_moves <= MOST_MOVES:
+            raise ConfigError(f"max_moves must be a whole number from 1 to {MOST_MOVES}, but is {self.max_moves!r}")
         if not LEAST_HOLES <= self.holes <= MOST_HOLES:
             raise ConfigError(f"holes must be a share from {LEAST_HOLES} to {MOST_HOLES}, but is {self.holes!r}")
         if not 0 <= self.slip < 1:
             raise ConfigError(f"slip must be a probability below 1, but is {self.slip!r}")
-
         if not 1 <= self.shortest <= self.moves:
             raise ConfigError(f"shortest must be from 1 to max_moves = {self.moves}, but is {self.shortest!r}")
 
@@ -118,22 +145,17 @@ class Lake(msgspec.Struct, frozen=True):
         signs[self.goal] = "G"
         if player is not None:
             signs[player] = "P"
-        return rows("".join(signs), self.size)
+        return "\n".join("".join(signs[start : start + self.size]) for start in range(0, len(signs), self.size))
 
 
-class FrozenLake(GridGame):
+class FrozenLake:
     """One walk over a lake."""
 
-    RULES = (
-        "You (P) walk over a frozen lake to the goal (G). Ice (.) carries you; in a hole (O) you are lost. Each turn "
-        "you see the lake and answer with one step: U (up), D (down), L (left) or R (right). Your last word is your "
-        "step.\n\n"
-    )
-    SIGNS = "PGO."
-
     def __init__(self, options: FrozenLakeOptions) -> None:
-        super().__init__(options.moves, options.template)
         self._options = options
+        self._lake: Lake | None = None
+        self._moves = 0
+        self._chance = random.Random()
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
@@ -143,22 +165,83 @@ class FrozenLake(GridGame):
             ConfigError: there is none.
         """
         for seed in (0, HELD_OUT):
-            cls(options)._drawn(random.Random(seed), seed >= HELD_OUT)
+            cls(options)._draw(random.Random(seed), seed >= HELD_OUT)
 
-    def _draw(self, rng: random.Random) -> Lake | None:
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Show the lake of this seed. What chance decides later follows from the seed too, step by step."""
+        self._chance = random.Random(seed)
+        self._lake, self._moves = self._draw(self._chance, is_held_out(seed)), 0
+        return self._show(self._lake, first=True), {}
+
+    async def step(self, action: str) -> StepResult:
+        """Make one step."""
+        if self._lake is None:
+            raise EnvError("step() was called before reset() or after the end")
+        lake, move, drawn = self._lake, read_move(action), self._chance.random()
+        if move is not None:
+            lake = lake.moved(self._slipped(move, drawn))
+        self._moves += 1
+        info: Info = {"metrics": {"unreadable": float(move is None)}}
+        if not (lake.won or lake.lost or self._moves == self._options.moves):
+            self._lake = lake
+            return self._show(lake, first=False), 0.0, False, False, info
+        self._lake = None
+        info["metrics"] |= {"moves": float(self._moves)}
+        return "", float(lake.won), True, False, info
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` training games of a perfect player, whole."""
+        rng = random.Random(seed)
+        return [self._played(rng) for _ in range(count)]
+
+    def alphabet(self) -> str:
+        """The steps and what maps, and where they are told the rules, consist of."""
+        told = RULES if self._options.template == "chat" else ""
+        return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
+
+    def _draw(self, rng: random.Random, held_out: bool) -> Lake:
         options = self._options
         cells = options.size**2
-        start, goal = rng.sample(range(cells), 2)
-        holes = frozenset(cell for cell in range(cells) if rng.random() < options.holes) - {start, goal}
-        lake = Lake(options.size, holes, goal, start, options.slip)
-        return lake if options.shortest <= lake.steps <= options.moves else None
+        for _ in range(MOST_DRAWS):
+            start, goal = rng.sample(range(cells), 2)
+            holes = frozenset(cell for cell in range(cells) if rng.random() < options.holes) - {start, goal}
+            lake = Lake(options.size, holes, goal, start, options.slip)
+            if options.shortest <= lake.steps <= options.moves and in_held_out_part(lake.ground) == held_out:
+                return lake
+        raise ConfigError(f"none of {MOST_DRAWS} maps that were drawn fits the options: make it larger, or ask less")
 
-    def _becomes(self, move: str, drawn: float) -> str:
+    def _slipped(self, move: str, drawn: float) -> str:
+        """What becomes of a step, by a number drawn from 0 to 1."""
         return SIDES[move][drawn < self._options.slip / 2] if drawn < self._options.slip else move
 
+    def _played(self, rng: random.Random) -> SolvedExample:
+        turns: list[SolvedExample] = []
+        lake = self._draw(rng, held_out=False)
+        while not (lake.won or lake.lost or len(turns) == self._options.moves):
+            move = lake.best()
+            turns.append(SolvedExample(self._text(lake, first=not turns), move))
+            lake = lake.moved(self._slipped(move, rng.random()))
+        return msgspec.structs.replace(turns[0], later=tuple(turns[1:]))
 
-class FrozenLakeReplay(ReplayedGame, FrozenLake):
-    """One walk, for an agent that walks by itself: see `envs.grids.Replay`."""
+    def _show(self, lake: Lake, *, first: bool) -> Observation:
+        text = self._text(lake, first=first)
+        return text if self._options.template == "plain" else [Message("user", text)]
+
+    def _text(self, lake: Lake, *, first: bool) -> str:
+        rules = RULES if first and self._options.template == "chat" else ""
+        return f"{rules}{lake.show()}\n"
+
+
+class FrozenLakeReplay(FrozenLake):
+    """The same walks for an agent that walks by itself: its one answer is all the steps that it has made.
+
+    The task is the first map. The steps, letters in one word, are made one after the other, and what they come to is
+    judged. The solved examples are those of the game, turn by turn: an agent that shows the map before every step asks
+    just that.
+    """
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
@@ -172,6 +255,34 @@ class FrozenLakeReplay(ReplayedGame, FrozenLake):
             raise ConfigError(
                 f"slip must be 0 where an agent plays by itself and sees no slips, but is {options.slip!r}"
             )
+
+    async def step(self, action: str) -> StepResult:
+        """Make all the steps."""
+        if self._lake is None:
+            raise EnvError("step() was called before reset() or after the end")
+        lake, self._lake = self._lake, None
+        moves = 0
+        for move in action.strip() if MOVES.keys() >= set(action.strip()) else "":
+            if lake.won or lake.lost or moves == self._options.moves:
+                break
+            lake, moves = lake.moved(move), moves + 1
+        return "", float(lake.won), True, False, {"metrics": {"moves": float(moves)}}
+
+
+def read_move(answer: str) -> str | None:
+    """The step that the last word of an answer says; None where it says none."""
+    words = re.findall(r"[^\W\d_]+", answer)
+    return WORDS.get(words[-1].lower()) if words else None
+
+
+def neighbours(cell: int, size: int) -> dict[str, int]:
+    """Where each step leads from a cell of a square map, counted row by row; steps off the map are left out."""
+    row, column = divmod(cell, size)
+    return {
+        move: (row + down) * size + column + right
+        for move, (down, right) in MOVES.items()
+        if 0 <= row + down < size and 0 <= column + right < size
+    }
 
 
 def _outcome(worth: dict[int, float], cell: int, move: str, size: int, slip: float) -> float:

@@ -18,7 +18,7 @@ from flash.environment import HELD_OUT
 from flash.rollout.engine import GenerateRequest
 from flash.types import Trajectory
 from tests.envs.agents import END, Policy, play
-from tests.envs.test_grids import lake
+from tests.envs.test_frozen_lake import lake
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG: dict[str, Any] = tomllib.loads((EXAMPLES / "agent_frozen_lake.toml").read_text())

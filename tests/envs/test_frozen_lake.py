@@ -1,18 +1,15 @@
-"""Games on maps: every one can be won, the perfect player wins it, and nothing else earns anything."""
+"""Lakes: every one can be crossed, the perfect player wins it, and nothing else earns anything."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from typing import Any
 
 import pytest
 
-from envs.frozen_lake import FrozenLake, FrozenLakeOptions, FrozenLakeReplay, Lake
+from envs.frozen_lake import RULES, FrozenLake, FrozenLakeOptions, FrozenLakeReplay, Lake, read_move
 from envs.generated import in_held_out_part
-from envs.grids import MOVES, GridGame, read_move
-from envs.sokoban import Room, Sokoban, SokobanOptions, SokobanReplay, distances
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
@@ -20,12 +17,10 @@ from flash.types import Message
 GAMES = [
     FrozenLake(FrozenLakeOptions()),
     FrozenLake(FrozenLakeOptions(size=8, holes=0.3, shortest=4)),
-    Sokoban(SokobanOptions()),
-    Sokoban(SokobanOptions(boxes=2, longest=20)),
 ]
 SEEDS = [*range(40), *range(HELD_OUT, HELD_OUT + 20)]
 
-game = pytest.mark.parametrize("env", GAMES, ids=lambda env: type(env).__name__)
+game = pytest.mark.parametrize("env", GAMES, ids=["small", "large"])
 
 
 def lake(text: str, slip: float = 0.0) -> Lake:
@@ -35,30 +30,17 @@ def lake(text: str, slip: float = 0.0) -> Lake:
     return Lake(len(lines), holes, signs.index("G"), signs.index("P"), slip)
 
 
-def room(text: str) -> Room:
-    lines = text.split()
-    signs = "".join(lines)
-    cells = {sign: [cell for cell, found in enumerate(signs) if found == sign] for sign in "#.$*@+"}
-    targets = tuple(sorted(cells["."] + cells["*"] + cells["+"]))
-    boxes = tuple(sorted(cells["$"] + cells["*"]))
-    return Room(len(lines), frozenset(cells["#"]), targets, ((cells["@"] + cells["+"])[0], boxes))
-
-
-def read(shown: Any) -> Lake | Room:
-    return lake(shown) if "P" in shown else room(shown)
-
-
 @game
 @pytest.mark.anyio
-async def test_a_perfect_player_wins_every_game_and_earns_one_at_its_end(env: GridGame) -> None:
+async def test_a_perfect_player_wins_every_game_and_earns_one_at_its_end(env: FrozenLake) -> None:
     assert isinstance(env, Environment)
     assert isinstance(env, WarmStart)
     for seed in SEEDS:
         shown, _ = await env.reset(seed)
         rewards, over = [], False
         while not over:
-            assert read(shown).show() + "\n" == shown
-            shown, reward, over, truncated, info = await env.step(read(shown).best())
+            assert lake(shown).show() + "\n" == shown
+            shown, reward, over, truncated, info = await env.step(lake(shown).best())
             rewards.append(reward)
             assert not truncated
         assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
@@ -69,15 +51,15 @@ async def test_a_perfect_player_wins_every_game_and_earns_one_at_its_end(env: Gr
 
 @game
 @pytest.mark.anyio
-async def test_no_ground_is_on_both_sides_and_a_seed_shows_the_same_map(env: GridGame) -> None:
+async def test_no_ground_is_on_both_sides_and_a_seed_shows_the_same_map(env: FrozenLake) -> None:
     for seed in SEEDS:
         shown, _ = await env.reset(seed)
-        assert in_held_out_part(read(shown).ground) == (seed >= HELD_OUT)
+        assert in_held_out_part(lake(shown).ground) == (seed >= HELD_OUT)
         assert (await env.reset(seed))[0] == shown
 
 
 @game
-def test_solved_examples_are_whole_training_games_in_the_alphabet(env: GridGame) -> None:
+def test_solved_examples_are_whole_training_games_in_the_alphabet(env: FrozenLake) -> None:
     examples = env.solved_examples(30, 1)
     assert examples == env.solved_examples(30, 1)
     assert examples != env.solved_examples(30, 2)
@@ -85,10 +67,10 @@ def test_solved_examples_are_whole_training_games_in_the_alphabet(env: GridGame)
     assert len(set(alphabet)) == len(alphabet)
     for example in examples:
         turns = [example, *example.later]
-        assert not in_held_out_part(read(example.prompt).ground)
+        assert not in_held_out_part(lake(example.prompt).ground)
         for turn, following in itertools.pairwise(turns):
-            assert read(turn.prompt).moved(turn.answer) == read(following.prompt)
-        assert read(turns[-1].prompt).moved(turns[-1].answer).won
+            assert lake(turn.prompt).moved(turn.answer) == lake(following.prompt)
+        assert lake(turns[-1].prompt).moved(turns[-1].answer).won
         assert {*alphabet} >= set("".join(turn.prompt + turn.answer for turn in turns))
 
 
@@ -115,7 +97,7 @@ async def test_a_hole_ends_the_game_and_so_do_its_moves_and_neither_earns_anythi
     fell = ran_out = 0
     for seed in range(20):
         rng = random.Random(seed)
-        board = read((await env.reset(seed))[0])
+        board = lake((await env.reset(seed))[0])
         for moves in range(1, 6):
             move = rng.choice("UDLR")
             board = board.moved(move)
@@ -147,11 +129,11 @@ async def test_slips_follow_from_the_seed_and_are_as_many_as_asked_for() -> None
             shown, over = (await env.reset(seed))[0], False
             walks.append([])
             while not over:
-                before = read(shown)
+                before = lake(shown)
                 shown, _, over, _, _ = await env.step("R")
                 walks[-1].append(shown)
                 if shown and before.moved("R") != before:
-                    went.append(read(shown) == before.moved("R"))
+                    went.append(lake(shown) == before.moved("R"))
         assert walks[0] == walks[1]
     assert 0.25 < went.count(False) / len(went) < 0.35
 
@@ -162,64 +144,17 @@ def test_on_slippery_ice_the_perfect_player_leans_on_the_edge_beside_a_hole() ->
     assert lake("PO. ... G..", slip=0.6).best() == "L"
 
 
-def test_positions_of_sokoban_that_can_be_solved_are_those_that_play_solves() -> None:
-    for seed in range(6):
-        rng = random.Random(seed)
-        targets = tuple(sorted(rng.sample(range(9), 2)))
-        walls = frozenset({rng.choice([cell for cell in range(9) if cell not in targets])})
-        away = distances(3, walls, targets)
-        free = [cell for cell in range(9) if cell not in walls]
-        for _ in range(40):
-            player, *boxes = rng.sample(free, 3)
-            start = Room(3, walls, targets, (player, tuple(sorted(boxes))))
-            assert fewest_steps(start) == away.get(start.position)
-            assert start.lost == (start.position not in away)
-
-
-def fewest_steps(start: Room) -> int | None:
-    """Forwards, without a look at `distances`."""
-    seen, queue = {start.position: 0}, deque([start])
-    while queue:
-        at = queue.popleft()
-        if at.won:
-            return seen[at.position]
-        for move in MOVES:
-            after = at.moved(move)
-            if after.position not in seen:
-                seen[after.position] = seen[at.position] + 1
-                queue.append(after)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("before", "move", "after"),
-    [
-        ("@$. --- ---", "R", "-@* --- ---"),
-        ("@$* --- ---", "R", "@$* --- ---"),
-        ("@$# --. ---", "R", "@$# --. ---"),
-        ("-@$ --. ---", "R", "-@$ --. ---"),
-        ("@.- $-- ---", "R", "-+- $-- ---"),
-        ("@-. $-- ---", "D", "--. @-- $--"),
-        ("#@. -$- ---", "L", "#@. -$- ---"),
-    ],
-)
-def test_boxes_are_pushed_one_at_a_time_and_never_through_walls(before: str, move: str, after: str) -> None:
-    assert room(before).moved(move).show().split() == after.split()
-
-
-@pytest.mark.parametrize("kind", [FrozenLake, Sokoban])
 @pytest.mark.anyio
-async def test_an_agent_that_plays_by_itself_is_judged_as_the_game_is(kind: type[Any]) -> None:
-    options = FrozenLakeOptions() if kind is FrozenLake else SokobanOptions()
-    played = kind(options)
-    replayed: Any = (FrozenLakeReplay if kind is FrozenLake else SokobanReplay)(options)
+async def test_an_agent_that_plays_by_itself_is_judged_as_the_game_is() -> None:
+    options = FrozenLakeOptions()
+    played, replayed = FrozenLake(options), FrozenLakeReplay(options)
     assert played.solved_examples(5, 1) == replayed.solved_examples(5, 1)
     for seed in range(20):
         rng = random.Random(seed)
         shown, over, reward, moves = (await played.reset(seed))[0], False, 0.0, ""
         assert (await replayed.reset(seed))[0] == shown
         while not over:
-            moves += read(shown).best() if rng.random() < 0.9 else rng.choice("UDLR")
+            moves += lake(shown).best() if rng.random() < 0.9 else rng.choice("UDLR")
             shown, reward, over, _, _ = await played.step(moves[-1])
         assert (await replayed.step(moves + "\n"))[1] == reward
     await replayed.reset(1)
@@ -230,43 +165,34 @@ async def test_an_agent_that_plays_by_itself_is_judged_as_the_game_is(kind: type
 
 @pytest.mark.anyio
 async def test_a_chat_says_the_rules_once() -> None:
-    env = Sokoban(SokobanOptions(template="chat"))
+    env = FrozenLake(FrozenLakeOptions(template="chat"))
     (first,), _ = await env.reset(1)
     assert isinstance(first, Message)
-    assert first.content.startswith(Sokoban.RULES)
+    assert first.content.startswith(RULES)
     (later,), *_ = await env.step("no")
-    assert first.content == Sokoban.RULES + later.content
-    assert env.solved_examples(1, 1)[0].prompt.startswith(Sokoban.RULES)
-    assert set(Sokoban.RULES) <= set(env.alphabet())
+    assert first.content == RULES + later.content
+    assert env.solved_examples(1, 1)[0].prompt.startswith(RULES)
+    assert set(RULES) <= set(env.alphabet())
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("options", "message"),
     [
-        (FrozenLakeOptions, {"size": 2}, "size must be"),
-        (FrozenLakeOptions, {"holes": 0.0}, "holes must be"),
-        (FrozenLakeOptions, {"slip": 1.0}, "slip must be"),
-        (FrozenLakeOptions, {"max_moves": 0}, "max_moves must be"),
-        (FrozenLakeOptions, {"max_moves": 5, "shortest": 6}, "shortest must be from 1 to max_moves = 5"),
-        (SokobanOptions, {"size": 9}, "size must be"),
-        (SokobanOptions, {"boxes": 0}, "boxes must be"),
-        (SokobanOptions, {"walls": 0.9}, "walls must be"),
-        (SokobanOptions, {"shortest": 13}, "shortest must be"),
-        (SokobanOptions, {"max_moves": 5}, "at least longest = 12"),
-        (SokobanOptions, {"size": 8, "boxes": 2}, "124992 positions"),
+        ({"size": 2}, "size must be"),
+        ({"holes": 0.0}, "holes must be"),
+        ({"slip": 1.0}, "slip must be"),
+        ({"max_moves": 0}, "max_moves must be"),
+        ({"max_moves": 5, "shortest": 6}, "shortest must be from 1 to max_moves = 5"),
     ],
 )
-def test_options_that_no_game_can_have_are_refused(kind: type[Any], options: dict[str, Any], message: str) -> None:
+def test_options_that_no_game_can_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        kind(**options)
+        FrozenLakeOptions(**options)
 
 
 def test_what_only_a_look_at_the_maps_shows_is_refused_before_a_run() -> None:
-    Sokoban.check(SokobanOptions())
     FrozenLake.check(FrozenLakeOptions(shortest=5))
     with pytest.raises(ConfigError, match="fits the options"):
         FrozenLakeReplay.check(FrozenLakeOptions(size=3, shortest=9))
-    with pytest.raises(ConfigError, match="fits the options"):
-        Sokoban.check(SokobanOptions(size=3, shortest=60, longest=60))
     with pytest.raises(ConfigError, match="sees no slips"):
         FrozenLakeReplay.check(FrozenLakeOptions(slip=0.1))
