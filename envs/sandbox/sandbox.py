@@ -2,7 +2,7 @@
 
 `SandboxSeam` is what a container of this machine, a sandbox under a lease, one of a service and a simulated one
 implement. Whatever is asked of a sandbox is a `SandboxRequest`, answered once, or a `SandboxOpening`, held for the time
-of a block: structs that can be shown in a timeline, refused or passed on without knowing each.
+of a block: structs that can be refused or passed on without knowing each.
 
 `Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are what users call: they make requests, and do nothing else.
 `Sandbox` is all of them; who needs only a part asks for that part.

@@ -1,9 +1,9 @@
 """A lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
 
-`SandboxLease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it puts each
-call into the timeline, keeps the lease from idling while a call is in progress, and tells the holder of a loss exactly
-once. After a sandbox was made again, the next call raises SandboxLostError, unless a call was in progress and has told
-already: nobody goes on in an empty sandbox without knowing. A call that was cancelled has told nobody.
+`SandboxLease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it keeps the lease
+from idling while a call is in progress, and tells the holder of a loss exactly once. After a sandbox was made again,
+the next call raises SandboxLostError, unless a call was in progress and has told already: nobody goes on in an empty
+sandbox without knowing. A call that was cancelled has told nobody.
 
 A broken link ends the calls in progress with the same error as a loss. Which of the two it was, the next call finds
 out: a sandbox that answers again is used again.
@@ -20,8 +20,7 @@ from typing import Literal
 import anyio
 import msgspec
 
-from envs.sandbox.api import OnLost, Result, Spec
-from envs.sandbox.pool.timeline import Timeline
+from envs.sandbox.api import OnLost, Spec
 from envs.sandbox.sandbox import Commands, Sandbox
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
@@ -72,7 +71,6 @@ class SandboxLease:
         self.hard_until = math.inf
         """Set when the sandbox is ready: its life begins then."""
         self.created_at = time.time()
-        self.timeline = Timeline()
         self.scope = anyio.CancelScope()
         """Around the task that serves it."""
         self.granted = anyio.Event()
@@ -101,8 +99,6 @@ class SandboxLease:
 
     def set(self, state: LeaseState, reason: str = "") -> None:
         """Move on, and wake everybody who waits for that."""
-        if (state, reason) != (self.state, self.reason):
-            self.timeline.add(time.time(), "state", reason, 0.0, state)
         self.state, self.reason = state, reason
         if state == "ready":
             self._last_use = anyio.current_time()
@@ -160,25 +156,20 @@ class SandboxLease:
         self._untold = None if sandbox is not None and sandbox is self._told else (sandbox, error)
 
     @asynccontextmanager
-    async def use(self, kind: str, text: str) -> AsyncGenerator[Use]:
-        """One use of the sandbox by its holder, in the timeline from its beginning to its end."""
+    async def use(self) -> AsyncGenerator[Sandbox]:
+        """The sandbox for one call of its holder."""
         sandbox = await self._usable()
-        use = Use(sandbox)
-        at, start = time.time(), anyio.current_time()
         self.uses += 1
         try:
-            yield use
-        except BaseException as error:
-            use.outcome = type(error).__name__
-            if isinstance(error, SandboxLostError):
-                self._told = sandbox
-                if self._untold is not None and self._untold[0] is sandbox:
-                    self._untold = None
+            yield sandbox
+        except SandboxLostError:
+            self._told = sandbox
+            if self._untold is not None and self._untold[0] is sandbox:
+                self._untold = None
             raise
         finally:
             self.uses -= 1
             self._last_use = anyio.current_time()
-            self.timeline.add(at, kind, text, anyio.current_time() - start, use.outcome)
 
     async def _usable(self) -> Sandbox:
         if self._untold is not None:
@@ -191,9 +182,7 @@ class SandboxLease:
         if self.error is not None:
             raise self.error
         if self.state in ("queued", "starting", "ready"):
-            raise SandboxLostError(
-                f"waited {REMADE_WAIT_S:g} s for sandbox {self.id} to be made again; see its timeline"
-            )
+            raise SandboxLostError(f"waited {REMADE_WAIT_S:g} s for sandbox {self.id} to be made again")
         raise SandboxClosedError(f"sandbox {self.id} is closed: {self.reason}")
 
 
@@ -208,21 +197,3 @@ async def _answers(sandbox: Commands) -> bool:
     except SandboxError:
         return True
     return False
-
-
-class Use:
-    """What the holder does with the sandbox at the moment: one of its calls, or a session's."""
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.sandbox = sandbox
-        self.outcome = "ok"
-
-    def ended(self, result: Result) -> Result:
-        """Take over how the command ended."""
-        if result.timed_out:
-            self.outcome = "timed out"
-        elif result.oom_killed:
-            self.outcome = "out of memory"
-        else:
-            self.outcome = result.signal or f"exit {result.exit_code}"
-        return result

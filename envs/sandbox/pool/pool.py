@@ -10,7 +10,7 @@ Law: when a lease is `done`, its sandbox is closed, its place on its host is fre
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar, cast
 from uuid import uuid4
@@ -19,15 +19,14 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import Chunk, OnLost, Result, Session, Snapshot, Spec, State
+from envs.sandbox.api import OnLost, Result, Session, Snapshot, Spec, State
 from envs.sandbox.pool.host import Host
 from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJournal
-from envs.sandbox.pool.lease import LeaseOrder, SandboxLease, Use
+from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from envs.sandbox.pool.recovery import Recovery
 from envs.sandbox.pool.serving import LeaseServer
 from envs.sandbox.pool.snapshots import SnapshotBook
 from envs.sandbox.pool.state import PoolSettings, PoolState
-from envs.sandbox.pool.timeline import described, shown
 from envs.sandbox.sandbox import (
     MakeForks,
     OpenSession,
@@ -35,8 +34,6 @@ from envs.sandbox.sandbox import (
     SandboxFacts,
     SandboxOpening,
     SandboxRequest,
-    StartJob,
-    StreamCommand,
     TakeSnapshot,
 )
 from flash.errors import (
@@ -157,8 +154,8 @@ class SandboxPool:
         Raises:
             SandboxError: it failed.
         """
-        async with lease.use("snapshot", "") as use:
-            snapshot = await use.sandbox.snapshot()
+        async with lease.use() as sandbox:
+            snapshot = await sandbox.snapshot()
             now = self._wall()
             kept = KeptSnapshot(
                 image=snapshot.spec.image,
@@ -188,8 +185,8 @@ class SandboxPool:
         Raises:
             SandboxError: the snapshot or one of them failed; then none is left.
         """
-        async with parent.use("fork", f"{count} ways") as use:
-            snapshot = await use.sandbox.snapshot()
+        async with parent.use() as sandbox:
+            snapshot = await sandbox.snapshot()
             parent.snapshots.append((snapshot.spec.image, parent.host))
             await self._server.note(parent)
             if parent.scope.cancel_called:
@@ -263,13 +260,8 @@ class LeasedSandbox(Sandbox):
                 return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
             case _:
                 pass
-        async with self.lease.use(*described(request)) as use:
-            answer = await use.sandbox.ask(request)
-            if isinstance(answer, Result):
-                return use.ended(answer)
-            if isinstance(request, StartJob):
-                use.outcome = "started"
-            return answer
+        async with self.lease.use() as sandbox:
+            return await sandbox.ask(request)
 
     def open(self, opening: SandboxOpening[_T]) -> AbstractAsyncContextManager[_T]:
         return cast("AbstractAsyncContextManager[_T]", self._opened(opening))
@@ -278,13 +270,13 @@ class LeasedSandbox(Sandbox):
     async def _opened(self, opening: SandboxOpening[Any]) -> AsyncGenerator[object]:
         if isinstance(opening, OpenSession):
             # Its commands are uses of their own.
-            async with self.lease.use(*described(opening)) as use:
-                sandbox = use.sandbox
+            async with self.lease.use() as sandbox:
+                pass
             async with sandbox.open(opening) as session:
                 yield LeasedSession(self.lease, session)
             return
-        async with self.lease.use(*described(opening)) as use, use.sandbox.open(opening) as held:
-            yield _noted(held, use) if isinstance(opening, StreamCommand) else held
+        async with self.lease.use() as sandbox, sandbox.open(opening) as held:
+            yield held
 
     async def wait_ended(self) -> None:
         await self.lease.done.wait()
@@ -294,14 +286,8 @@ class LeasedSandbox(Sandbox):
         await self._pool.release(self.lease)
 
 
-async def _noted(items: AsyncIterator[Chunk | Result], use: Use) -> AsyncGenerator[Chunk | Result]:
-    """The same items; how the command ended is the outcome of the use."""
-    async for item in items:
-        yield use.ended(item) if isinstance(item, Result) else item
-
-
 class LeasedSession:
-    """A `Session` whose commands are booked."""
+    """A `Session` whose commands are uses of the lease."""
 
     def __init__(self, lease: SandboxLease, session: Session) -> None:
         self.lease = lease
@@ -316,8 +302,8 @@ class LeasedSession:
         return self._session.restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        async with self.lease.use("session", shown(command)) as use:
-            return use.ended(await self._session.run(command, timeout=timeout))
+        async with self.lease.use():
+            return await self._session.run(command, timeout=timeout)
 
     async def interrupt(self) -> bool:
         return await self._session.interrupt()

@@ -27,7 +27,6 @@ from envs.sandbox.api import (
 )
 from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.failures import PoolFailure
-from envs.sandbox.pool.timeline import TimelineEvent
 
 BINARY = "application/octet-stream"
 MSGPACK = "application/msgpack"
@@ -262,12 +261,6 @@ class HttpProblem(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     cause: str = ""
     """Class of the error in `flash.errors`."""
-
-
-class EventList(msgspec.Struct, frozen=True):
-    """What was done in a sandbox."""
-
-    events: list[TimelineEvent]
 
 
 class Listing(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ from envs.sandbox.api import Snapshot
 from envs.sandbox.protocol.wire import (
     BINARY,
     TAR,
-    EventList,
     Fork,
     Info,
     Listing,
@@ -155,12 +154,6 @@ async def _status(call: ApiCall) -> Status:
         with anyio.move_on_after(query.wait):
             await state.changed_since(query.since)
     return call.service.status(call.token)
-
-
-@ENDPOINTS.add("GET", _SANDBOX + "/timeline")
-async def _timeline(call: ApiCall) -> EventList:
-    """What was done in a sandbox."""
-    return EventList(call.service.look_at(call.path["id"], call.token).timeline.events())
 
 
 # ---- files

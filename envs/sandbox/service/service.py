@@ -87,15 +87,10 @@ class Service:
         Raises:
             ProblemError: there is none, or it is somebody else's; the answer does not tell which.
         """
-        lease = self.look_at(id, token)
-        lease.renew()
-        return lease
-
-    def look_at(self, id: str, token: str) -> SandboxLease:
-        """The same without a use: who only watches keeps nothing alive."""
         lease = self.pool.state.leases.find(id)
         if lease is None or not may_use(lease, token):
             raise ProblemError(404, f"there is no sandbox {id}", "SandboxClosedError")
+        lease.renew()
         return lease
 
     def visible(self, token: str) -> list[SandboxLease]:

@@ -260,8 +260,8 @@ def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> SandboxLease:
 
 
 async def run(lease: SandboxLease, command: str = "true"):
-    async with lease.use("run", command) as use:
-        return await use.sandbox.run(command, timeout=10)
+    async with lease.use() as sandbox:
+        return await sandbox.run(command, timeout=10)
 
 
 async def test_a_sandbox_whose_link_broke_is_used_again_once_it_answers():

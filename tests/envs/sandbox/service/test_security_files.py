@@ -287,8 +287,6 @@ async def test_a_name_means_the_same_file_everywhere(tmp_path):
                 await sandbox.run(["echo", name or "\0"], timeout=10)
         with pytest.raises(SandboxFileError):
             await sandbox.read("\udcff missing")
-        # Where only text will do, it is readable text.
-        assert r"\udcff" in "".join(event.text for event in lease.timeline.events())
 
 
 async def test_names_travel_as_the_documents_say(tmp_path):
