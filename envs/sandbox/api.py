@@ -41,7 +41,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What kind of sandbox is wanted. Equal specs can share a warm pool."""
 
     image: _Name
-    """An image that the engine has. It needs a shell at /bin/sh; with Python 3.6+ it gets the full agent."""
+    """An image that the engine has. It needs a shell at /bin/sh, and Python 3.6 or newer."""
     profile: Profile = "strict"
     cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0
     """Engines give no less, and take next to nothing for no limit at all."""
@@ -144,7 +144,7 @@ class Result(msgspec.Struct, frozen=True):
     cpu_s: float
     """Of the command and the children it waited for."""
     max_rss: int
-    """Largest resident set of one of its processes; 0 where it cannot be measured: in sessions, and without Python."""
+    """Largest resident set of one of its processes; 0 in sessions, where it cannot be measured."""
 
     @property
     def ok(self) -> bool:

@@ -184,11 +184,8 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
                 "agent hidden from commands", "yes", "yes" if sandbox.hello.protected else "no", sandbox.hello.protected
             )
         ]
-        if sandbox.hello.kind == "python":
-            checks += await _probe(sandbox, info.users)
-            checks += [await _fork_bomb(sandbox), await _memory_bomb(sandbox), *await _disk(sandbox)]
-        else:
-            checks.append(DoctorCheck("probe", "measured from inside", "the image has no Python", False))
+        checks += await _probe(sandbox, info.users)
+        checks += [await _fork_bomb(sandbox), await _memory_bomb(sandbox), *await _disk(sandbox)]
         checks += await _session(sandbox)
         checks.append(await _timeout(sandbox))
     if spec.runtime:
@@ -283,7 +280,7 @@ async def _disk(sandbox: LocalSandbox) -> list[DoctorCheck]:
 
 async def _session(sandbox: LocalSandbox) -> list[DoctorCheck]:
     """Root of the image may read everything of its sandbox."""
-    if sandbox.hello.kind != "python" or not sandbox.hello.bash or sandbox.spec.profile == "compat":
+    if not sandbox.hello.bash or sandbox.spec.profile == "compat":
         return []
     async with sandbox.session() as session:
         answer = await session.run(f"python3 -ISc '{READ_SHELL}'; :", timeout=BOMB_SECONDS)

@@ -23,9 +23,8 @@ from flash.errors import ConfigError, FlashError
 RECIPES: dict[str, tuple[str, ...]] = {
     "flash-sandbox-python": ("bash", "coreutils", "findutils", "grep", "sed", "tar", "procps", "python3"),
     "flash-sandbox-c": ("bash", "coreutils", "findutils", "tar", "procps", "python3", "tcc", "libc6-dev"),
-    "flash-sandbox-minimal": ("busybox-static",),
 }
-"""Name of an image to its packages. `flash-sandbox-minimal` has neither bash nor Python."""
+"""Name of an image to its packages."""
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash" / "debian"
 """Where packages are kept."""

@@ -3,7 +3,6 @@
 import _signal
 import binascii
 import os
-import sys
 
 from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
 from envs.sandbox.agent.command import CREDIT, RESULT, Command, resize
@@ -18,7 +17,6 @@ from envs.sandbox.agent.process import now
 from envs.sandbox.agent.shell import Running, Shell
 from envs.sandbox.agent.wire import PIECE, CallRefusal
 
-PROTOCOL = 1
 MAX_JOBS = 1000
 """Background jobs that are remembered; the oldest that have ended are forgotten first."""
 
@@ -29,17 +27,12 @@ def hello(agent: object, call: int, argument: dict) -> None:
         call,
         RESULT,
         {
-            "protocol": PROTOCOL,
-            "kind": "python",
-            "version": "{}.{}.{}".format(*sys.version_info[:3]),
-            "pid": os.getpid(),
             "uid": os.getuid(),
             "workdir": agent.workdir,
             "bash": agent.bash is not None,
             "writable": os.access(agent.workdir, os.W_OK | os.X_OK),
             "protected": agent.protected,
             "life": agent.ends - now(),
-            "jobs": sorted(agent.jobs),
             "sessions": sorted(agent.shells),
         },
     )

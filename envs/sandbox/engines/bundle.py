@@ -1,9 +1,8 @@
-"""The agent as one piece of code, and how it gets into a sandbox that may have Python, or only a shell.
+"""The agent as one piece of code, and how it gets into a sandbox.
 
-The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python if
-there is one: `LOADER` answers with the greeting and the mark of its byte code, and is sent the agent: as byte code
-where its Python is like ours, as source otherwise. Without Python the shell becomes the agent for shells, `box.sh`: as
-a copy that may not be read, so that the kernel shows its memory and descriptors to no program of its user.
+The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python:
+`LOADER` answers with the greeting and the mark of its byte code, and is sent the agent: as byte code where its Python
+is like ours, as source otherwise.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ IFS= read -r greeting || exit 0
 for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
   if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$greeting"; fi
 done
-own=/tmp/.flash-shell
-if { mkdir -m 700 "$own" && cp /bin/sh "$own/sh" && chmod 111 "$own/sh" && "$own/sh" -c :; } 2>/dev/null; then
-  exec "$own/sh" -c "$2" box "$greeting"
-fi
-exec /bin/sh -c "$2" box "$greeting"
+echo "the image has no Python" >&2
+exit 1
 """
 LOADER = """\
 import os, sys, marshal, _frozen_importlib_external as f
@@ -47,7 +43,7 @@ def get(n):
         if not p: os._exit(0)
         b += p
     return b
-os.write(1, (sys.argv[1] + ' python ' + f.MAGIC_NUMBER.hex() + '\\n').encode())
+os.write(1, (sys.argv[1] + ' ' + f.MAGIC_NUMBER.hex() + '\\n').encode())
 h = get(9)
 c, o = (get(int.from_bytes(h[i:i + 4], 'big')) for i in (1, 5))
 s = {'__name__': 'flash_agent'}
@@ -74,13 +70,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def command() -> list[str]:
     """The first process of a sandbox."""
-    return ["/bin/sh", "-c", BOOT, "box", LOADER, shell_agent()]
-
-
-@cache
-def shell_agent() -> str:
-    """The agent for sandboxes without Python."""
-    return (FOLDER / "box.sh").read_text()
+    return ["/bin/sh", "-c", BOOT, "box", LOADER]
 
 
 @cache

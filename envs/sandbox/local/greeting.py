@@ -18,10 +18,6 @@ _NOISE_LIMIT = 1 << 14
 class Hello(msgspec.Struct, frozen=True):
     """What the agent says of itself."""
 
-    protocol: int
-    kind: str
-    version: str
-    pid: int
     uid: int
     workdir: str
     bash: bool
@@ -31,14 +27,11 @@ class Hello(msgspec.Struct, frozen=True):
     """Other processes of the sandbox can neither read its memory nor use its descriptors."""
     lifetime: float = msgspec.field(name="life")
     """Seconds until the agent ends by itself."""
-    jobs: list[str] = []
     sessions: list[str] = []
 
 
-async def greet(link: Link, options: bundle.Options, seconds: float, prelude: str = "") -> tuple[str, str, bytes]:
-    """Start the agent at the other end, for at most `seconds`.
-
-    Gives its kind (`python` or `shell`), what it adds to that, and what it has sent beyond that already.
+async def greet(link: Link, options: bundle.Options, seconds: float, prelude: str = "") -> bytes:
+    """Start the agent at the other end, for at most `seconds`; what it has sent beyond its answer already.
 
     Raises:
         SandboxStartError: the first process of the sandbox did not answer, with what it said instead.
@@ -51,15 +44,14 @@ async def greet(link: Link, options: bundle.Options, seconds: float, prelude: st
             _, found, after = got.partition(greeting.encode() + b" ")
             line, end, rest = after.partition(b"\n")
             if found and end:
-                kind, magic = line.decode("ascii", "replace").split(" ")
-                if kind == "python":
-                    await link.send(bundle.load(magic, options, prelude))
-                return kind, magic, rest
+                await link.send(bundle.load(line.decode("ascii", "replace"), options, prelude))
+                return rest
             data = await link.receive()
             if not data or len(got) > _NOISE_LIMIT:
                 said = (got + data + link.transcript).decode("utf-8", "replace").strip()[-500:] or "nothing"
                 raise SandboxStartError(
-                    f"the sandbox ended before its agent answered; it said: {said}. Its image needs /bin/sh that works"
+                    f"the sandbox ended before its agent answered; it said: {said}. Its image needs /bin/sh and "
+                    "Python 3.6 or newer, that work"
                 )
             got += data
     assert scope.cancelled_caught

@@ -39,7 +39,6 @@ from envs.sandbox.local import commands, files
 from envs.sandbox.local.channel import Channel
 from envs.sandbox.local.container import FIRST_PAUSE, LAST_PAUSE, SandboxContainer
 from envs.sandbox.local.greeting import Hello, greet
-from envs.sandbox.local.shell_channel import ShellChannel
 from envs.sandbox.sandbox import (
     GetArchive,
     ListFolder,
@@ -315,10 +314,7 @@ class LocalSandbox(Sandbox):
             address=around.address,
             secret=self._container.secret,
         )
-        kind, detail, rest = await greet(link, options, self._settings.start, around.prelude)
-        if kind == "shell":
-            return ShellChannel(link, rest, around.workdir, options.lifetime, int(detail))
-        return Channel(link, rest)
+        return Channel(link, await greet(link, options, self._settings.start, around.prelude))
 
     async def _serve(self, channel: Channel, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
         """Use this channel until it breaks or the sandbox ends."""

@@ -9,7 +9,7 @@ must not be used again; no attempt is made to mend it.
 Why the answer can be believed. The caller has no job, session or other call in progress there. The agent, which no
 command can kill, read or trace, kills all others with one signal before the look, so that nobody is left to deceive
 it. The look runs programs of the image, whose files cannot be written to. Where any of this does not hold (another
-profile than `strict`, an image without Python, no container at all), `look` says so, and nothing is ever used again.
+profile than `strict`, no container at all), `look` says so, and nothing is ever used again.
 
 What it does not compare: counters that only grow, such as the next process id, the next inode of each file system in
 memory, the next id (and sequence number) of System V queues, semaphores and memory, the CPU time used, and the most

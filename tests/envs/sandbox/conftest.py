@@ -28,7 +28,6 @@ from flash.errors import ConfigError, SandboxError
 from tests.browser import missing
 
 IMAGE = "flash-sandbox-python"
-MINIMAL_IMAGE = "flash-sandbox-minimal"
 TEST_LABEL = "flash.test"
 """On every container of these tests, with a value of its own for each."""
 
@@ -68,12 +67,11 @@ def engine_url() -> str:
 async def _make_images(url: str) -> None:
     async with DockerBackend(url) as engine:
         there = " ".join(await engine.images.list({}))
-        for name in (IMAGE, MINIMAL_IMAGE):
-            if name not in there:
-                with tempfile.TemporaryDirectory() as folder:
-                    archive = Path(folder) / "root.tar"
-                    await anyio.to_thread.run_sync(images.build, images.RECIPES[name], archive)
-                    await engine.images.make(archive, name)
+        if IMAGE not in there:
+            with tempfile.TemporaryDirectory() as folder:
+                archive = Path(folder) / "root.tar"
+                await anyio.to_thread.run_sync(images.build, images.RECIPES[IMAGE], archive)
+                await engine.images.make(archive, IMAGE)
 
 
 @pytest.fixture

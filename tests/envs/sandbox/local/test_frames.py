@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 from contextlib import suppress
 
 import msgspec
@@ -73,6 +74,12 @@ def test_the_agent_goes_as_byte_code_only_to_the_same_python():
     options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
     assert bundle.load(importlib.util.MAGIC_NUMBER.hex(), options)[:1] == b"m"
     assert bundle.load("00000000", options)[:1] == b"s"
+
+
+def test_an_image_without_python_says_so():
+    boot = ["/bin/sh", "-c", "command() { return 1; }\n" + bundle.BOOT, "box", bundle.LOADER]
+    said = subprocess.run(boot, input=b"greeting\n", capture_output=True, timeout=30, check=False)
+    assert (said.returncode, said.stdout, said.stderr) == (1, b"", b"the image has no Python\n")
 
 
 class Silent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envs.sandbox.local.commands import AgentJob
-from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 
 pytestmark = pytest.mark.anyio
 
@@ -63,17 +63,4 @@ async def test_nothing_that_cannot_be_sent_ends_the_sandbox(bench):
         ):
             with pytest.raises(SandboxError):
                 await ask()
-        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
-
-
-async def test_a_shell_without_python_refuses_names_that_are_none(containers):
-    engine, labels = containers
-    from tests.envs.sandbox.conftest import MINIMAL_IMAGE, Bench
-
-    async with Bench(engine, labels).sandbox(image=MINIMAL_IMAGE) as sandbox:
-        for name in ("a\udcff", "a b", "x=1; y"):
-            with pytest.raises(SandboxRefusedError, match="name of a variable"):
-                await sandbox.run("true", env={name: "x"}, timeout=LIMIT)
-        with pytest.raises(SandboxLimitError, match="10000 arguments"):
-            await sandbox.run(["true"] + ["x"] * 100_000, timeout=LIMIT)
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"

@@ -17,7 +17,6 @@ from envs.sandbox.api import Result
 from envs.sandbox.local.channel import MAX_FRAME, OUTPUT_WINDOW, Channel, Decoder, encode
 from envs.sandbox.local.commands import Ending
 from envs.sandbox.local.files import list_folder
-from envs.sandbox.local.shell_channel import ShellChannel
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.services import SPEC
 
@@ -221,27 +220,6 @@ async def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(ben
 def test_a_frame_of_ours_is_never_too_long():
     with pytest.raises(SandboxLimitError, match="at once"):
         encode(1, "data", b"x" * (MAX_FRAME + 1))
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"END 0 0 0 0\n",
-        b"END 0123456789abcdef 0 0 0 0\n",
-        b"END word -1 0 0 0\n",
-        b"END word 0 0 999999999 0\n",
-        b"\xff" * 100 + b"\n",
-        b"x" * 3_000_000,
-    ],
-)
-async def test_a_command_cannot_answer_for_the_agent_of_a_shell(answer):
-    """Its words must be those that only the agent was told, and no more of them than were asked for."""
-    channel = ShellChannel(Scripted(answer), b"", "/work", 60.0, 1000)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(channel.run)
-        with pytest.raises(SandboxLostError):
-            await channel.ask("run", {"command": b"true", "timeout": 5, "limit": 1 << 20}, Ending, LIMIT)
-        tasks.cancel_scope.cancel()
 
 
 POSING = """
