@@ -26,7 +26,6 @@ COMMANDS = {
     "eval": "flash.cli.evaluate",
     **{name: f"flash.cli.{name}" for name in ("rollout", "view", "watch", "plot", "compare", "trace", "profile")},
     **{name: f"flash.cli.{name}" for name in ("track", "export", "replay", "rhythm", "simulate", "calibrate", "fetch")},
-    "tiny-model": "flash.cli.tiny_model",
     "sandbox": "envs.sandbox.cli",
 }
 """The module of each, in the order of the help; only that of the command that is given is imported."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.cli.main import main
 from flash.config.learning import CriticConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
@@ -124,17 +123,6 @@ with replacing(Path({str(tmp_path / "tiny")!r})) as folder:
     make_missing_model(config_of(tmp_path / "tiny"))
     assert not left.exists()
     assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", *others}
-
-
-def test_a_model_that_is_made_by_hand_waits_its_turn_too(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    handler = Tells(other)
-    logging.getLogger("flash").addHandler(handler)
-    try:
-        assert main(["tiny-model", str(tmp_path / "tiny"), "--layers", "1", "--width", "32", "--steps", "1"]) == 0
-    finally:
-        logging.getLogger("flash").removeHandler(handler)
-    assert len(handler.heard) == 1
-    assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", tmp_path / ".theirs.lock"}
 
 
 def test_weights_may_be_read_by_whom_the_configuration_may(made: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_folder_of_somebody_else_in_the_place_of_a_tiny_model_is_refused(tmp_p
     assert start_problems(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY)) == []
     (folder / "chapter.tex").touch()
     told = problem(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY))
-    assert told.startswith(f"`model.path`: {folder} exists and was not made by flash tiny-model")
+    assert told.startswith(f"`model.path`: {folder} exists and is no tiny model of ours")
 
 
 def left(config: Config, steps: int) -> None:

@@ -170,7 +170,7 @@ def refuse_foreign(path: Path) -> None:
     """Raises ConfigError: there is something at `path` that was not made here, and is never written to."""
     if path.exists() and not _is_ours(path):
         raise ConfigError(
-            f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); name another folder, or "
+            f"{path} exists and is no tiny model of ours (it has no {FINGERPRINT}); name another folder, or "
             "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
         )
 
