@@ -91,9 +91,7 @@ def main(
 ) -> list[Row]:
     """Run a benchmark from the command line (`argv` None), report it and draw it; returns the rows."""
     parser = argparse.ArgumentParser(
-        prog=_command(),
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=_command(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")

@@ -19,11 +19,7 @@ from flash.environment import SolvedExample
 from flash.errors import ConfigError
 from flash.types import Message, Observation
 
-OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
+OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 QUESTION = "What is {}? Reply with only the number."
 """What a chat model is asked."""

@@ -16,10 +16,7 @@ from envs.judging.options import SuiteCase
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 
-PROGRAMS = {
-    "bash": "read x y;echo $(({}))",
-    "python": "x,y=map(int,input().split());print({})",
-}
+PROGRAMS = {"bash": "read x y;echo $(({}))", "python": "x,y=map(int,input().split());print({})"}
 """For each language a right program around the expression."""
 
 MOST = 99

@@ -261,12 +261,7 @@ def run(cell: Cell) -> Result:
             recent.clear()
         if ends:
             break
-    return Result(
-        cell=cell,
-        curve=curve,
-        skipped_updates=trainer.skipped_steps,
-        cpu_s=round(time.process_time(), 1),
-    )
+    return Result(cell=cell, curve=curve, skipped_updates=trainer.skipped_steps, cpu_s=round(time.process_time(), 1))
 
 
 def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:

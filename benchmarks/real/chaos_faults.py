@@ -31,11 +31,7 @@ PROCESSES: tuple[Target, ...] = tuple(target for target in PLACES if target != "
 
 Kind = tuple[How, Target]
 
-KINDS: tuple[Kind, ...] = (
-    *product(("kill", "stop"), PROCESSES),
-    ("cut", "network"),
-    ("half cut", "network"),
-)
+KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
 """SIGKILL; SIGSTOP, and after a while SIGCONT; nothing gets through, in both directions or in one."""
 
 GAP_S = 20.0

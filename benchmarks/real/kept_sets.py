@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from benchmarks.form import Args, Row, main
-from benchmarks.real.mismatch import (
-    NEW_TOKENS,
-    QUESTIONS,
-    config_for,
-    load_own_weights,
-    rounded,
-)
+from benchmarks.real.mismatch import NEW_TOKENS, QUESTIONS, config_for, load_own_weights, rounded
 from flash.config.tree import Config
 from flash.sampling import Sampling
 from flash.types import Completion, Message, Outcome, ShardSample, Span, Task, Trajectory, Turn

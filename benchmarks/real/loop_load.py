@@ -220,18 +220,12 @@ async def hub_rows(steps: int) -> list[Row]:
     await crossing.run()
     case = f"hub, {TOKENS:,} tokens each"
     rate = crossing.samples / crossing.cpu_s
-    return [
-        Row(case, "trajectories_per_s", "1/s", rate, goal=RATE_GOAL),
-        Row(case, "cpu_ms", "ms", 1e3 / rate),
-    ]
+    return [Row(case, "trajectories_per_s", "1/s", rate, goal=RATE_GOAL), Row(case, "cpu_ms", "ms", 1e3 / rate)]
 
 
 def measure(args: Args) -> list[Row]:
     """The hub alone, then a node full of episodes."""
-    return [
-        *anyio.run(hub_rows, 4 if args.quick else 20),
-        *anyio.run(load, 15.0 if args.quick else 60.0),
-    ]
+    return [*anyio.run(hub_rows, 4 if args.quick else 20), *anyio.run(load, 15.0 if args.quick else 60.0)]
 
 
 if __name__ == "__main__":

@@ -62,12 +62,7 @@ def config_for(model: Path) -> Config:
 async def play(engine: VLLMEngine, session_s: float, dice: random.Random) -> float:
     """Seconds in which all sessions end, through a proxy that counts their caches or does not."""
     settings = ProxySettings(
-        max_sequences=64,
-        swap="recompute",
-        bind_groups=False,
-        swap_s=SWAP_S,
-        drain_s=SWAP_S,
-        session_s=session_s,
+        max_sequences=64, swap="recompute", bind_groups=False, swap_s=SWAP_S, drain_s=SWAP_S, session_s=session_s
     )
     proxy = LLMProxy([engine], 0, settings, OutageClock(), on_room=lambda: None, now=anyio.current_time)
     pauses = [[dice.expovariate(1 / PAUSE_S) for _ in range(TURNS)] for _ in range(SESSIONS)]

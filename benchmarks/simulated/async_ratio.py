@@ -33,9 +33,7 @@ def measure(args: Args) -> list[Row]:
         other = areal(config, Areal(eta=ratio))
         own[ratio] = report.samples_per_s
         bound = batch / capacity_s(config, report)
-        rows.append(
-            Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, None, peer.samples_per_s, bound),
-        )
+        rows.append(Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, None, peer.samples_per_s, bound))
         rows.append(
             Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, None, other.samples_per_s)
         )

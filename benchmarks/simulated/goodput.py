@@ -26,14 +26,7 @@ import msgspec
 
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.configure import workload
-from benchmarks.simulated.failures import (
-    Costs,
-    FailingWorld,
-    Failure,
-    RestartedWorld,
-    draw_failures,
-    spans_alive,
-)
+from benchmarks.simulated.failures import Costs, FailingWorld, Failure, RestartedWorld, draw_failures, spans_alive
 from benchmarks.simulated.figure import bars
 from flash.config.tree import Config
 from flash.observe.stats import Interval, mean_interval

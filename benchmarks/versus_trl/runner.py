@@ -48,11 +48,7 @@ class Scorer:
         given = rewards(self._config, seed, texts)
         lengths = [len(ids) for ids in completion_ids]
         self.batches.append(
-            {
-                "reward": sum(given) / len(given),
-                "mean_tokens": sum(lengths) / len(lengths),
-                "longest": max(lengths),
-            }
+            {"reward": sum(given) / len(given), "mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
         )
         return given
 

@@ -56,9 +56,7 @@ class Judge:
         language = languages[suite.language]
         program = find_program(answer, (suite.language, *language.fences))
         limits = msgspec.structs.replace(
-            limits,
-            timeout=suite.timeout or limits.timeout,
-            memory_mib=suite.memory_mib or limits.memory_mib,
+            limits, timeout=suite.timeout or limits.timeout, memory_mib=suite.memory_mib or limits.memory_mib
         )
 
         async def judged(sandbox: Sandbox) -> SuiteVerdict:

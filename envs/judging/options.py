@@ -65,10 +65,7 @@ LANGUAGES: dict[str, Language] = {
         fences=("sh", "shell"),
     ),
     "c": Language(
-        image="flash-sandbox-c",
-        file="main.c",
-        compile=("tcc", "-o", "main", "main.c", "-lm"),
-        run=("./main",),
+        image="flash-sandbox-c", file="main.c", compile=("tcc", "-o", "main", "main.c", "-lm"), run=("./main",)
     ),
 }
 """Those that are known without being configured. The images are made by `python -m envs.sandbox.images`."""

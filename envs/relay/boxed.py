@@ -79,10 +79,7 @@ async def run_boxed(
     address = urlsplit(base_url)
     assert address.hostname is not None
     assert address.port is not None
-    async with (
-        _opened(box, opener) as sandbox,
-        open_relay(sandbox, address.hostname, address.port) as port,
-    ):
+    async with _opened(box, opener) as sandbox, open_relay(sandbox, address.hostname, address.port) as port:
         inside = address._replace(netloc=f"127.0.0.1:{port}").geturl()
         variables = {"OPENAI_BASE_URL": inside, "OPENAI_API_KEY": api_key}
         result = await sandbox.run(command, timeout=LIFE_S, stdin=task.encode("utf-8", "replace"), env=variables)

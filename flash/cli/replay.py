@@ -66,12 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"[{course.left_out} left out: no batch of step {course.last} is recorded]")
     _say(" step " + " ".join(f"{name:>{WIDTH}} {'the run':>{WIDTH}}" for name in SHOWN))
     replay(
-        config,
-        course,
-        folder=directory.batches,
-        step=show_step,
-        comparison=show_comparison,
-        export=arguments.export,
+        config, course, folder=directory.batches, step=show_step, comparison=show_comparison, export=arguments.export
     )
     if arguments.json is not None:
         found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}

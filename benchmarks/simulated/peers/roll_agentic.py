@@ -35,11 +35,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 def roll_agentic(config: Config, rules: Rules) -> PeerReport:
     """Simulate a whole run."""
     world = World(
-        config,
-        colocated=rules.colocated,
-        limit=ENGINE_LIMIT,
-        keep_partial=False,
-        extra_members=rules.extra_per_group,
+        config, colocated=rules.colocated, limit=ENGINE_LIMIT, keep_partial=False, extra_members=rules.extra_per_group
     )
     return run_virtual(RollAgentic(world, rules).run)
 

@@ -110,12 +110,7 @@ class World:
     # -- rollout -----------------------------------------------------------------------------------------------------
 
     async def play(
-        self,
-        task: Task,
-        home: int | None = None,
-        phases: FreePhases | None = None,
-        *,
-        wait_for_reward: bool = True,
+        self, task: Task, home: int | None = None, phases: FreePhases | None = None, *, wait_for_reward: bool = True
     ) -> Finished:
         """One episode, tried again with a new environment as often as one does not answer in time."""
         phases = phases or FreePhases()

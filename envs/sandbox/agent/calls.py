@@ -6,13 +6,7 @@ import os
 
 from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
 from envs.sandbox.agent.command import CREDIT, RESULT, Command, resize
-from envs.sandbox.agent.files import (
-    READ_LIMIT,
-    Write,
-    list_folder,
-    read_file,
-    remove,
-)
+from envs.sandbox.agent.files import READ_LIMIT, Write, list_folder, read_file, remove
 from envs.sandbox.agent.process import now
 from envs.sandbox.agent.shell import Running, Shell
 from envs.sandbox.agent.wire import PIECE, CallRefusal

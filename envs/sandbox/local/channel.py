@@ -28,13 +28,7 @@ import msgspec
 
 from envs.sandbox.engines.backend import Link
 from flash import errors
-from flash.errors import (
-    SandboxError,
-    SandboxLimitError,
-    SandboxLostError,
-    SandboxRefusedError,
-    SandboxTimeoutError,
-)
+from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 MAX_FRAME = 1 << 18
 """Longest body in bytes, both ways. A longer one ends the channel."""

@@ -58,13 +58,7 @@ from envs.sandbox.sandbox import (
     WriteFile,
     refused,
 )
-from flash.errors import (
-    SandboxClosedError,
-    SandboxError,
-    SandboxLostError,
-    SandboxStartError,
-    SandboxTimeoutError,
-)
+from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxStartError, SandboxTimeoutError
 from flash.waiting import unwrapped_group
 
 T = TypeVar("T")

@@ -104,12 +104,7 @@ class SandboxAdmission:
     # ---- hosts
 
     def set_host(
-        self,
-        name: str,
-        capacity: Demand,
-        *,
-        accepts: bool = True,
-        warm: dict[str, int] | None = None,
+        self, name: str, capacity: Demand, *, accepts: bool = True, warm: dict[str, int] | None = None
     ) -> None:
         """Add a host, or say what it is like now. What was granted there stays granted."""
         view = self._hosts.setdefault(name, HostView(name, capacity))

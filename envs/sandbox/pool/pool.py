@@ -36,12 +36,7 @@ from envs.sandbox.sandbox import (
     SandboxRequest,
     TakeSnapshot,
 )
-from flash.errors import (
-    SandboxBusyError,
-    SandboxClosedError,
-    SandboxRefusedError,
-    SandboxStartError,
-)
+from flash.errors import SandboxBusyError, SandboxClosedError, SandboxRefusedError, SandboxStartError
 from flash.waiting import unwrapped_group
 
 _T = TypeVar("_T")
@@ -85,13 +80,7 @@ class SandboxPool:
 
     @asynccontextmanager
     async def acquire(
-        self,
-        spec: Spec,
-        *,
-        owner: str = "local",
-        priority: int = 0,
-        deadline: float = 600.0,
-        on_lost: OnLost = "fail",
+        self, spec: Spec, *, owner: str = "local", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
     ) -> AsyncGenerator[LeasedSandbox]:
         """See `SandboxProvider`; the sandbox is this pool's until the block ends."""
         lease = self.order(LeaseOrder(spec=spec, owner=owner, priority=priority, on_lost=on_lost))

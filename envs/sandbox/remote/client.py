@@ -81,13 +81,7 @@ class SandboxClient:
 
     @asynccontextmanager
     async def acquire(
-        self,
-        spec: Spec,
-        *,
-        owner: str = "",
-        priority: int = 0,
-        deadline: float = 600.0,
-        on_lost: OnLost = "fail",
+        self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
     ) -> AsyncGenerator[RemoteSandbox]:
         """See `SandboxProvider`. Without an `owner` the client's own is meant."""
         order = SandboxOrder(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)

@@ -70,12 +70,7 @@ class LeaseWork:
             raise outcome
         return outcome
 
-    async def _hold_session(
-        self,
-        name: str,
-        *,
-        task_status: TaskStatus[FlashError | ProblemError | Session],
-    ) -> None:
+    async def _hold_session(self, name: str, *, task_status: TaskStatus[FlashError | ProblemError | Session]) -> None:
         """Waits for the shell to be closed, or for the end of the lease's sandbox."""
         started = False
         try:

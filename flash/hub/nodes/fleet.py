@@ -187,12 +187,7 @@ class Statuses:
         why = IN_ORDER if leaving == "" else leaving or (SILENT if silent else CUT_OFF)
         self.gone.append(
             NodeNow(
-                node=node,
-                state="gone",
-                heard_at=heard_at,
-                status=status,
-                gone_at=now,
-                why=shortened(why, EVENT_TEXT),
+                node=node, state="gone", heard_at=heard_at, status=status, gone_at=now, why=shortened(why, EVENT_TEXT)
             )
         )
         return "" if leaving == "" else f"node {node}: {why}"

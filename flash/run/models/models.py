@@ -22,12 +22,7 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models.fetch import fetch, source_of
 from flash.run.models.hugging_face import hub_fault
 from flash.run.models.making import making
-from flash.trainer.model.tiny_model import (
-    interrupted_after,
-    make_tiny_model,
-    show_progress,
-    what_changed,
-)
+from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
 from flash.trainer.state.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
 
 

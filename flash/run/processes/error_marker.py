@@ -50,12 +50,7 @@ class ErrorMarker:
 
     def write(self, error: FlashError) -> None:
         """Leave the error behind. A full disk must not hide the error itself."""
-        row = {
-            "launch": self._launch,
-            "error": type(error).__name__,
-            "message": str(error),
-            "time": time.time(),
-        }
+        row = {"launch": self._launch, "error": type(error).__name__, "message": str(error), "time": time.time()}
         problems: list[str] = []
         for path in self._places():
             try:
