@@ -25,12 +25,10 @@ MODULES = {
                 "journal",
                 "long_answers",
                 "mid_run",
-                "nodes",
                 "queue_scheduling",
                 "redundant_envs",
                 "scaling",
                 "session_cache",
-                "stragglers",
             ),
         )
     },
