@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from flash.foreign.asyncio import around_callbacks
 from flash.simulate.clock import VirtualLoop
+from tests.callbacks import around_callbacks
 
 BLOCKED_SECONDS = 0.5
 """CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.

@@ -61,15 +61,13 @@ class RecordingFacts(msgspec.Struct, frozen=True):
     """Unix seconds. Of an engine that had no version of the steps that were ordered, as its end."""
     end: float
     steps: int
-    """Training steps that it made meanwhile, of an engine its own steps, of an event loop its callbacks."""
+    """Training steps that it made meanwhile, of an engine its own steps."""
     resident: int
     """The most memory that the process has had so far, in bytes."""
     device: int | None = None
     """The most that torch has had on the GPU while it recorded, in bytes; None: there is no GPU."""
     snapshot: str | None = None
     """The file of the GPU's memory."""
-    busy_s: float = 0.0
-    """Of an event loop: seconds in callbacks."""
 
 
 def ordered() -> ProfileOrder | None:

@@ -50,15 +50,13 @@ class Measured(msgspec.Struct):
     """Of each operator, how often it was called, and its own seconds, without those that it called."""
     gpu: dict[str, tuple[int, float]]
     """The same of kernels."""
-    callbacks: dict[tuple[str, str], list[tuple[float, float]]]
-    """Of each slow callback and its place, its seconds, and those with a processor."""
     grown: int
     """The most bytes of CPU memory that torch had beyond what it had when it began; 0: it was not asked."""
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """The files that processes have written: trainer ranks, engines, nodes."""
-    kinds = ("trainer", "engine", "node")
+    """The files that processes have written: trainer ranks, engines."""
+    kinds = ("trainer", "engine")
     found = [file for file in folder.glob(f"*{ENDING}") if file.name.partition("-")[0] in kinds]
     return sorted(found, key=lambda file: (kinds.index(file.name.partition("-")[0]), len(file.name), file.name))
 
@@ -166,7 +164,6 @@ class _Meter:
     def __init__(self) -> None:
         self._threads: defaultdict[tuple[int, Any], list[tuple[float, float, str]]] = defaultdict(list)
         self._gpu: defaultdict[str, list[float]] = defaultdict(list)
-        self._callbacks: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         self._grown = 0
 
     def see(self, event: Mapping[str, Any]) -> None:
@@ -175,9 +172,6 @@ class _Meter:
             self._threads[event["pid"], event["tid"]].append((event["ts"], event["dur"], name))
         elif kind in ON_GPU and event["ph"] == "X":
             self._gpu[name].append(event["dur"] / 1e6)
-        elif kind == "callback":
-            seconds = event["dur"] / 1e6, event["args"]["cpu_ms"] / 1e3
-            self._callbacks[name, event["args"]["where"]].append(seconds)
         elif name == "[memory]" and event["args"].get("Device Type") == 0:
             self._grown = max(self._grown, event["args"].get("Total Allocated", 0))
 
@@ -186,7 +180,7 @@ class _Meter:
         for events in self._threads.values():
             for name, seconds in own_times(events):
                 cpu[name].append(seconds)
-        return Measured(facts, _sums(cpu), _sums(self._gpu), dict(self._callbacks), self._grown)
+        return Measured(facts, _sums(cpu), _sums(self._gpu), self._grown)
 
 
 def _sums(times: Mapping[str, list[float]]) -> dict[str, tuple[int, float]]:

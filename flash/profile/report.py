@@ -1,16 +1,15 @@
-"""A profile in figures that a person reads: where time went, what held the event loops up, how much memory it took."""
+"""A profile in figures that a person reads: where time went, how much memory it took."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from flash.profile.callbacks import SLOW_S
 from flash.profile.parts import Measured
 from flash.types import Activity
 
 MOST_ROWS = 8
-"""Operators and callbacks that are listed of each process."""
+"""Operators that are listed of each process."""
 NAME_WIDTH = 64
 """Names are cut to this: those of kernels have hundreds of characters."""
 
@@ -19,9 +18,7 @@ def report(measured: Sequence[Measured], spans: Sequence[Activity]) -> list[str]
     """The lines of the report."""
     lines: list[str] = []
     for part in measured:
-        if part.facts.who.startswith("event loop"):
-            lines += [*_loop(part), ""]
-        elif part.facts.end > part.facts.begin:
+        if part.facts.end > part.facts.begin:
             lines += [*_process(part, spans), ""]
         else:
             lines += [f"{part.facts.who}: it had started after these steps, whose samples were there before", ""]
@@ -60,22 +57,6 @@ def _operators(title: str, times: Mapping[str, tuple[int, float]], seconds: floa
         yield f"    {_cut(name):<{NAME_WIDTH - 2}} {own:8.3f} {own / seconds:8.1%} {calls:8}"
 
 
-def _loop(part: Measured) -> Iterator[str]:
-    """What held an event loop up."""
-    facts = part.facts
-    seconds, slow = facts.end - facts.begin, sum(map(len, part.callbacks.values()))
-    words = f"{facts.who}: {facts.busy_s / seconds:.0%} of {seconds:.2f} s in {facts.steps} callbacks"
-    yield f"{words}, {slow or 'none'} of them over {SLOW_S * 1e3:g} ms"
-    if not slow:
-        return
-    yield f"  {'slow callbacks':<{NAME_WIDTH}} {'longest':>8} {'its CPU':>8} {'calls':>8}"
-    longest = sorted(part.callbacks.items(), key=lambda item: -max(item[1])[0])
-    for (name, where), times in longest[:MOST_ROWS]:
-        wall, cpu = max(times)
-        yield f"    {_cut(name):<{NAME_WIDTH - 2}} {_ms(wall)} {_ms(cpu)} {len(times):8}"
-        yield f"      {where}"
-
-
 def _memory(measured: Iterable[Measured]) -> Iterator[str]:
     yield "memory"
     for part in measured:
@@ -97,10 +78,6 @@ def _memory(measured: Iterable[Measured]) -> Iterator[str]:
 def _cut(name: str) -> str:
     longest = NAME_WIDTH - 2
     return name if len(name) <= longest else f"{name[: longest - 1]}…"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:5.0f} ms"
 
 
 def _size(count: int) -> str:

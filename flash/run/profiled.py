@@ -1,4 +1,4 @@
-"""The first node's part of `flash profile`: its event loop is watched, and the run ends when all is written."""
+"""The first node's part of `flash profile`: the run ends when all is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import anyio
 
 from flash.config.tree import Config
 from flash.hub.hub import Hub
-from flash.profile.callbacks import CallbackWatch
 from flash.profile.order import ProfileOrder
 
 POLL_S = 0.1
@@ -18,18 +17,12 @@ WRITE_S = 120.0
 
 
 async def profile_node(order: ProfileOrder, hub: Hub, config: Config) -> None:
-    """Watch this process's event loop through the steps that are ordered, and end the run after them.
+    """End the run after the steps that are ordered.
 
-    Waits for the first of these steps, then for the last, then for what others write, at most WRITE_S. The run's stages
-    bound the first two: it is cancelled when the run ends, however it does, and leaves what it has.
+    Waits for the last of them, then for what others write, at most WRITE_S. The run's stages bound the first: it is
+    cancelled when the run ends, however it does.
     """
-    await _until(lambda: hub.progress.version >= order.first)
-    watch = CallbackWatch("event loop of node 0")
-    try:
-        with watch.watching():
-            await _until(lambda: hub.progress.version >= order.stop)
-    finally:
-        watch.write(order.file("node-0"))
+    await _until(lambda: hub.progress.version >= order.stop)
     with anyio.move_on_after(WRITE_S):
         await _until(lambda: all(order.file(name).exists() for name in _expected(config)))
     # A run that has trained everything still evaluates.

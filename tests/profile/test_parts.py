@@ -59,7 +59,7 @@ def test_parts_keep_apart_what_each_numbers_for_itself_and_share_one_time(tmp_pa
     assert [each for each in events if each["ph"] == "M" and "ts" in each] == []
 
 
-def test_a_part_comes_down_to_the_own_times_of_operators_kernels_and_callbacks(tmp_path: Path) -> None:
+def test_a_part_comes_down_to_the_own_times_of_operators_and_kernels(tmp_path: Path) -> None:
     memory = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 7, "tid": 7, "ts": 1.0}
     file = write_part(
         tmp_path / "trainer-0.json.gz",
@@ -69,7 +69,6 @@ def test_a_part_comes_down_to_the_own_times_of_operators_kernels_and_callbacks(t
             event("inner", 5e6, 1e6),
             event("inner", 2e6, 1e6, tid=8),
             event("gemm", 3e6, 2e6, cat="kernel"),
-            event("Hub.handle", 3e6, 2e6, cat="callback", args={"where": "hub.py:1", "cpu_ms": 500.0}),
             memory | {"args": {"Device Type": 0, "Total Allocated": 10}},
             memory | {"args": {"Device Type": 0, "Total Allocated": 30}},
             memory | {"args": {"Device Type": 1, "Total Allocated": 900}},
@@ -80,7 +79,6 @@ def test_a_part_comes_down_to_the_own_times_of_operators_kernels_and_callbacks(t
     assert measured.facts == RecordingFacts("trainer 0", 1_700_000_001.0, 1_700_000_003.0, 2, 1 << 30)
     assert measured.cpu == {"outer": (1, 5.0), "inner": (3, 6.0)}
     assert measured.gpu == {"gemm": (1, 2.0)}
-    assert measured.callbacks == {("Hub.handle", "hub.py:1"): [(2.0, 0.5)]}
     assert measured.grown == 30
 
 
@@ -139,8 +137,8 @@ def test_a_trace_that_fails_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parts_are_ranks_then_engines_then_nodes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    names = ["trainer-2", "trainer-10", "engine-0", "engine-0-worker-1", "node-0"]
+def test_parts_are_ranks_then_engines_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["trainer-2", "trainer-10", "engine-0", "engine-0-worker-1"]
     for name in [*reversed(names), "trace", ".trainer-3"]:
         (tmp_path / f"{name}.json.gz").touch()
     assert [file.name.partition(".")[0] for file in parts_in(tmp_path)] == names

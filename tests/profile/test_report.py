@@ -8,11 +8,10 @@ from flash.profile.report import report
 from flash.types import Activity
 
 TRAINER = RecordingFacts("trainer 0", 100.0, 110.0, 3, 3 << 30)
-LOOP = RecordingFacts("event loop of node 0", 100.0, 110.0, 500, 300 << 20, busy_s=4.0)
 
 
 def measured(facts: RecordingFacts, **more: object) -> Measured:
-    empty = {"cpu": {}, "gpu": {}, "callbacks": {}, "grown": 0}
+    empty = {"cpu": {}, "gpu": {}, "grown": 0}
     return Measured(facts, **(empty | more))  # pyright: ignore[reportArgumentType]
 
 
@@ -31,16 +30,6 @@ def test_a_rank_shows_its_shares_and_its_dearest_operators() -> None:
     assert any(line.split() == ["gemm", "5.000", "50.0%", "7"] for line in lines)
     assert not any("op1 " in line for line in lines), "the table is short"
     assert all(len(line) <= 100 for line in lines)
-
-
-def test_a_loop_names_what_was_slowest_and_where() -> None:
-    callbacks = {("a › b", "flash/x.py:3"): [(0.010, 0.002), (0.030, 0.001)], ("c", "y.py:1"): [(0.020, 0.020)]}
-    lines = report([measured(LOOP, callbacks=callbacks)], [])
-    assert lines[0] == "event loop of node 0: 40% of 10.00 s in 500 callbacks, 3 of them over 5 ms"
-    assert lines[2].split() == ["a", "›", "b", "30", "ms", "1", "ms", "2"]
-    assert lines[3].strip() == "flash/x.py:3"
-    assert lines[4].split()[0] == "c"
-    assert "none of them over 5 ms" in report([measured(LOOP)], [])[0]
 
 
 def test_memory_says_what_there_is() -> None:

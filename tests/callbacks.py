@@ -1,4 +1,4 @@
-"""asyncio beyond what it documents: what an event loop calls."""
+"""What an event loop calls, seen from around it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-
-TOUCHED = (
-    "asyncio.events:Handle._run",
-    "asyncio.events:Handle._callback",
-)
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
 
 Around = Callable[[Any, Callable[[], None]], None]
 """Is given a callback and what runs it, which it calls."""
