@@ -20,6 +20,10 @@ an output that nobody reads. `KEY=VALUE`: [configuration](configuration.md). `fl
 """
 
 
+SEVERAL = 3
+"""Arguments that a command has in common with one before it from which on these are only named."""
+
+
 def markdown(parser: argparse.ArgumentParser) -> str:
     """The whole reference, one section per command."""
     return "\n".join([INTRODUCTION, *_commands(parser)])
@@ -30,14 +34,20 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
         if not isinstance(choices, argparse._SubParsersAction):
             continue
         helps = {action.dest: action.help for action in choices._choices_actions}
+        before: dict[str, list[str]] = {}
         for name, command in choices.choices.items():
             yield f"## `{command.prog}`\n"
             yield f"{_sentence(helps[name])}\n"
-            rows = list(_rows(command))
-            if rows:
+            rows = before[command.prog] = list(_rows(command))
+            alike = next((prog for prog, theirs in before.items() if len({*rows} & {*theirs}) >= SEVERAL), command.prog)
+            own = rows if alike == command.prog else [row for row in rows if row not in before[alike]]
+            if own:
                 yield "| argument | meaning |\n|---|---|"
-                yield from rows
+                yield from own
                 yield ""
+            if len(own) < len(rows):
+                names = (row.split("`")[1].split(" ")[0].replace("\\|", "|") for row in rows if row not in own)
+                yield f"As for `{alike}`: {', '.join(f'`{name}`' for name in names)}.\n"
             yield from _commands(command)
 
 

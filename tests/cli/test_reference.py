@@ -36,3 +36,21 @@ def test_arguments_are_shown_as_they_are_written() -> None:
         "| `--quiet`, `-q` |  |",
         "| `--port PORT` | default: 8 |",
     ]
+
+
+def test_arguments_that_a_command_shares_with_one_before_it_are_only_named() -> None:
+    parser = argparse.ArgumentParser(prog="flash")
+    commands = parser.add_subparsers()
+    for name in ("play", "watch"):
+        command = commands.add_parser(name, help=f"{name} a game")
+        command.add_argument("what", metavar="FOLDER|NAME", help="of the game")
+        command.add_argument("--port", type=int, help="a free one")
+        command.add_argument("--quiet", action="store_true", help="say nothing")
+        command.add_argument(f"--{name}er", help="who does")
+    assert markdown(parser).partition("## `flash watch`")[2].splitlines()[4:] == [
+        "| argument | meaning |",
+        "|---|---|",
+        "| `--watcher WATCHER` | who does |",
+        "",
+        "As for `flash play`: `FOLDER|NAME`, `--port`, `--quiet`.",
+    ]
