@@ -22,7 +22,7 @@ from flash.run.processes.rendezvous import heed_torchrun
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = {
-    **{name: f"flash.cli.{name}" for name in ("init", "doctor", "plan", "train", "join", "drain")},
+    **{name: f"flash.cli.{name}" for name in ("init", "doctor", "plan", "train", "sft", "join", "drain")},
     "eval": "flash.cli.evaluate",
     **{name: f"flash.cli.{name}" for name in ("rollout", "view", "watch", "plot", "compare", "trace", "profile")},
     **{name: f"flash.cli.{name}" for name in ("track", "export", "replay", "rhythm", "simulate", "calibrate", "fetch")},

@@ -40,14 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
+    before = begun(config)
+    return exit_told(start(config), config, arguments.typed, before)
+
+
+def exit_told(code: int, config: Config, typed: Sequence[str], before: Begun) -> int:
+    """The exit code of a launch, once it is said how the run goes on that it has not ended in order."""
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
 
-    before = begun(config)
-    code = start(config)
     if code not in (End.OVER, LOST):
         how = "interrupted" if code == End.INTERRUPTED else "it failed, as is said above"
-        say(f"{how}; {what_is_left(config, arguments.typed, before)}")
+        say(f"{how}; {what_is_left(config, typed, before)}")
     return code
 
 
@@ -83,12 +87,17 @@ def start(config: Config) -> int:
     """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
     from flash.run.processes.launcher import launch
 
+    interruptible()
+    make_missing_model(config)
+    return launch(config)
+
+
+def interruptible() -> None:
+    """End this process by signals as by Ctrl-C."""
     # Until the launch takes signals over: what was begun by then is put in order, as after Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
-    make_missing_model(config)
-    return launch(config)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

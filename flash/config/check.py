@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flash.ages import window
-from flash.config.check_algorithm import algorithm_rule
+from flash.config.check_algorithm import algorithm_rule, sft_rule
 from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
@@ -37,7 +37,8 @@ SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) i
 
 def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
     """Every problem of a resolved configuration; `simulated`: those that matter where nothing real is started."""
-    return [problem for rule in (SIMULATION_RULES if simulated else RULES) for problem in rule(config)]
+    rules = SIMULATION_RULES if simulated else RULES if config.sft is None else SFT_RULES
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def batch_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -400,6 +401,19 @@ RULES: tuple[Rule, ...] = (
     resume_rule,
     simulate_rule,
 )
+
+SFT_RULES: tuple[Rule, ...] = (
+    sft_rule,
+    model_rule,
+    fetch_rule,
+    length_rule,
+    sink_rule,
+    alarm_rule,
+    parallel_rule,
+    *MACHINE_RULES,
+    resume_rule,
+)
+"""Nothing is sampled: neither environment nor engines are looked at."""
 
 SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, age_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
 """No model, device or environment is looked at: a simulation needs none."""

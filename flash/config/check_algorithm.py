@@ -1,4 +1,4 @@
-"""What well-typed `[algorithm]` and `[critic]` tables can still get wrong: combinations that fail, or do nothing.
+"""What well-typed `[algorithm]`, `[critic]` and `[sft]` tables can still get wrong: what fails, or does nothing.
 
 Each rule looks at one matter and yields its problems. An option without an effect is refused: whoever set it meant
 something by it.
@@ -7,8 +7,10 @@ something by it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from algorithms.base import Advantage, Aggregation, Objective
 from algorithms.corrections import IcePop, TokenTis
@@ -16,6 +18,7 @@ from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
 from flash.config.decode import ConfigProblem
+from flash.config.learning import AlgorithmConfig
 from flash.config.objects import examine_options, load_objective
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -211,3 +214,34 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
             f"rollout.max_turns, and model.max_length), or no token has an influence; got {rhythm.nearest}"
         )
         yield ConfigProblem("algorithm.rhythm.nearest", message)
+
+
+SUPERVISED = AlgorithmConfig(objective="algorithms.supervised:Supervised", lag=None)
+
+
+def supervised(config: Config) -> Config:
+    """With the one objective that fits an `[sft]` table, at no age, and without what is for samples alone: recorded
+    batches, and the alarm of a policy that no longer explores."""
+    if config.sft is None:
+        return config
+    train, checkpoint = replace(config.train, async_ratio=0.0, max_token_age=None), config.checkpoint
+    config = replace(config, train=train, checkpoint=replace(checkpoint, batches="none"))
+    return replace(
+        config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=replace(config.alarms, entropy=None)
+    )
+
+
+def sft_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The files are there, and all ranks, which are on one machine, have a part of each minibatch."""
+    assert config.sft is not None
+    for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
+        if path is not None and not Path(path).is_file():
+            yield ConfigProblem(key, f"there is no file {path}: expected one of JSON lines")
+    if config.cluster.nodes > 1:
+        yield ConfigProblem("cluster.nodes", f"expected 1: `flash sft` trains on one node, got {config.cluster.nodes}")
+    ranks, gpus, train = config.cluster.trainer_ranks, config.gpus_per_node, config.train
+    if 0 < gpus < ranks:
+        yield ConfigProblem("cluster.trainer_ranks", f"expected at most the {gpus} GPUs of a node, got {ranks}")
+    if train.batch_size < (least := train.minibatches * config.data_shards):
+        message = f"expected at least {least}, a row for each minibatch and data shard, got {train.batch_size}"
+        yield ConfigProblem("train.batch_size", message)

@@ -1,4 +1,4 @@
-"""The tables `[train]`, `[algorithm]` and `[critic]`: what a step is, and what it optimises."""
+"""The tables `[train]`, `[algorithm]`, `[critic]` and `[sft]`: what a step is, and what it optimises."""
 
 from __future__ import annotations
 
@@ -116,3 +116,14 @@ class CriticConfig(Section, frozen=True):
     """λ of GAE: 0 trusts the critics, 1 the rewards."""
     max_grad_norm: PositiveFloat = 1.0
     """Global norm to which its gradients are clipped."""
+
+
+class SftConfig(Section, frozen=True):
+    """[Supervised fine-tuning](recipes.md#supervised-fine-tuning), of `flash sft` alone."""
+
+    data: str
+    """JSONL: `messages` in each row, or `prompt` and `completion`; `tools`."""
+    held_out: str | None = None
+    """The same, for the loss of its first `eval.problems` rows. None: there is none."""
+    epochs: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
+    """Passes over the rows; `run.steps` follows."""

@@ -19,6 +19,7 @@ import msgspec
 import tomli_w
 
 from flash.config.check import check
+from flash.config.check_algorithm import supervised
 from flash.config.decode import (
     NO_KEY,
     NONE,
@@ -67,6 +68,8 @@ def load(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     merged, origins = _merged(files, overrides)
+    if isinstance(merged.get("sft"), dict):
+        merged.setdefault("env", {"path": ""})  # nothing is played
     decoded, problems = examine(merged, Config, "")
     if problems:
         raise refuse([_with_hint(problem) for problem in problems], origins)
@@ -277,7 +280,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 def _resolve(config: Config) -> Config:
-    config = with_folder(config)
+    config = supervised(with_folder(config))
     if config.cluster.gpus_per_node != "auto":
         return config
     cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())

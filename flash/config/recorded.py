@@ -28,6 +28,7 @@ def recorded(config: Config) -> Config:
         model=_placed(config.model),
         env=msgspec.structs.replace(config.env, folders=folders),
         critic=config.critic and _placed(config.critic),
+        sft=config.sft and _placed(_placed(config.sft, "data"), "held_out"),
         algorithm=msgspec.structs.replace(algorithm, kl=kl and _placed(kl, "reference")),
     )
 

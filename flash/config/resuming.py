@@ -34,6 +34,7 @@ TOLD: dict[str, str] = {
     "model.path": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
     "model.fetch": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
     "critic.path": WEIGHTS.format("the shapes alone"),
+    "sft.data": "steps that are made had the former rows",
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
     **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from flash.config.learning import AlgorithmConfig, CriticConfig, TrainConfig
+from flash.config.learning import AlgorithmConfig, CriticConfig, SftConfig, TrainConfig
 from flash.config.observe import AlarmsConfig, ObserveConfig, TrackConfig
 from flash.config.section import (
     BelowOne,
@@ -319,6 +319,7 @@ class Config(Section, frozen=True):
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
+    sft: SftConfig | None = None
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

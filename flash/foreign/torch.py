@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TOUCHED = (
     "torch.distributed:TCPStore",
     "torch.distributed:HashStore",
+    "torch.distributed:FileStore",
     "torch.distributed:DistError",
     "torch.multiprocessing.reductions:reduce_tensor",
     "torch.cuda.memory:_record_memory_history",
@@ -78,6 +79,13 @@ def private_store() -> Store:
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     return HashStore()
+
+
+def file_store(file: Path, ranks: int) -> Store:
+    """A store of so many processes of one machine, in a file that is not there yet."""
+    from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return FileStore(str(file), ranks)
 
 
 @contextmanager

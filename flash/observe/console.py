@@ -63,6 +63,19 @@ LINE = (
     LineCell((named("learning_rate"),), 7),
 )
 """The numbers people look for, in the order in which they stand there."""
+HELD_OUT_NLL = named("held_out_nll", "evaluation")
+SFT_LINE = (
+    LineCell((named("step"),), 5),
+    LineCell((named("epoch"),), 6),
+    LineCell((named("nll"),), 7),
+    LineCell((HELD_OUT_NLL,), 7),
+    LineCell((named("entropy"),), 7),
+    LineCell((named("grad_norm"),), 6),
+    LineCell((named("tokens_per_second"),), 6),
+    LineCell((named("trainer_wait_share"),), 5),
+    LineCell((named("learning_rate"),), 7),
+)
+"""The same of `flash sft`."""
 
 
 class Console:
@@ -76,6 +89,7 @@ class Console:
         terminal: TextIO = sys.stdout if stream is None else stream
         self._stream: TextIO | None = terminal
         self._live = _Live(config.run.steps, terminal) if terminal.isatty() else None
+        self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
         self._accuracy: float | None = None
         """Of an evaluation that no step line has shown yet."""
@@ -101,11 +115,11 @@ class Console:
     def step(self, row: Row) -> None:
         """Print the line of a committed step, the titles above every page of them, and move the bar on."""
         if self._lines % HEADER_EVERY == 0:
-            self._print(" ".join(cell.title for cell in LINE), "bold")
+            self._print(" ".join(cell.title for cell in self._line), "bold")
         self._lines += 1
-        shown = {**row} if self._accuracy is None else {**row, HELD_OUT.name: self._accuracy}
+        shown = {**row} if self._accuracy is None else {**row, self._held_out.name: self._accuracy}
         self._accuracy = None
-        self._print(" ".join(cell.text(shown) for cell in LINE), "default")
+        self._print(" ".join(cell.text(shown) for cell in self._line), "default")
         if domains := domain_line(row):
             self._print(domains, "dim")
         if (wall := number(row, "wall_s")) is not None:
@@ -121,10 +135,10 @@ class Console:
 
     def evaluation(self, row: Row) -> None:
         """Print one held-out evaluation; its mean also stands in the next step line."""
-        self._accuracy = number(row, "mean_reward")
+        self._accuracy = number(row, self._held_out.name)
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
-            self._live.update(accuracy=fixed(row, "mean_reward", 3))
+            self._live.update(accuracy=fixed(row, self._held_out.name, 3))
 
     def finish(self, summary: Summary) -> None:
         """Print the closing table; of a run without a step, that there was none."""
@@ -164,6 +178,8 @@ class Console:
 
 def evaluation_line(row: Row) -> str:
     """What an evaluation found. A mean of rewards is an accuracy only where each of them is 0 or 1."""
+    if HELD_OUT_NLL.name in row:
+        return f"{HELD_OUT_NLL.name} {fixed(row, HELD_OUT_NLL.name, 4)}, {_whole(row, 'problems')} rows"
     binary = number(row, "binary") == 1
     parts = [f"{'accuracy' if binary else 'mean reward'} {fixed(row, 'mean_reward', 3)}"]
     if number(row, "low") is not None and number(row, "high") is not None:
@@ -253,6 +269,11 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
     first, *rest = summary_rows(summary)
+    if config.sft is not None:
+        rest = [row for row in rest if row[0] in ("steps", "trained", "time", "restarts")]
+        losses = [text for row in directory.read_evaluations() if (text := fixed(row, HELD_OUT_NLL.name, 4))]
+        rest.insert(0, ("held out", " -> ".join(dict.fromkeys([*losses[:1], *losses[-1:]])) or BLANK))
+        return [first, *rest, ("directory", str(directory.path)), *(("plot", str(plot)) for plot in plots)]
     return [
         first,
         ("accuracy" if summary.binary else "reward", _held_out(summary)),

@@ -26,8 +26,8 @@ from flash.foreign.torch import alone
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.batches import deal
+from flash.samples.slices import at_once
 from flash.trainer.state.stored import complete_checkpoints, damaged_checkpoints, read_manifest
-from flash.types import Shard
 
 if TYPE_CHECKING:
     from flash.trainer.step import Trainer
@@ -165,21 +165,12 @@ def replay(
             checkpoint.load(course.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(course.first, course.last):
-            (shard,) = _dealt(folder, number)
+            (shard,) = at_once(deal(read_batch(folder, number), shards=1))
             step({"step": number, **trainer.train_step(shard)})
             if trainer.version in course.compared:
                 comparison(_compare(trainer, course.compared[trainer.version], begun))
         if export is not None:
             checkpoint.export_hf(trainer.model, HfTokenizer(config.model).inner, export)
-
-
-def _dealt(folder: Path, step: int) -> list[Shard]:
-    dealing = deal(read_batch(folder, step), shards=1)
-    while True:
-        try:
-            next(dealing)
-        except StopIteration as done:
-            return done.value
 
 
 @contextmanager

@@ -177,10 +177,6 @@ def _train(
     """Train to the end; what is to be closed after that is left on the stack."""
     # Until what stays for good is there: looking for garbage in between takes a fifth of a start.
     gc.disable()
-    import torch
-    import torch.distributed as dist
-    import transformers
-
     from flash.profile.order import ordered
     from flash.profile.recording import RankProfile
     from flash.rollout.episode.tokenizer import HfTokenizer
@@ -188,6 +184,29 @@ def _train(
     from flash.trainer.state import checkpoint
     from flash.trainer.step import Trainer
     from flash.weights.publisher import make_publisher
+
+    meet(local, config, index, store, stack)
+    trainer = Trainer(config)
+    if incarnation.checkpoint:
+        checkpoint.load(Path(incarnation.checkpoint), trainer)
+    publisher = make_publisher(config, index, advertised_host(config))
+    stack.callback(publisher.close)
+    cuda = config.gpus_per_node > 0
+    profile = None if (order := ordered()) is None else RankProfile(order, index, cuda=cuda)
+    if profile is not None:
+        # Also after an error, of which people are told first.
+        stack.callback(profile.ends)
+    loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner, profile)
+    gc.freeze()
+    gc.enable()
+    loop.run()
+
+
+def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack) -> None:
+    """Join the process group of the trainer ranks until the stack is closed, on this rank's device, with its seed."""
+    import torch
+    import torch.distributed as dist
+    import transformers
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.run.seed + config.data_shard(index))
@@ -205,16 +224,3 @@ def _train(
         timeout=timedelta(seconds=config.deadlines.collective),
     )
     stack.callback(dist.destroy_process_group)
-    trainer = Trainer(config)
-    if incarnation.checkpoint:
-        checkpoint.load(Path(incarnation.checkpoint), trainer)
-    publisher = make_publisher(config, index, advertised_host(config))
-    stack.callback(publisher.close)
-    profile = None if (order := ordered()) is None else RankProfile(order, index, cuda=cuda)
-    if profile is not None:
-        # Also after an error, of which people are told first.
-        stack.callback(profile.ends)
-    loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner, profile)
-    gc.freeze()
-    gc.enable()
-    loop.run()

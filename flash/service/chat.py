@@ -103,7 +103,9 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
     """The text at which it ended, and which the message does not show."""
 
 
-class _Spoken(msgspec.Struct):
+class Spoken(msgspec.Struct):
+    """A message, as requests and data sets give it."""
+
     role: str
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
@@ -123,7 +125,7 @@ class _Body(AskedSampling, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
-    messages: list[_Spoken]
+    messages: list[Spoken]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -159,7 +161,7 @@ def read(body: bytes) -> AgentRequest:
     check_limit(asked.max_completion_tokens, "max_completion_tokens")
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
     return AgentRequest(
-        messages=_messages(asked.messages),
+        messages=messages_of(asked.messages),
         max_tokens=min(limits, default=None),
         stream=bool(asked.stream),
         with_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
@@ -190,8 +192,8 @@ def _refuse_the_rest(asked: _Body) -> None:
         raise unsupported("response_format", MASKED)
 
 
-def _messages(spoken: list[_Spoken]) -> list[Message]:
-    """Messages; those of functions bear the name that the call before them had."""
+def messages_of(spoken: list[Spoken]) -> list[Message]:
+    """Messages; those of functions bear the name that the call before them had. Raises ApiError."""
     called: dict[str, str] = {}
     messages: list[Message] = []
     for index, one in enumerate(spoken):
@@ -204,7 +206,7 @@ def _messages(spoken: list[_Spoken]) -> list[Message]:
     return messages
 
 
-def _message(spoken: _Spoken, place: str) -> Message:
+def _message(spoken: Spoken, place: str) -> Message:
     if spoken.role not in ROLES or spoken.function_call:
         known = ", ".join(ROLES)
         raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)

@@ -152,6 +152,22 @@ class Trainer:
             **({"loss_scale": self.scale.value} if self.scale.moves else {}),
         }
 
+    @torch.no_grad()
+    def mean_loss(self, shard: Shard) -> float:
+        """Mean −log-prob of the tokens of a batch that could be trained now, over all ranks. A collective.
+
+        Raises:
+            ContractError: as `train_step`.
+        """
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for micro in (micro for minibatch in plan.minibatches for micro in minibatch.micro_batches):
+            logp_T = policy_logprobs(self.model, micro).logp_T.double()
+            total -= logp_T.where(self._tensor(micro.mask_T), 0.0).sum()
+        reshard(self.model)
+        self.mesh.add(total)
+        return total.item() / max(sum(plan.shard_tokens), 1)
+
     def _along(self, plan: StepPlan) -> RhythmPass | None:
         """What looks on at the training pass itself, where this is the first over the weights that start the step."""
         updates = len(plan.minibatches) * self._config.train.updates_per_batch

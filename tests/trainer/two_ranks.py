@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
             ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
         )
     },
+    "supervised": {"split": "uneven", "algorithm": {"objective": "algorithms.supervised:Supervised"}},
     "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
     "critics": {
         "split": "uneven", "aged": True,

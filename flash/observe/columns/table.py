@@ -11,7 +11,7 @@ from flash.observe.columns.column import Column, ColumnGroup
 from flash.observe.columns.engine import ENGINE
 from flash.observe.columns.evaluation import EVALUATION
 from flash.observe.columns.speed import SPEED
-from flash.observe.columns.training import BATCH, CRITIC, LAG, LOSS, OFF_POLICY, RHYTHM
+from flash.observe.columns.training import BATCH, CRITIC, LAG, LOSS, OFF_POLICY, RHYTHM, SFT
 
 Kind = Literal["step", "evaluation", "engine"]
 """Of a row: in `metrics.jsonl`, in `evals.jsonl`, of an engine in `cluster.json`."""
@@ -19,7 +19,7 @@ Kind = Literal["step", "evaluation", "engine"]
 APART = ("step", "time")
 """Of each row: trackers are told them beside the values."""
 GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
-    "step": (BATCH, LOSS, OFF_POLICY, LAG, CRITIC, RHYTHM, SPEED),
+    "step": (BATCH, LOSS, OFF_POLICY, LAG, CRITIC, RHYTHM, SFT, SPEED),
     "evaluation": (EVALUATION,),
     "engine": (ENGINE,),
 }
@@ -44,6 +44,8 @@ class Chart(msgspec.Struct, frozen=True):
 CHARTS = (
     Chart("reward", "Reward while training", from_zero=False),
     Chart("held_out", "Held-out reward", "evaluation", from_zero=False),
+    Chart("nll", "Loss of what is learned", from_zero=False),
+    Chart("held_out_nll", "The same, held out", "evaluation", from_zero=False),
     Chart("entropy", "Entropy"),
     Chart("kl", "KL"),
     Chart("grad_norm", "Gradient norm"),

@@ -324,3 +324,13 @@ RHYTHM = ColumnGroup(
         Column("rhythm_span_global", "the same of the global heads", "tokens"),
     ),
 )
+SFT = ColumnGroup(
+    "Of `flash sft`.",
+    (
+        Column(
+            "nll", "mean −log-prob of the tokens that are learned", "nats", label="learned", title="nll", chart="nll"
+        ),
+        Column("epoch", "passes over the rows so far", form=".2f", title="epoch"),
+        Column("cut_share", "share of the rows that are cut at `model.max_length`", "share"),
+    ),
+)

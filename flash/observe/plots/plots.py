@@ -316,10 +316,15 @@ def _draw_ratios(axes: Axes, ages: Floats, ratios: Floats) -> None:
 
 
 def _curves(axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], evaluations: Sequence[Row]) -> None:
-    """Rewards as a line at these places, evaluations at theirs as points in the band of their intervals."""
-    _line(axes, places[0], column(metrics, "reward_mean"), BLUE, "reward of the trained samples")
-    known = np.isfinite(column(evaluations, "mean_reward"))
-    accuracy, low, high = (column(evaluations, key)[known] for key in ("mean_reward", "low", "high"))
+    """Rewards as a line at these places, evaluations at theirs as points in the band of their intervals.
+
+    Where nobody has sampled, losses take their place.
+    """
+    learned = any("nll" in row for row in metrics)
+    what, held_out = ("nll", "held_out_nll") if learned else ("reward_mean", "mean_reward")
+    _line(axes, places[0], column(metrics, what), BLUE, "loss" if learned else "reward of the trained samples")
+    known = np.isfinite(column(evaluations, held_out))
+    accuracy, low, high = (column(evaluations, key)[known] for key in (held_out, "low", "high"))
     at = places[1][known]
     axes.fill_between(at, low, high, color=ORANGE, alpha=0.18, linewidth=0)
     axes.plot(
@@ -329,7 +334,7 @@ def _curves(axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], e
         linewidth=2,
         marker="o" if len(accuracy) <= MOST_POINTS else "",
         markersize=4.5,
-        label="held-out accuracy, 95 % interval",
+        label="held-out loss" if learned else "held-out accuracy, 95 % interval",
     )
 
 

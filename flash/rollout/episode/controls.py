@@ -48,6 +48,17 @@ class Shown(NamedTuple):
         _, also, named = self.named.partition(text)
         return Shown(tail, named) if found and also else None
 
+    def behind(self, before: Shown) -> Shown | None:
+        """What stands behind another one, if all of that is how it begins."""
+        if not self.text.startswith(before.text):
+            return None
+        tail = self.text[len(before.text) :]
+        if self.named is None:
+            return Shown(tail, None)
+        if before.named is None or not self.named.startswith(before.named):
+            return None
+        return Shown(tail, self.named[len(before.named) :])
+
 
 class Controls:
     """The control tokens of a Hugging Face tokenizer.

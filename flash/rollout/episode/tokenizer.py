@@ -155,6 +155,33 @@ class HfTokenizer(Tokenizer):
             )
         return tokens[tokens.index(end) + stopped :]
 
+    def said(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
+        """Tokens of what an engine is shown to have the last message said, an assistant's, and of that.
+
+        These end with the token that ends a turn, whatever the template puts behind it.
+
+        Raises:
+            EnvError: the chat template is missing, refuses the messages, or shows an answer otherwise than behind its
+                prompt.
+        """
+        self._check(messages, tools)
+        shown = [_shown(message) for message in messages]
+        prompt = self._template(shown[:-1], tools, prompting=True)
+        answer = self._template(shown, tools, prompting=False).behind(prompt)
+        if answer is None:
+            raise EnvError(
+                f"the chat template of {self._path} does not show an assistant's message behind the prompt for it, so "
+                "that it cannot be learned as it would be said; give prompt and completion as text"
+            )
+        tokens = self._encode(answer, follows=True)
+        end = next((at for at in reversed(range(len(tokens))) if self.ends_turn(tokens[at])), None)
+        return self._encode(prompt), [*tokens, *self.end] if end is None else tokens[: end + 1]
+
+    @property
+    def end(self) -> list[int]:
+        """The token that ends a text, where there is one."""
+        return [] if self.inner.eos_token_id is None else [self.inner.eos_token_id]
+
     def ends_turn(self, token: int) -> bool:
         """See `Tokenizer`. Raises EnvError as `follow` does of messages."""
         return token in self._turn_ends
@@ -246,7 +273,7 @@ class HfTokenizer(Tokenizer):
     def _turn_ends(self) -> set[int]:
         """Tokens that end a response: the tokenizer's end of text, and what the template puts after an answer with
         nothing behind it. For some models the two differ, and the model samples the second."""
-        ends = {self.inner.eos_token_id} - {None}
+        ends = set(self.end)
         tokens = self._encode(self._after(_SAID, [], (), prompting=False), follows=True)
         at = self._first_special(tokens)
         return ends if at is None else ends | {tokens[at]}

@@ -53,6 +53,29 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 def start_problems(config: Config) -> list[ConfigProblem]:
     """What would stop the run that this command is about to start. The configuration may have problems of its own."""
+    if config.sft is not None:
+        message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
+        return [ConfigProblem("sft", message)]
+    return _start_problems(config)
+
+
+def sft_problems(config: Config) -> list[ConfigProblem]:
+    """The same of `flash sft`."""
+    if config.sft is None:
+        return [ConfigProblem("sft", "is missing: an [sft] table names the rows, as `sft.data=rows.jsonl`")]
+    from flash.run.sft.course import with_steps
+    from flash.run.sft.rows import Rows
+
+    problems: list[ConfigProblem] = []
+    for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
+        try:
+            _ = path and Rows(Path(path))
+        except ConfigError as error:
+            problems.append(ConfigProblem(key, str(error)))
+    return [*problems, *_start_problems(config if problems else with_steps(config))]
+
+
+def _start_problems(config: Config) -> list[ConfigProblem]:
     problems = [*_temporary(), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
         problems += [*_output(config), *_hub(config), *_past(config)]

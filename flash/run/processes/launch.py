@@ -114,7 +114,7 @@ class Launch:
 
     def _exit_code(self, end: End) -> int:
         if self._told:
-            return End.INTERRUPTED if self._ranks is not None else 0
+            return End.INTERRUPTED if self._has_hub or self._ranks is not None else 0
         if self._ranks_failed or (self._has_hub and end != End.OVER):
             return NAMED if self._marker is not None and self._marker.stands() else 1
         return 0 if end == End.OVER else LOST

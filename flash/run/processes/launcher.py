@@ -89,11 +89,9 @@ class HubLoop(SupervisedPart):
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
         self._run = config
-        self.restarts = 0
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
-        self.restarts = restarts
         self.processes.fork_from(loops_server(self._run, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
@@ -150,7 +148,7 @@ def launch(config: Config) -> int:
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
 
 
-def leave_in_order(config: Config, marker: ErrorMarker, loop: HubLoop) -> None:
+def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) -> None:
     """Leave what the hub could not, where an error has ended it or a signal has killed it."""
     from flash.observe.recorder import write_summary
 

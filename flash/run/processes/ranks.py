@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import anyio
 
@@ -21,7 +22,7 @@ from flash.hub import protocol as p
 from flash.run.processes.forked import PASSIVE, ProcessOrder, ranks_server
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
-from flash.run.processes.supervisor import End, SupervisedPart, describe, judge, say
+from flash.run.processes.supervisor import End, EndedProcess, SupervisedPart, describe, judge, say
 from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
@@ -32,6 +33,26 @@ LOOK_S = 0.05
 """Between two looks whether they have."""
 RETRY_S = 1.0
 """Before the hub is looked for again."""
+
+
+async def run_ranks(
+    part: SupervisedPart, role: Literal["trainer", "sft"], config: Config, node: int, file: Path, restarts: int
+) -> list[EndedProcess]:
+    """Start the trainer ranks of a node as processes of this part, and wait until all have ended."""
+    here = range(config.trainer_ranks_on(node))
+    # As torchrun names them: libraries look there.
+    variables = [
+        {
+            "RANK": str(node * config.cluster.trainer_ranks + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(config.trainer_world_size),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            PASSIVE: os.environ.get(PASSIVE, "passive"),
+        }
+        for local in here
+    ]
+    part.processes.fork_from(ranks_server())
+    return await part.processes.run(role, file, [ProcessOrder(node, restarts, local) for local in here], variables)
 
 
 class Ranks(SupervisedPart):
@@ -56,27 +77,13 @@ class Ranks(SupervisedPart):
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
-        here = range(self._run.trainer_ranks_on(self.node))
-        first, world = self.node * self._run.cluster.trainer_ranks, self._run.trainer_world_size
-        # As torchrun names them: libraries look there.
-        variables = [
-            {
-                "RANK": str(first + local),
-                "LOCAL_RANK": str(local),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(len(here)),
-                PASSIVE: os.environ.get(PASSIVE, "passive"),
-            }
-            for local in here
-        ]
-        orders = [ProcessOrder(self.node, restarts, local) for local in here]
-        self.processes.fork_from(ranks_server())
-        ended = await self.processes.run("trainer", self._file, orders, variables)
+        ended = await run_ranks(self, "trainer", self._run, self.node, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
             return End.WITH_PEER, []  # they have ended with the hub, whose end is told
         if end == End.WITH_PEER and self.hung:
             return End.FAILED, []
+        first = self.node * self._run.cluster.trainer_ranks
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
     async def heed_hub(self, on_silence: Callable[[], object]) -> None:

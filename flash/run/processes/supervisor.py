@@ -201,6 +201,8 @@ class SupervisedPart(ABC):
         self.hung: set[int] = set()
         """Of the processes of the last start, those that were killed since they hang."""
         self.ending = anyio.Event()
+        self.restarts = 0
+        """Those that counted, so far."""
         self.why = ""
         """What has ended it for good, when it was started again too often, and nobody has told why."""
 
@@ -224,11 +226,11 @@ class SupervisedPart(ABC):
 
         Consumes ends of processes. Waits for the next one. Produces the next processes.
         """
-        self.ending, restarts = ending, 0
+        self.ending, self.restarts = ending, 0
         while True:
             self.hung.clear()
             try:
-                end, words = await self.once(restarts)
+                end, words = await self.once(self.restarts)
             except NotStartedError as error:
                 await anyio.sleep(RETRY_S)
                 end, words = End.FAILED, [str(error)]
@@ -237,16 +239,17 @@ class SupervisedPart(ABC):
             if end == End.WITH_PEER:
                 continue
             assert self.config is not None, "without a configuration nothing has started"
-            restarts, most = restarts + 1, self.config.cluster.max_restarts
+            most = self.config.cluster.max_restarts
             for line in words:
                 say(line)
-            if restarts > most:
+            if self.restarts >= most:
                 spent = f"no restart is left of cluster.max_restarts = {most}"
                 say(spent + self._without)
                 if reasons := words or [self._failed] * bool(self._failed):
                     self.why = "; ".join([*reasons, spent])
                 return end
-            say(f"{self._follows} (restart {restarts} of {most})")
+            self.restarts += 1
+            say(f"{self._follows} (restart {self.restarts} of {most})")
 
 
 async def judge(

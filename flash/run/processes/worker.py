@@ -1,4 +1,5 @@
-"""What a supervisor starts: the first node's loop, which has the hub, a loop that joins, or a trainer rank.
+"""What a supervisor starts: the first node's loop, which has the hub, a loop that joins, or a trainer rank, of
+a run or of `flash sft`.
 
 Its exit code is an `End`. An error that a restart cannot mend is left as `error.json` in the run directory where the
 process belongs to the first node.
@@ -28,7 +29,7 @@ from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
-Role = Literal["hub", "node", "trainer"]
+Role = Literal["hub", "node", "trainer", "sft"]
 
 
 def main(role: str, file: Path, order: ProcessOrder) -> int:
@@ -43,7 +44,7 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
         return complain(error)
     if role != "node":
         share(run_lock(config.run_dir))
-    end_with_launcher(grace_s(config) if order.node == 0 else 0, speaks=role != "trainer")
+    end_with_launcher(grace_s(config) if order.node == 0 else 0, speaks=role in ("hub", "node"))
     marker = ErrorMarker(config.run_dir, os.environ[LAUNCHER])
     if marker.stands():
         return End.FINAL
@@ -79,7 +80,7 @@ def complain(error: FlashError) -> int:
 
 
 def _become(role: Role, order: ProcessOrder, config: Config) -> End:
-    cpus = config.cluster.trainer_cpus if role == "trainer" else config.cluster.node_cpus
+    cpus = config.cluster.trainer_cpus if role in ("trainer", "sft") else config.cluster.node_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
     match role:
@@ -95,3 +96,7 @@ def _become(role: Role, order: ProcessOrder, config: Config) -> End:
             from flash.run.trainer_rank import run_trainer_rank
 
             return run_trainer_rank(order, config)
+        case "sft":
+            from flash.run.sft.rank import run_sft_rank
+
+            return run_sft_rank(order, config)

@@ -1,0 +1,60 @@
+"""Starts the ranks of `flash sft` on this machine, and starts them again where they fail, from the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from flash.config.load import dump
+from flash.config.objects import share_import_path
+from flash.config.tree import Config
+from flash.config.waits import grace_s
+from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.launch import Launch
+from flash.run.processes.launcher import ON_ONE_MACHINE, counted, leave_in_order, place_in_job
+from flash.run.processes.locks import exclusive_run
+from flash.run.processes.ranks import run_ranks
+from flash.run.processes.scratch import scratch_folder
+from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
+from flash.run.processes.supervisor import End, SupervisedPart, describe, judge
+
+
+class SftRanks(SupervisedPart):
+    """All ranks: the first of them writes the run directory."""
+
+    def __init__(self, config: Config, file: Path) -> None:
+        super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
+        self._run, self._file = config, file
+
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """As of `SupervisedPart`."""
+        ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        return end, [describe(f"trainer rank {one.local}", one) for one in silent]
+
+
+def launch(config: Config) -> int:
+    """Train to the end; the exit code, as of `flash.run.processes.launcher.launch`.
+
+    Raises:
+        ConfigError: the environment and the configuration disagree.
+        RunDirectoryError: another launch writes the run directory.
+    """
+    place_in_job(config, os.environ)
+    sys.stdout.write(f"[starting {counted(config.cluster.trainer_ranks, 'trainer rank')}]\n")
+    sys.stdout.flush()
+    for name, value in ON_ONE_MACHINE.items() | {"FLASH_NODE_RANK": "0", "OMP_NUM_THREADS": "1"}.items():
+        os.environ.setdefault(name, value)
+    share_import_path()
+    marker = ErrorMarker(config.run_dir, begin_launch())
+    with ExitStack() as stack:
+        stack.enter_context(exclusive_run(config.run_dir, grace_s(config)))
+        folder = stack.enter_context(scratch_folder())
+        file = folder / "run.toml"
+        file.write_text(dump(config), encoding="utf-8")
+        ranks = SftRanks(config, file)
+        stack.callback(leave_in_order, config, marker, ranks)
+        end_with_torchrun()
+        return Launch(ranks, marker=marker, has_hub=True).run()

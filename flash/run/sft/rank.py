@@ -1,0 +1,205 @@
+"""One rank of `flash sft`: trains the course's batches. All ranks make the same calls in the same order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flash.config.tree import Config
+from flash.foreign.torch import collective_failed, file_store, private_store
+from flash.observe.observer import Wish
+from flash.observe.recorder import Recorder
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.run.processes.forked import ProcessOrder
+from flash.run.processes.scratch import VARIABLE as SCRATCH
+from flash.run.processes.supervisor import End
+from flash.run.sft.course import Course
+from flash.run.trainer_rank import meet, others
+from flash.samples.batches import deal
+from flash.samples.slices import at_once
+from flash.trainer.state import checkpoint
+from flash.trainer.state.stored import FileEntry, choose, describe
+from flash.trainer.step import Trainer
+from flash.types import Batch, Shard
+
+log = logging.getLogger("flash")
+
+TOLD = (
+    *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
+    *("tokens", "trained_tokens", "shared_token_share"),
+)
+"""Of what a step measures, what says something where nobody has sampled."""
+WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
+"""The ranks do the greatest of what any of them is asked for."""
+
+
+def run_sft_rank(order: ProcessOrder, config: Config) -> End:
+    """Train until no batch is left, or a signal asks for the end, which leaves a checkpoint."""
+    told = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.set())
+    ranks = config.trainer_world_size
+    file = Path(os.environ[SCRATCH]) / f"store-{order.restarts}"
+    with ExitStack() as stack:
+        try:
+            meet(order.local, config, order.local, private_store() if ranks == 1 else file_store(file, ranks), stack)
+            return _train(order, config, told, stack)
+        except Exception as error:  # supervised boundary: the end of another rank is not this one's
+            if not collective_failed(error):
+                raise
+            peers = others(order.local, config)
+            log.error("trainer rank %d: a collective with %s failed: %s", order.local, peers, error)
+            return End.FAILED
+
+
+def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: ExitStack) -> End:
+    resumes, chosen, first = config.run.resume or order.restarts > 0, [""], order.local == 0
+    tokenizer = HfTokenizer(config.model).ready()
+    notes: list[str] = []
+    if resumes and first:
+        newest, notes = choose(config.run_dir)
+        chosen = [str(newest or "")]
+    dist.broadcast_object_list(chosen, src=0)
+    course, trainer = Course(config, tokenizer), Trainer(config)
+    if chosen[0]:
+        checkpoint.load(Path(chosen[0]), trainer)
+    recorder = None
+    if first:
+        at = trainer.version if resumes else None
+        # A thread of its own shows tokens.
+        recorder = Recorder(config, HfTokenizer(config.model), now=time.time, resume_at=at, restarts=order.restarts)
+        stack.enter_context(recorder)
+        for note in notes:
+            recorder.note(note)
+    return SftLoop(config, trainer, course, tokenizer, recorder, told).run()
+
+
+class SftLoop:
+    """Trains what the course says.
+
+    Args:
+        config: the run.
+        trainer: this rank's.
+        course: says what steps train.
+        tokenizer: goes into the export.
+        recorder: of the first rank alone.
+        told: set where the end is asked for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        course: Course,
+        tokenizer: HfTokenizer,
+        recorder: Recorder | None,
+        told: threading.Event,
+    ) -> None:
+        self._config, self._trainer, self._course = config, trainer, course
+        self._tokenizer, self._recorder, self._told = tokenizer, recorder, told
+
+    def run(self) -> End:
+        """Train to the end.
+
+        Consumes batches, of which a thread makes the next one meanwhile. Waits for that and for the other ranks.
+        Produces rows, evaluations, checkpoints, and at the end the export.
+
+        Raises:
+            AlarmError: an alarm has stopped it, on the first rank.
+        """
+        trainer, steps, wish = self._trainer, self._config.run.steps, 0
+        with ThreadPoolExecutor(1, thread_name_prefix="rows") as ahead:
+            if trainer.version == 0:
+                self._evaluate()
+            coming = ahead.submit(self._course.batch, trainer.version) if trainer.version < steps else None
+            while coming is not None and wish < WISHES["stop"]:
+                begun = time.perf_counter()
+                batch, said = coming.result()
+                said["trainer_wait_s"] = time.perf_counter() - begun
+                coming = ahead.submit(self._course.batch, batch.step + 1) if batch.step + 1 < steps else None
+                wish = self._agreed(self._step(batch, said))
+                ends = coming is None
+                if ends or (self._config.eval.every and trainer.version % self._config.eval.every == 0):
+                    self._evaluate()
+                if wish or ends or trainer.version % self._config.checkpoint.every == 0:
+                    self._checkpoint()
+        finished = trainer.version >= steps
+        if finished and self._config.checkpoint.export:
+            checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
+        return self._end(interrupted=not finished)
+
+    def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
+        """Train one, and tell of it; what is wanted because of that."""
+        begun = time.perf_counter()
+        metrics = self._trainer.train_step(self._dealt(batch))
+        if self._recorder is None:
+            return None
+        seconds = time.perf_counter() - begun
+        interval = max(seconds + said["trainer_wait_s"], 1e-9)
+        self._recorder.batch(batch)
+        self._recorder.trained(batch.step, self._trainer.seen)
+        return self._recorder.step(
+            said
+            | {name: metrics[name] for name in TOLD if name in metrics}
+            | {
+                "step": batch.step,
+                "version": self._trainer.version,
+                "time": time.time(),
+                "nll": metrics["nll_mean"],
+                "trainer_step_s": seconds,
+                "interval_s": interval,
+                "trainer_wait_share": said["trainer_wait_s"] / interval,
+                "tokens_per_second": metrics["tokens"] / interval,
+            }
+        )
+
+    def _dealt(self, batch: Batch) -> Shard:
+        """This rank's part."""
+        mesh = self._trainer.mesh
+        return at_once(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
+
+    def _agreed(self, wish: Wish | None) -> int:
+        """What all ranks do: a signal may have reached some of them only."""
+        asked = WISHES["stop" if self._told.is_set() else wish]
+        most = torch.tensor(asked, device=self._trainer.mesh.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _evaluate(self) -> None:
+        """The loss of the rows that are held out, if there are any."""
+        version = self._trainer.version
+        if (batch := self._course.held_out(version)) is None:
+            return
+        loss = self._trainer.mean_loss(self._dealt(batch))
+        if self._recorder is not None:
+            rows = len({one.task.group_id for one in batch.trajectories})
+            row = {"step": version, "held_out_nll": loss, "problems": rows, "time": time.time()}
+            self._recorder.evaluation(row)
+
+    def _checkpoint(self) -> None:
+        def no_hub(file: Path) -> FileEntry:
+            file.write_bytes(b"sft")
+            return describe(file, file.parent)
+
+        checkpoint.save(self._config.run_dir, self._trainer, no_hub, keep=self._config.checkpoint.keep)
+
+    def _end(self, *, interrupted: bool) -> End:
+        if self._recorder is not None:
+            rows = self._recorder.directory.read_metrics()
+            counts = {"trained": "samples", "trained_tokens": "trained_tokens"}
+            ledger = {name: int(sum(row[column] for row in rows)) for name, column in counts.items()}
+            self._recorder.finish(ledger, {}, interrupted=interrupted)
+        dist.barrier()  # the end of one rank would soon be that of the others
+        if self._recorder is not None and self._recorder.stopped is not None:
+            raise self._recorder.stopped
+        return End.INTERRUPTED if interrupted else End.OVER

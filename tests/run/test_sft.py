@@ -1,0 +1,229 @@
+"""Rows in tokens, and which step trains which: against transformers' own mask, and against what an episode shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config.load import load
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.run.sft.course import Course, look, with_steps
+from flash.run.sft.rows import Rows
+from flash.types import Message
+from tests.rollout.families import FAMILIES, family
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+"""The same, in which transformers sees what an assistant says."""
+
+TALK = [
+    {"role": "user", "content": "the first"},
+    {"role": "assistant", "content": "an answer, in two\nlines"},
+    {"role": "user", "content": "and the second?"},
+    {"role": "assistant", "content": " that too "},
+]
+
+
+def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    file = folder / name
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return file
+
+
+def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[int], list[int]]:
+    """The tokens of the only sequence of the only row, and those that are learned of it."""
+    (one,) = Rows(file).tokens(0, tokenizer, most).sequences
+    return one.tokens, [token for span in one.spans for token in one.tokens[span.start : span.stop]]
+
+
+def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    (one,) = Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 10_000).sequences
+    expected: Any = tokenizer.inner.apply_chat_template(
+        TALK, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask = [0] * len(one.tokens)
+    for span in one.spans:
+        mask[span.start : span.stop] = [1] * (span.stop - span.start)
+    # What the template puts behind the last end of a turn is neither said nor needed.
+    assert expected["input_ids"][: len(one.tokens)] == one.tokens
+    assert expected["assistant_masks"] == mask + [0] * (len(expected["input_ids"]) - len(mask))
+    assert 0 < sum(mask) < len(mask)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_path: Path, name: str) -> None:
+    tokenizer = family(name, tmp_path / "model")
+    row = Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 10_000)
+    said = [(one.tokens, span) for one in row.sequences for span in one.spans]
+    assert len(said) == 2
+    for place, (tokens, span) in zip((1, 3), said, strict=True):
+        before = [Message(m["role"], m["content"]) for m in TALK[:place]]
+        assert tokens[: span.start] == tokenizer.render(before)
+        answer = tokens[span.start : span.stop]
+        assert tokenizer.ends_turn(answer[-1])
+        assert TALK[place]["content"].strip() in tokenizer.decode(answer)
+
+
+def test_a_turn_behind_which_the_template_drops_reasoning_begins_a_sequence_of_its_own(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model")
+    talk = [*TALK[:1], {**TALK[1], "reasoning_content": "in thought"}, *TALK[2:]]
+    row = Rows(written(tmp_path, {"messages": talk})).tokens(0, tokenizer, 10_000)
+    first, second = row.sequences
+    assert "in thought" in tokenizer.decode(first.tokens)
+    assert "in thought" not in tokenizer.decode(second.tokens)
+    assert [len(one.spans) for one in row.sequences] == [1, 1]
+
+
+def test_what_looks_like_a_control_token_is_text(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    odd = [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"}]
+    tokens, _ = only(written(tmp_path, {"messages": odd}), tokenizer)
+    assert tokens.count(tokenizer.inner.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+def test_texts_are_learned_to_the_end_of_the_text_and_of_messages_the_completion_alone(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    tokens, learned = only(written(tmp_path, {"prompt": "one ", "completion": "two", "id": 7}), tokenizer)
+    assert tokenizer.decode(tokens) == "one two"
+    assert learned == [*tokenizer.inner.encode("two", add_special_tokens=False), *tokenizer.end]
+    _, learned = only(written(tmp_path, {"prompt": TALK[:3], "completion": TALK[3:]}), tokenizer)
+    assert tokenizer.decode(learned) == TALK[3]["content"]
+    _, mixed = only(written(tmp_path, {"prompt": "the first", "completion": TALK[1:2]}), tokenizer)
+    assert tokenizer.decode(mixed) == TALK[1]["content"]
+
+
+def test_calls_and_tools_are_shown_as_in_an_episode(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    talk = [
+        TALK[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        TALK[1],
+    ]
+    tokens, learned = only(written(tmp_path, {"messages": talk, "tools": tools}), tokenizer)
+    assert '"name": "add", "arguments": {"x": 1}' in tokenizer.decode(learned)
+    assert "<tool_response>" in tokenizer.decode(tokens)
+    assert "<tool_response>" not in tokenizer.decode(learned)
+
+
+def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    rows = Rows(written(tmp_path, {"messages": TALK}))
+    (whole,) = rows.tokens(0, tokenizer, 10_000).sequences
+    row = rows.tokens(0, tokenizer, whole.spans[1].start + 3)
+    (cut,) = row.sequences
+    assert row.cut
+    assert cut.tokens == whole.tokens[: whole.spans[1].start + 3]
+    assert cut.spans[0] == whole.spans[0]
+    assert cut.spans[1].stop - cut.spans[1].start == 3
+    assert rows.tokens(0, tokenizer, whole.spans[0].start).sequences == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("no json", "line 2"),
+        ({"messages": TALK, "prompt": "x"}, "line 2: expected `messages` alone"),
+        ({"prompt": "x"}, "line 2: expected `messages` alone"),
+        ({"messages": TALK[:1]}, "line 2: there is no message of the assistant"),
+        ({"prompt": TALK, "completion": TALK[:1]}, "line 2: there is no message of the assistant"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "line 2: Roles are"),
+        ({"messages": [{"role": "user", "content": 7}]}, "line 2"),
+    ],
+)
+def test_a_row_that_is_none_is_refused_by_its_line(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Rows(written(tmp_path, {"messages": TALK}, row))
+
+
+def test_a_template_that_refuses_a_row_is_told_by_its_line(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", "{{ raise_exception('never') }}")
+    with pytest.raises(ConfigError, match=r"line 1: the chat template .* never"):
+        Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 100)
+
+
+def config_of(folder: Path, *overrides: str, rows: int = 7) -> Config:
+    """Of rows that are told apart by their answers."""
+    file = written(folder, *({"prompt": "x ", "completion": f"n{number}"} for number in range(rows)))
+    family("qwen", folder / "model", CHATML)
+    (folder / "model" / "config.json").write_text("{}")
+    text = f'run.name = "x"\nrun.output_dir = "{folder}"\nmodel.path = "{folder}/model"\nsft.data = "{file}"\n'
+    (folder / "sft.toml").write_text(text + "cluster.gpus_per_node = 0\ntrain.batch_size = 3\n")
+    return with_steps(load(folder / "sft.toml", overrides))
+
+
+def trained(config: Config, step: int) -> list[str]:
+    """The answers that a step learns."""
+    tokenizer = HfTokenizer(config.model)
+    batch, _ = Course(config, tokenizer).batch(step)
+    return [tokenizer.decode(one.tokens()[one.action_mask()].tolist()) for one in batch.trajectories]
+
+
+def test_every_row_is_trained_once_in_each_epoch_in_an_order_that_follows_from_the_seed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "sft.epochs=2")
+    assert config.run.steps == 5
+    steps = [trained(config, step) for step in range(5)]
+    assert list(map(len, steps)) == [3, 3, 3, 3, 2]
+    said = [answer for step in steps for answer in step]
+    first, second = said[:7], said[7:]
+    assert sorted(first) == sorted(second) == [f"n{number}" for number in range(7)]
+    assert first != second
+    assert trained(config, 3) == steps[3], "also when the run begins there"
+    other = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=1))
+    assert trained(other, 0) != steps[0]
+
+
+def test_half_an_epoch_trains_half_of_the_rows(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "sft.epochs=0.5")
+    assert [len(trained(config, step)) for step in range(config.run.steps)] == [3, 1]
+
+
+def test_a_dry_run_says_what_is_learned(tmp_path: Path) -> None:
+    lines = list(look(config_of(tmp_path)))
+    assert "7 rows of" in lines[0]
+    assert "0 rows are cut" in lines[0]
+    assert "x [n0<|im_end|>]" in lines[1]
+
+
+def test_a_batch_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    short = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, max_length=1))
+    with pytest.raises(ConfigError, match=r"model\.max_length: 1 is too short"):
+        Course(short, HfTokenizer(config.model)).batch(0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.data=nothing.jsonl", "sft.data.*no file nothing.jsonl"),
+        ("sft.held_out=nothing.jsonl", "sft.held_out.*no file"),
+        ("cluster.nodes=2", "trains on one node"),
+        ("cluster.trainer_ranks=4", "at least 4, a row for each"),
+        ("sft.epochs=0", "sft.epochs"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path, override)
+
+
+def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "algorithm.objective=ppo", "train.async_ratio=4")
+    assert config.algorithm.objective == "algorithms.supervised:Supervised"
+    assert config.train.async_ratio == 0
