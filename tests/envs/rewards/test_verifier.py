@@ -1,4 +1,7 @@
+import json
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import anyio
 import anyio.lowlevel
@@ -100,3 +103,35 @@ async def test_an_asynchronous_verifier_may_say_that_its_surroundings_failed():
 def test_a_path_without_a_function_is_a_config_error(path):
     with pytest.raises(ConfigError, match=r"no verifier|not a function"):
         load_verifier(path)
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Grades an answer by how often it says yes, as a served model would answer."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/chat/completions"
+        assert (asked["model"], asked["temperature"]) == ("judge-model", 0)
+        count = asked["messages"][0]["content"].rpartition("The answer:")[2].count("yes")
+        said = f"Grade: {count}" if count else "I would rather not."
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        """To nobody."""
+
+
+@pytest.mark.anyio
+async def test_the_example_of_a_judge_takes_the_grade_of_a_served_model(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("JUDGE_MODEL", "judge-model")
+        assert await verify("examples.judge:judge", "yes, yes and yes", "say yes", timeout=60) == 0.3
+        assert await verify("examples.judge:judge", 10 * "yes", "say yes", timeout=60) == 1.0
+        with pytest.raises(RewardError, match="the judge says no grade"):
+            await verify("examples.judge:judge", "no", "say yes", timeout=60)
+        server.shutdown()
