@@ -37,6 +37,8 @@ class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Added to token losses, or taken from token rewards."""
     reference: str | None = None
     """Folder or hub id. None: the policy at the start."""
+    refresh: Annotated[int, Meta(gt=0)] | None = None
+    """Steps after which the policy of then is the reference (arXiv 2505.24864). None: never."""
 
 
 def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ MODULES = {
     "session_cache_real": "benchmarks.real.session_cache",
     "offpolicy": "benchmarks.offpolicy",
     "offpolicy_confirm": "benchmarks.offpolicy.confirm",
+    "distillation": "benchmarks.offpolicy.distillation",
     "sandbox": "benchmarks.sandbox",
     "sandbox_faults": "benchmarks.sandbox.faults",
     "versus_trl": "benchmarks.versus_trl",

@@ -149,8 +149,9 @@ def model_rule(config: Config) -> Iterator[ConfigProblem]:
 
 def other_models(config: Config) -> dict[str, str]:
     """The models beside the policy, by the keys that name them."""
-    kl, critic = config.algorithm.kl, config.critic
-    named = {"algorithm.kl.reference": kl and kl.reference, "critic.path": critic and critic.path}
+    kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
+    named = {"algorithm.kl.reference": kl and kl.reference, "algorithm.teacher.path": teacher and teacher.path}
+    named["critic.path"] = critic and critic.path
     return {key: path for key, path in named.items() if path is not None}
 
 

@@ -58,13 +58,15 @@ def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
     yield from _critic(config, objective, advantage)
     yield from _disagreement(config, objective, advantage)
     yield from _kl(config)
+    yield from _teacher(config)
     yield from _shaping(config)
     yield from _rhythm(config)
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
-    algorithm = config.algorithm
-    if config.rollout.group_size == 1 and advantage in COMPARING:
+    algorithm, teacher = config.algorithm, config.algorithm.teacher
+    counts = teacher is None or teacher.reward
+    if config.rollout.group_size == 1 and advantage in COMPARING and counts:
         whose = "" if algorithm.advantage else f", which `{algorithm.objective}` uses,"
         message = (
             f"expected at least 2: algorithm.advantage = {advantage!r}{whose} compares the samples of a prompt; "
@@ -167,6 +169,16 @@ def _kl(config: Config) -> Iterator[ConfigProblem]:
             "expected 'k2' or 'k3', or place = 'reward' beside 'k1'"
         )
         yield ConfigProblem("algorithm.kl.estimator", message)
+
+
+def _teacher(config: Config) -> Iterator[ConfigProblem]:
+    """Where rewards do not count, nothing that is made of them is asked for."""
+    algorithm = config.algorithm
+    if algorithm.teacher is None or algorithm.teacher.reward:
+        return
+    for key, asked in (("critic", config.critic is not None), ("algorithm.shaping", algorithm.shaping)):
+        if asked:
+            yield ConfigProblem(key, "has no effect: rewards do not count (algorithm.teacher.reward = false)")
 
 
 def _shaping(config: Config) -> Iterator[ConfigProblem]:

@@ -8,11 +8,13 @@ from msgspec import Meta, field
 
 from algorithms.base import Advantage, Aggregation, CriticTarget
 from algorithms.corrections import Correction
+from algorithms.entropy import EntropyTarget
 from algorithms.kl import Kl
 from algorithms.lag import Lag
 from algorithms.rhythm import Rhythm
 from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
+from algorithms.teacher import Teacher
 from flash.ages import max_age
 from flash.config.section import BelowOne, Fraction, LearningRate, NonNegative, Positive, PositiveFloat, Section
 
@@ -28,6 +30,8 @@ class TrainConfig(Section, frozen=True):
     """Most versions that a token may be old, [above ⌈α⌉](asynchrony.md#the-contract) for long answers. None: ⌈α⌉."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: [Muon](algorithms.md#muon) for the policy's hidden matrices, AdamW for the rest."""
     learning_rate: LearningRate = 1e-6
     """Peak."""
     warmup_steps: NonNegative = 0
@@ -41,7 +45,7 @@ class TrainConfig(Section, frozen=True):
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
     """Of AdamW."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Of AdamW, decoupled."""
+    """Decoupled."""
     max_grad_norm: PositiveFloat = 1.0
     """Global norm to which gradients are clipped."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -87,10 +91,16 @@ class AlgorithmConfig(Section, frozen=True):
     """Lowers the rate [by distance](algorithms.md#a-step-that-knows-its-lag-algorithmlag). None: off."""
     kl: Kl | None = None
     """Pull towards a [reference](algorithms.md#kl-to-a-reference-algorithmkl)."""
+    teacher: Teacher | None = None
+    """[Distillation](algorithms.md#a-teacher-algorithmteacher) on the policy's own samples."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Coefficient of the policy's entropy, maximised."""
+    entropy_target: EntropyTarget | None = None
+    """Moves this coefficient from step to step. None: it stays."""
     shaping: list[Shaping] = field(default_factory=list)
     """What [length](algorithms.md#reward-shaping-algorithmshaping) adds to rewards, in this order."""
+    mask_truncated: bool = False
+    """Samples that a limit has ended leave the loss, and stay in their group's baseline."""
     rhythm: Rhythm | None = None
     """Multiplies advantages by [attention](algorithms.md#the-rhythm-of-attention-algorithmrhythm)."""
 

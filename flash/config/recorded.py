@@ -20,7 +20,7 @@ AnySection = TypeVar("AnySection", bound=msgspec.Struct)
 def recorded(config: Config) -> Config:
     """The same with absolute paths of its models, its run and its modules. Options of an environment are its own, and
     stay as they are."""
-    algorithm, kl = config.algorithm, config.algorithm.kl
+    algorithm, kl, teacher = config.algorithm, config.algorithm.kl, config.algorithm.teacher
     folders = [folder for folder in own_folders() if Path(folder).resolve() != HOME]
     return msgspec.structs.replace(
         config,
@@ -29,7 +29,9 @@ def recorded(config: Config) -> Config:
         env=msgspec.structs.replace(config.env, folders=folders),
         critic=config.critic and _placed(config.critic),
         sft=config.sft and _placed(_placed(config.sft, "data"), "held_out"),
-        algorithm=msgspec.structs.replace(algorithm, kl=kl and _placed(kl, "reference")),
+        algorithm=msgspec.structs.replace(
+            algorithm, kl=kl and _placed(kl, "reference"), teacher=teacher and _placed(teacher)
+        ),
     )
 
 

@@ -24,6 +24,7 @@ REFUSED: dict[str, str] = {
     "rollout.extra_per_group": COUNTED,
     "tiny_model.*": MADE,
     "critic.tiny_layers": MADE,
+    "train.optimizer": "its moments are those of that one",
 }
 """Why the run needs what it had; `flash.run.checks.preflight` says it."""
 

@@ -29,7 +29,7 @@ from algorithms.staleness import Staleness
 from flash.ages import age_of, recent
 from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
-from flash.trainer.packing import MicroBatch
+from flash.trainer.packing import BoolArray, MicroBatch
 from flash.types import BatchSample, Shard
 
 BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
@@ -46,6 +46,8 @@ class Credit:
     """Of whole samples: what the estimator makes of the shaped rewards. `batch`: the shaped rewards, to be whitened."""
     staleness_B: FloatArray
     """Weight by age; mean 1 over the samples that have a trained token."""
+    counted_B: BoolArray
+    """Whether the loss counts them: false of those that a limit has ended, where these are masked."""
     divided: bool
     """Whether the branches of a sample divide its weight among them."""
     turns_B: list[FloatArray]
@@ -107,11 +109,13 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
     except ValueError as error:
         raise ContractError(f"step {shard.step}: {error}") from error
     count = len(shard.batch)
+    masked_B = np.array([algorithm.mask_truncated and entry.truncated for entry in shard.batch], dtype=np.bool_)
     _check_advantages(shard, advantage_B, turn_advantages_B)
     return Credit(
         reward_B=raw_B[:count],
         advantage_B=advantage_B[:count],
         staleness_B=staleness_B,
+        counted_B=~masked_B,
         divided=algorithm.branches == "split",
         turns_B=turns[:count],
         turn_advantages_B=turn_advantages_B[:count],

@@ -90,7 +90,8 @@ class Critic:
         self.model = ValueModel(_backbone(config, mesh)).eval()
         fully_shard(self.model, mesh=mesh.fsdp, reshard_after_forward=False)
         rate = self._config.learning_rate
-        self.optimizer = make_optimizer(self.model, msgspec.structs.replace(config.train, learning_rate=rate))
+        train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
+        self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
         self.tally = _Tally(self.model.backbone.device)
         """Of its updates since the last `critic_metrics`."""
@@ -182,22 +183,22 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     return metrics
 
 
-def check_tokenizer(config: Config) -> None:
-    """Whether the critics read tokens as the policy writes them, as far as both models have a tokenizer.
+def check_tokenizer(config: Config, key: str, path: str) -> None:
+    """Whether the model at a path, which a key names, reads tokens as the policy writes them, as far as both models
+    have a tokenizer.
 
     Raises:
         ConfigError: their tokenizers give some token different numbers, or only one of them has it.
     """
-    path = None if config.critic is None else config.critic.path
-    if path is None or path == config.model.path:
+    if path == config.model.path:
         return
-    policy, critic = (_vocabulary(one, trust=config.model.trust_remote_code) for one in (config.model.path, path))
-    if not policy or not critic or policy == critic:
+    policy, reader = (_vocabulary(one, trust=config.model.trust_remote_code) for one in (config.model.path, path))
+    if not policy or not reader or policy == reader:
         return
-    token = min(policy.items() ^ critic.items(), key=lambda item: item[1])[0]
-    mine, other = (str(one.get(token, "no number")) for one in (policy, critic))
+    token = min(policy.items() ^ reader.items(), key=lambda item: item[1])[0]
+    mine, other = (str(one.get(token, "no number")) for one in (policy, reader))
     raise ConfigError(
-        f"critic.path: the tokenizer of {path} is not that of the policy {config.model.path}: {token!r} has {other} "
+        f"{key}: the tokenizer of {path} is not that of the policy {config.model.path}: {token!r} has {other} "
         f"there and {mine} here; choose a model with the policy's tokenizer"
     )
 

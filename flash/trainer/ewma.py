@@ -29,6 +29,13 @@ def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float
         _local(average[name]).lerp_(_local(parameter), share)
 
 
+@torch.no_grad()
+def take_over(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Make these the weights of a model, sharded alike."""
+    for name, parameter in model.named_parameters():
+        _local(weights[name]).copy_(_local(parameter))
+
+
 @contextmanager
 def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
     """The model computes with the average inside of the block. No backward pass may run there."""

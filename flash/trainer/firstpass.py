@@ -45,12 +45,16 @@ class TokenFacts:
     """Of the whole trajectory, as the environment gave it."""
     weight_T: Tensor
     """Of the objective's loss: by the sample's age, and by its branches where they divide its weight."""
+    counted_T: Tensor
+    """bool: the loss counts it; else it is as if it were rejected by a correction."""
     first_T: Tensor | None
     """Log-prob under the weights at the start of the step; None where the first pass in training gives it."""
     average_T: Tensor | None
     """Log-prob under the average of the weights."""
     reference_T: Tensor | None
     """Log-prob under the reference policy."""
+    teacher_T: Tensor | None
+    """Log-prob under the teacher."""
     value_MT: Tensor | None
     """Each critic's V before each token."""
     return_T: Tensor | None
@@ -74,6 +78,7 @@ class Passes:
     first_T: Tensor | None
     average_T: Tensor | None
     reference_T: Tensor | None
+    teacher_T: Tensor | None
     value_MT: Tensor | None
     signals: MicroSignals | None
     """Of the policy's attention at the start of the step."""
@@ -86,6 +91,7 @@ class Models:
     mesh: TrainerMesh
     policy: PreTrainedModel
     reference: PreTrainedModel | None
+    teacher: PreTrainedModel | None
     critics: Sequence[Critic]
     ewma: Mapping[str, Tensor] | None
     rhythm: RhythmPass | None
@@ -141,9 +147,11 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
                 advantage_T=tensor(worth[index][place].advantage_T),
                 reward_T=tensor(plan.credit.reward_B[micro.index_T]),
                 weight_T=tensor(plan.credit.weights(micro)),
+                counted_T=torch.from_numpy(plan.credit.counted_B[micro.index_T]).to(device),
                 first_T=passes[index][place].first_T,
                 average_T=passes[index][place].average_T,
                 reference_T=passes[index][place].reference_T,
+                teacher_T=passes[index][place].teacher_T,
                 value_MT=passes[index][place].value_MT,
                 return_T=tensor(worth[index][place].return_T) if models.critics else None,
                 deviation_T=_deviation(micro, passes[index][place].value_MT, device),
@@ -190,7 +198,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     starts = _each(plan.minibatches, start)
     if first or models.rhythm is not None:
         reshard(models.policy)
-    references = over(models.reference)
+    references, teachers = over(models.reference), over(models.teacher)
     if models.ewma is None:
         averages = over(None)
     else:
@@ -202,10 +210,10 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     )
     return [
         [
-            Passes(first_T, average_T, reference_T, value_MT, signals)
-            for (first_T, signals), average_T, reference_T, value_MT in zip(*columns, strict=True)
+            Passes(first_T, average_T, reference_T, teacher_T, value_MT, signals)
+            for (first_T, signals), average_T, reference_T, teacher_T, value_MT in zip(*columns, strict=True)
         ]
-        for columns in zip(starts, averages, references, values, strict=True)
+        for columns in zip(starts, averages, references, teachers, values, strict=True)
     ]
 
 
@@ -299,7 +307,9 @@ def token_worth(micro: MicroBatch, known: Passes, config: Config, method: Method
         if method.target == "lambda":
             return worth
         return worth._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
-    advantage_T = credit.advantages(micro).copy()
+    teacher = config.algorithm.teacher
+    counts = teacher is None or teacher.reward
+    advantage_T = credit.advantages(micro).copy() if counts else np.zeros(len(micro.target_T))
     kept = micro.mask_T
     advantage_T[kept] -= discounted_sums(penalty_T[kept], micro.sequence_T[kept], 1.0)
     _check_finite(micro, advantage_T, "the advantage")

@@ -2,6 +2,8 @@
 
     loss = objective · Π corrections · weight + β · KL − bonus · entropy · the objective's factor of it
 
+A teacher has its say in the advantage that the objective sees (`algorithms.teacher`).
+
 The corrections multiply the policy's loss only; a token that one of them rejects has no loss of any kind and leaves the
 mask. Shape legend: T = action tokens of a micro-batch.
 """
@@ -18,6 +20,7 @@ from algorithms.base import Objective, PackedTokens, Proximal
 from algorithms.corrections import correct
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
+from algorithms.teacher import Teacher, distilled
 from flash.ages import age_of
 from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts
@@ -46,12 +49,21 @@ class TokenLoss(NamedTuple):
     """The product of the corrections."""
     divergence_T: Tensor | None
     """The KL estimate to the reference, where there is one."""
+    beyond_T: Tensor | None
+    """Log-prob less the teacher's, where there is one."""
     stats: dict[str, Tensor]
     """The objective's."""
 
 
 def pack_tokens(
-    micro: MicroBatch, now: TokenLogprobs, facts: TokenFacts, proximal: Proximal, *, step: int, limits: LossLimits
+    micro: MicroBatch,
+    now: TokenLogprobs,
+    facts: TokenFacts,
+    proximal: Proximal,
+    *,
+    step: int,
+    limits: LossLimits,
+    teacher: Teacher | None = None,
 ) -> PackedTokens:
     """What the objective and the corrections see.
 
@@ -69,11 +81,14 @@ def pack_tokens(
         proximal_T = facts.average_T.where(mask_T, 0.0)
     else:
         proximal_T = first_logprobs(now, facts).where(mask_T, 0.0)
+    advantage_T = facts.advantage_T.where(mask_T, 0.0)
+    if teacher is not None:
+        advantage_T = distilled(advantage_T, logp_T, _teacher(facts, mask_T), teacher.coefficient)
     return PackedTokens(
         logp_T=logp_T,
         behaviour_T=behaviour_T,
         proximal_T=proximal_T,
-        advantage_T=facts.advantage_T.where(mask_T, 0.0),
+        advantage_T=advantage_T,
         reward_T=facts.reward_T.where(mask_T, 0.0),
         mask_T=mask_T,
         sequence_T=torch.from_numpy(micro.sequence_T).to(device),
@@ -82,6 +97,11 @@ def pack_tokens(
         limit=limits.limit,
         bounds=limits.bounds,
     )
+
+
+def _teacher(facts: TokenFacts, mask_T: Tensor) -> Tensor:
+    assert facts.teacher_T is not None, "the first pass ran for this"
+    return facts.teacher_T.where(mask_T, 0.0)
 
 
 def without_rejected(tokens: PackedTokens, keep_T: Tensor) -> PackedTokens:
@@ -102,11 +122,17 @@ def first_logprobs(now: TokenLogprobs, facts: TokenFacts) -> Tensor:
     return now.logp_T.detach() if facts.first_T is None else facts.first_T
 
 
+def corrected(algorithm: AlgorithmConfig, tokens: PackedTokens, facts: TokenFacts) -> tuple[Tensor, Tensor]:
+    """[T] each: the product of the corrections, and whether the token is kept."""
+    correction_T, keep_T = correct(algorithm.corrections, tokens)
+    return correction_T.where(facts.counted_T, 0.0), keep_T & facts.counted_T
+
+
 def token_loss(
     objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: TokenFacts, entropy_T: Tensor
 ) -> TokenLoss:
     """The loss of each token before aggregation."""
-    correction_T, keep_T = correct(algorithm.corrections, tokens)
+    correction_T, keep_T = corrected(algorithm, tokens, facts)
     tokens = without_rejected(tokens, keep_T)
     mask_T = tokens.mask_T
     output = checked_output(objective(tokens), objective, mask_T)
@@ -120,4 +146,5 @@ def token_loss(
     if algorithm.entropy_bonus:
         bonus_T = algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
         loss_T = loss_T - (bonus_T if output.bonus_T is None else bonus_T * output.bonus_T.where(mask_T, 0.0))
-    return TokenLoss(loss_T.where(mask_T, 0.0), mask_T, correction_T, divergence_T, output.stats)
+    beyond_T = None if algorithm.teacher is None else tokens.logp_T.detach() - _teacher(facts, mask_T)
+    return TokenLoss(loss_T.where(mask_T, 0.0), mask_T, correction_T, divergence_T, beyond_T, output.stats)

@@ -43,7 +43,7 @@ class RankMemory:
     gradients: int
     moments: int
     others: int
-    """Critics with their gradients and moments, a reference, an average of the weights: this rank's parts."""
+    """Critics with their gradients and moments, reference, teacher, an average of the weights: this rank's parts."""
     at_work: int
     """Gathered layers, activations and logits of one micro-batch, of the policy."""
 
@@ -117,9 +117,10 @@ def _others(config: Config, mesh: TrainerMesh) -> list[int]:
         policy = _made(config.model, config.model.path, mesh)
         if method.proximal == "ewma":
             found.append(4 * sum(_own(policy)))
-        if config.algorithm.kl is not None:
-            path = config.algorithm.kl.reference or config.model.path
-            found.append(4 * sum(_own(_made(config.model, path, mesh))))
+        kl, teacher = config.algorithm.kl, config.algorithm.teacher
+        frozen = [kl.reference or config.model.path] if kl is not None else []
+        frozen += [teacher.path] if teacher is not None else []
+        found += [4 * sum(_own(_made(config.model, path, mesh))) for path in frozen]
         if method.critics:
             assert config.critic is not None
             critic = _made(config.model, config.critic.path or config.model.path, mesh)

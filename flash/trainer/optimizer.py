@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from flash.config.learning import TrainConfig
@@ -20,17 +20,92 @@ GROW_AFTER = 200
 """Updates."""
 
 
+MOMENTUM = 0.95
+"""Of Muon."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of its iteration, which is made `ITERATIONS` times."""
+ITERATIONS = 5
+LIKE_ADAMW = 0.2
+"""Root mean square of an update of AdamW's, about (Moonshot 2025, arXiv 2502.16982, section 2.2): with updates of Muon
+scaled to it, learning rates and decay are those of AdamW."""
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for the parameters of the first group, matrices, and AdamW for those of the others.
+
+    M ← μ M + (1 − μ) G, W ← (1 − η λ) W − η 0.2 √max(rows, columns) · orthogonal(μ M + (1 − μ) G). A sharded matrix is
+    gathered for that, one at a time, so that the update is that of the whole, on however many ranks.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update, of parameters that have a gradient."""
+        matrices, *others = self.param_groups
+        self.param_groups = others
+        super().step(closure)
+        self.param_groups = [matrices, *others]
+        for parameter in (one for one in matrices["params"] if one.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+                state["step"] = torch.zeros((), device=parameter.device)  # as AdamW, which loads both, has it
+            state["step"] += 1
+            momentum = state["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
+            update = _orthogonal_part(parameter.grad.lerp(momentum, MOMENTUM))
+            parameter.mul_(1 - matrices["lr"] * matrices["weight_decay"])
+            parameter.add_(update, alpha=-matrices["lr"] * LIKE_ADAMW * math.sqrt(max(parameter.shape)))
+
+
+def _orthogonal_part(matrix: Tensor) -> Tensor:
+    """What `orthogonal` makes of the whole matrix, and of that this rank's part."""
+    if not isinstance(matrix, DTensor):
+        return orthogonal(matrix)
+    whole = orthogonal(matrix.full_tensor())
+    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About U Vᵀ of a matrix U S Vᵀ, by Newton and Schulz; its singular values come to lie from 0.7 to 1.2.
+
+    On a GPU in bfloat16, which loses nothing that matters in that range.
+    """
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if tall else matrix
+    found = found.bfloat16() if matrix.is_cuda else found
+    found = found / found.norm().clamp(min=1e-7)
+    a, b, c = QUINTIC
+    for _ in range(ITERATIONS):
+        gram = found @ found.T
+        found = a * found + (b * gram + c * gram @ gram) @ found
+    return (found.T if tall else found).to(matrix.dtype)
+
+
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters. On the CPU in one pass over memory, where torch's default makes some ten."""
+    """AdamW over all parameters, or `Muon`, for which `model` is a language model.
+
+    On the CPU AdamW passes once over memory, where torch's default makes some ten passes.
+    """
     parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        parameters,
+    groups: list[Any] = parameters
+    kind = torch.optim.AdamW
+    if train.optimizer == "muon":
+        ends = {id(parameter) for layer in _ends(model) for parameter in layer.parameters()}
+        hidden = [one for one in parameters if one.ndim == 2 and id(one) not in ends]
+        known = {id(one) for one in hidden}
+        groups, kind = [{"params": hidden}, {"params": [one for one in parameters if id(one) not in known]}], Muon
+    return kind(
+        groups,
         lr=train.learning_rate,
         betas=train.betas,
         eps=train.eps,
         weight_decay=train.weight_decay,
         fused=parameters[0].device.type == "cpu",
     )
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """Embedding and output layer, whose rows are tokens."""
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

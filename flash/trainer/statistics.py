@@ -141,6 +141,8 @@ class StepStatistics:
             tally.add("masked cap", loss.stats["weight"] == 0, loss.mask_T)
         if loss.divergence_T is not None:
             tally.add("kl", loss.divergence_T, loss.mask_T)
+        if loss.beyond_T is not None:
+            tally.add("teacher", loss.beyond_T, loss.mask_T)
         for name, stat_T in loss.stats.items():
             tally.add(f"stat {name}", stat_T, loss.mask_T)
             tally.bound(f"stat {name}", stat_T, loss.mask_T)
@@ -202,6 +204,8 @@ class StepStatistics:
             metrics["ess"] = sums["weight"] ** 2 / (count * sums["weight square"])
         if "kl" in sums:
             metrics["kl_reference"] = sums["kl"] / kept
+        if "teacher" in sums:
+            metrics["kl_teacher"] = sums["teacher"] / kept
         for name in (key.removeprefix("stat ") for key in sums if key.startswith("stat ")):
             mean = sums[f"stat {name}"] / kept
             if name == "clipped":

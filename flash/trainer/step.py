@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 
 from algorithms.aggregation import token_weights
 from algorithms.base import PackedTokens
-from algorithms.corrections import correct
 from algorithms.rhythm import Rhythm
 from flash.ages import age_of
+from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
-from flash.trainer.ewma import start_average, update_average
+from flash.trainer.ewma import start_average, take_over, update_average
 from flash.trainer.firstpass import (
     Models,
     TokenFacts,
@@ -40,7 +40,7 @@ from flash.trainer.firstpass import (
     policy_logprobs,
 )
 from flash.trainer.lag import LagPass, lags_behind
-from flash.trainer.loss import LossLimits, first_logprobs, pack_tokens, token_loss
+from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
@@ -81,8 +81,8 @@ class Trainer:
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
         self.optimizer = make_optimizer(self.model, config.train)
         self.scale = LossScale(config.model.dtype)
-        if self._method.critics:
-            check_tokenizer(config)
+        if self._method.critics and config.critic is not None and config.critic.path is not None:
+            check_tokenizer(config, "critic.path", config.critic.path)
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
         """Empty where advantages need none."""
         self.ewma: dict[str, Tensor] | None = None
@@ -97,13 +97,35 @@ class Trainer:
         """Where learning rates are held to a budget of divergence."""
         if config.algorithm.lag is not None and lags_behind(config.train):
             self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, mesh)
-        self._reference = _load_reference(config, mesh)
+        kl, teacher = config.algorithm.kl, config.algorithm.teacher
+        self.reference = kl and _load_frozen(config, mesh, "algorithm.kl.reference", kl.reference or config.model.path)
+        """What a KL pulls to, sharded like the policy; with `kl.refresh`, what that was some steps ago."""
+        _check_refreshed(self.reference, self.model, config)
+        self._teacher = teacher and _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
+        self.entropy: tuple[float, float] | None = None
+        """Where there is a target: the coefficient of the bonus, and the policy's entropy in the last step."""
+        if config.algorithm.entropy_target is not None:
+            self.entropy = (config.algorithm.entropy_bonus, 0.0)
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
         """Optimizer updates left out so far: their gradient was not finite, or they had no token to train."""
         self.seen: list[TrainedSample] = []
         """On rank 0: what the last step found at the tokens of the samples that the run shows."""
+
+    @property
+    def _algorithm(self) -> AlgorithmConfig:
+        """As it is in this step."""
+        algorithm = self._config.algorithm
+        if (target := algorithm.entropy_target) is None or self.entropy is None:
+            return algorithm
+        return msgspec.structs.replace(algorithm, entropy_bonus=target.bonus(*self.entropy))
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the reference is one of the run's own policies, sooner or later."""
+        kl = self._config.algorithm.kl
+        return kl is not None and kl.refresh is not None
 
     def train_step(self, shard: Shard) -> dict[str, float]:
         """Train on one batch and make the next version. Returns metrics over all ranks, the same on each.
@@ -116,7 +138,8 @@ class Trainer:
         """
         plan = plan_step(shard, self._config, self._method, self.version, self.mesh)
         along = self._along(plan)
-        models = Models(self.mesh, self.model, self._reference, self.critics, self.ewma, None if along else self.rhythm)
+        rhythm = None if along else self.rhythm
+        models = Models(self.mesh, self.model, self.reference, self._teacher, self.critics, self.ewma, rhythm)
         facts = first_pass(plan, self._config, self._method, models)
         bounds = self._bounds(plan, facts)
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
@@ -138,6 +161,9 @@ class Trainer:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         metrics |= self._critic_metrics()
+        if (target := self._config.algorithm.entropy_target) is not None and self.entropy is not None:
+            metrics["entropy_bonus"] = self._algorithm.entropy_bonus
+            self.entropy = (target.moved(self.entropy[0], metrics["entropy"]), metrics["entropy"])
         if self.lag is not None:
             metrics |= self.lag.finish(self.version)
         self._finish()
@@ -189,6 +215,9 @@ class Trainer:
         self.version += 1
         if self.ewma is not None:
             update_average(self.ewma, self.model, self._objective.proximal_decay, self.version)
+        kl = self._config.algorithm.kl
+        if self.reference is not None and kl is not None and kl.refresh and self.version % kl.refresh == 0:
+            take_over(dict(self.reference.named_parameters()), self.model)
 
     @torch.no_grad()
     def _limit(self, minibatch: MinibatchPlan, known: Sequence[TokenFacts], step: int, *, updated: bool) -> float:
@@ -201,13 +230,19 @@ class Trainer:
                 now = policy_logprobs(self.model, micro)
             else:
                 now = TokenLogprobs(facts.first_T, torch.zeros_like(facts.first_T))
-            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=LossLimits())
+            tokens = self._packed(micro, now, facts, step, LossLimits())
             # A rejected token is as if never sampled: without an advantage no rule counts it.
-            keep_T = correct(self._config.algorithm.corrections, tokens).keep_T
+            _, keep_T = corrected(self._config.algorithm, tokens, facts)
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
         log_ratio_N, advantage_N = self.mesh.gather_ragged(torch.cat(pairs, dim=1), minibatch.shard_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
+
+    def _packed(
+        self, micro: MicroBatch, now: TokenLogprobs, facts: TokenFacts, step: int, limits: LossLimits
+    ) -> PackedTokens:
+        proximal, teacher = self._method.proximal, self._config.algorithm.teacher
+        return pack_tokens(micro, now, facts, proximal, step=step, limits=limits, teacher=teacher)
 
     def _bounds(self, plan: StepPlan, facts: Sequence[Sequence[TokenFacts]]) -> tuple[float, float]:
         """What the objective makes of the critics' disagreement on all trained tokens of the batch, of all ranks."""
@@ -233,14 +268,14 @@ class Trainer:
         along: RhythmPass | None,
     ) -> Tensor:
         """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
-        algorithm = self._config.algorithm
+        algorithm = self._algorithm
         with torch.set_grad_enabled(not self._warming_up):
             entropy_gradient = algorithm.entropy_bonus > 0
             watch = None if along is None else along.watch(micro)
             now = policy_logprobs(self.model, micro, entropy_gradient=entropy_gradient, watch=watch)
             if along is not None and watch is not None:
                 facts = facts_in_rhythm(facts, along, watch)
-            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=limits)
+            tokens = self._packed(micro, now, facts, step, limits)
             if self.lag is not None:
                 self.lag.add(tokens, age_of(micro.version_T, step))
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
@@ -261,7 +296,8 @@ class Trainer:
 
         What is rejected follows from the log-probs of the very pass that trains, so it is known only afterwards.
         """
-        if not any(correction.rejects for correction in self._config.algorithm.corrections):
+        algorithm = self._config.algorithm
+        if not algorithm.mask_truncated and not any(correction.rejects for correction in algorithm.corrections):
             return 1.0
         tokens, sequences = self.mesh.gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
         if self._method.aggregation == "token_mean":
@@ -329,15 +365,27 @@ def _look_once(options: Rhythm, model: PreTrainedModel) -> RhythmPass:
     return rhythm
 
 
-def _load_reference(config: Config, mesh: TrainerMesh) -> PreTrainedModel | None:
-    """The reference policy of a KL, sharded like the policy; None without one."""
-    if config.algorithm.kl is None:
-        return None
-    path = config.algorithm.kl.reference or config.model.path
+def _load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTrainedModel:
+    """A model that says something of the policy's tokens and is never trained, sharded like the policy."""
     described = msgspec.structs.replace(config.model, path=path)
     try:
+        check_tokenizer(config, key, path)
         model = load_sharded(described, mesh).requires_grad_(False)
         check_packing(model, config)
     except ConfigError as error:
-        raise ConfigError(f"algorithm.kl.reference: {str(error).removeprefix('model.path: ')}") from error
+        raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ').removeprefix(key + ': ')}") from error
     return model
+
+
+def _check_refreshed(reference: PreTrainedModel | None, policy: PreTrainedModel, config: Config) -> None:
+    """A reference that the policy is to replace is made like it."""
+    kl = config.algorithm.kl
+    if reference is None or kl is None or kl.refresh is None:
+        return
+    own, other = ({name: value.shape for name, value in one.named_parameters()} for one in (policy, reference))
+    if own != other:
+        name = min(own.items() ^ other.items())[0]
+        raise ConfigError(
+            f"algorithm.kl.refresh: the policy cannot become the reference {kl.reference}, whose {name} has the shape "
+            f"{tuple(other.get(name, ()))} and not {tuple(own.get(name, ()))}; leave one of the two out"
+        )

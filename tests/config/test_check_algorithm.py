@@ -114,6 +114,11 @@ def resolve(*overrides: str) -> Config:
             "`algorithm.options` (override): size is too large",
         ),
         (
+            ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
+            "`critic` (override): has no effect: rewards do not count (algorithm.teacher.reward = false)",
+        ),
+        (["algorithm.teacher={path='./nothing'}"], "`algorithm.teacher.path` (override): the folder nothing does not"),
+        (
             ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
             "`algorithm.kl.reference` (override): the folder nothing does not exist: expected a Hugging Face model, or",
         ),
@@ -271,6 +276,8 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.options.proximal=loglinear"],
         ["algorithm.kl={estimator='k1', coefficient=0.1, place='reward', reference='Qwen/Qwen3-0.6B'}"],
         ["algorithm.kl={coefficient=0.1, reference='./model'}", "algorithm.entropy_bonus=0.01"],
+        ["algorithm.teacher={path='Qwen/Qwen3-4B'}", "rollout.group_size=1"],
+        ["algorithm.teacher={path='./model', reward=true}", "algorithm.shaping=[{kind='length'}]"],
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
         ["algorithm.rhythm={}"],

@@ -159,7 +159,8 @@ CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
             "algorithm.kl={coefficent=0.1}",
             (
                 "2 problems:\n  - `algorithm.kl.coefficent` (override): this table has no such option; "
-                "did you mean `coefficient`? (its options: `estimator`, `coefficient`, `place`, `reference`)\n"
+                "did you mean `coefficient`? (its options: `estimator`, `coefficient`, `place`, `reference`, "
+                "`refresh`)\n"
                 "  - `algorithm.kl.coefficient`: is missing; expected a number above 0"
             ),
         ),

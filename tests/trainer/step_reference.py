@@ -138,6 +138,17 @@ def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
 Adjust = Callable[[Shard, list[Token]], None]
 
 
+def teacher_credit(beta: float, rewards: Adjust = lambda shard, tokens: None) -> Adjust:
+    """What the rewards say, less β times what the token is beyond the teacher."""
+
+    def credit(shard: Shard, tokens: list[Token]) -> None:
+        rewards(shard, tokens)
+        for token in tokens:
+            token.advantage -= beta * (token.logp.item() - token.reference)
+
+    return credit
+
+
 def weight(token: Token) -> float:
     return math.exp(token.logp.item() - token.behaviour)
 

@@ -36,6 +36,7 @@ HUB = b"the hub's state"
 EXTRAS: dict[str, dict[str, Any]] = {
     "critic": {"algorithm": {"objective": "ppo"}, "critic": {"learning_rate": 1e-3}},
     "ewma": {"algorithm": {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}},
+    "reference": {"algorithm": {"kl": {"coefficient": 0.1, "refresh": 1}}},
 }
 """Tables of a run that keeps more than the policy."""
 CRITICS: dict[str, Any] = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-3}}
@@ -78,6 +79,8 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
 def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything kept beside the policy, by name, as full copies."""
     found: dict[str, Any] = dict(trainer.ewma or {})
+    if trainer.refreshes and trainer.reference is not None:
+        found |= {f"reference {name}": value.detach() for name, value in trainer.reference.named_parameters()}
     for index, critic in enumerate(trainer.critics):
         for name, parameter in critic.model.named_parameters():
             found[f"critic {index} {name}"] = parameter.detach()
@@ -109,6 +112,20 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path,
         assert int(mine["step"]) == int(yours["step"]) == steps
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(mine[name].full_tensor(), yours[name].full_tensor())
+    train(original, 2)
+    train(restored, 2)
+    assert same_weights(original, restored)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{"train": {"optimizer": "muon"}}, {"algorithm": {"entropy_bonus": 0.1, "entropy_target": {"nats": 100.0}}}],
+    ids=["muon", "entropy target"],
+)
+def test_what_a_step_leaves_for_the_next_one_is_kept(model: Path, tmp_path: Path, tables: dict[str, Any]) -> None:
+    original, restored = trained(model, 2, **tables), trained(model, 1, **tables)
+    checkpoint.load(checkpoint.save(tmp_path, original, kept(HUB), keep=1), restored)
+    assert restored.entropy == original.entropy
     train(original, 2)
     train(restored, 2)
     assert same_weights(original, restored)
@@ -149,7 +166,7 @@ def test_a_run_goes_on_with_the_options_of_its_optimizers_that_it_has_now(model:
 def test_a_run_and_its_checkpoint_must_keep_the_same(tied_model: Path, tmp_path: Path, extra: str) -> None:
     plain, more = trained(tied_model, 1), trained(tied_model, 1, **EXTRAS[extra])
     weights, extras = weights_of(more), extras_of(more)
-    words = {"critic": "a critic", "ewma": "an average of the policy's weights"}[extra]
+    words = {"critic": "a critic", "ewma": "an average of the policy's weights", "reference": "a reference"}[extra]
     without = checkpoint.save(tmp_path / "plain", plain, kept(HUB), keep=1)
     with pytest.raises(CheckpointError, match=f"step-000001 was written without {words}.*start a new run"):
         checkpoint.load(without, more)

@@ -161,6 +161,19 @@ def test_the_reference_is_the_initial_policy_unless_another_is_named(tied_model:
     assert other.train_step(aged_shard())["kl_reference"] > 0.1
 
 
+def test_a_reference_that_is_refreshed_is_the_policy_of_then(tied_model: Path, untied_model: Path) -> None:
+    refreshed = {"objective": "grpo", "kl": {"coefficient": 0.1, "refresh": 2}}
+    trainer = trainer_at(3, tied_model, algorithm=refreshed, train={"async_ratio": 2.0})
+    found = [trainer.train_step(aged_shard(step, step=step))["kl_reference"] for step in (3, 4, 5, 6)]
+    assert found[0] == pytest.approx(0.0, abs=1e-6)
+    assert found[1] == pytest.approx(0.0, abs=1e-6), "version 4 became the reference"
+    assert found[2] > 1e-5
+    assert found[3] == pytest.approx(0.0, abs=1e-6), "version 6 did"
+    other = refreshed | {"kl": {"coefficient": 0.1, "refresh": 2, "reference": str(untied_model)}}
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.refresh: the policy cannot become the reference .*lm_head"):
+        trainer_at(3, tied_model, algorithm=other)
+
+
 def test_a_reference_that_is_no_model_is_named_by_its_own_key(tied_model: Path, tmp_path: Path) -> None:
     kl = {"coefficient": 0.1, "reference": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"^algorithm\.kl\.reference: cannot load"):

@@ -15,7 +15,7 @@ from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.trainer import two_ranks
 from tests.trainer.critic_cases import critic_gradient
-from tests.trainer.trainer_cases import gradient_of, relative_error, run_ranks, state_of, weights_of
+from tests.trainer.trainer_cases import gradient_of, random_shard, relative_error, run_ranks, state_of, weights_of
 from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
 pytestmark = pytest.mark.integration
@@ -100,3 +100,13 @@ def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(ranks: d
         assert "rank 1" in results["failed save"]
         assert "bytes" in results["failed save"]
     assert [path.name for path in (ranks["folder"] / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_two_ranks_make_the_update_of_muon_that_one_makes(ranks: dict[str, Any]) -> None:
+    trainer = Trainer(case_config(ranks["model"], {"train": {"optimizer": "muon"}}))
+    before = weights_of(trainer)
+    trainer.train_step(random_shard())
+    first, second = (results["muon"] for results in ranks["results"])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    moved = {name: value - before[name] for name, value in weights_of(trainer).items()}
+    assert relative_error({name: value - before[name] for name, value in first.items()}, moved) < 1e-3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from flash.types import Shard
 from tests.trainer.critic_cases import Reference, set_head
@@ -24,6 +25,7 @@ from tests.trainer.step_reference import (
     naive_values,
     reference_loss,
     sequences,
+    teacher_credit,
     tokens_of,
     whitened_credit,
 )
@@ -127,6 +129,12 @@ RECIPES: dict[str, tuple[dict[str, Any], Recipe]] = {
         {"advantage": "batch", "kl": {"estimator": "k1", "coefficient": 0.1, "place": "reward"}},
         Recipe(whitened_credit(0.1)),
     ),
+    "teacher": ({"teacher": {"coefficient": 0.4}}, Recipe(teacher_credit(0.4))),
+    "teacher and rewards": ({"teacher": {"reward": True}}, Recipe(teacher_credit(1.0, rewards=group_credit))),
+    "teacher and a reference": (
+        {"teacher": {"coefficient": 0.4}, "kl": {"estimator": "k3", "coefficient": 0.3}},
+        Recipe(teacher_credit(0.4), kl=k3),
+    ),
     "constant": (
         {"aggregation": "constant", "constant_length": 7},
         Recipe(group_credit, scale=lambda shard, tokens, token: 1 / 7 / shard.total_sequences),
@@ -147,9 +155,9 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     tied_model: Path, untied_model: Path, name: str
 ) -> None:
     algorithm, recipe = RECIPES[name]
-    pulled = "kl" in algorithm
-    if pulled:
-        algorithm = algorithm | {"kl": algorithm["kl"] | {"reference": str(untied_model)}}
+    pulled = [(key, name) for key, name in (("kl", "reference"), ("teacher", "path")) if key in algorithm]
+    for key, place in pulled:
+        algorithm = algorithm | {key: algorithm[key] | {place: str(untied_model)}}
     shard = aged_shard()
     trainer = trainer_at(
         3,
@@ -173,6 +181,36 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     reference_loss(tokens_of(plain, None, shard), shard, Recipe(group_credit)).backward()
     without = {name: value.grad for name, value in plain.named_parameters()}
     assert relative_error(without, expected) > 1e-2, "what is asked for makes a difference"
+
+
+@pytest.mark.parametrize("objective", ["grpo", "m2po"])
+def test_samples_that_a_limit_has_ended_leave_the_loss_but_not_the_baseline(tied_model: Path, objective: str) -> None:
+    shard = aged_shard()
+    entries = [replace(entry, truncated=index % 3 == 0) for index, entry in enumerate(shard.batch)]
+    shard = replace(shard, batch=entries)
+    options = {"options": {"tau": 1e9}} if objective == "m2po" else {}
+    trainer = trainer_at(
+        3,
+        tied_model,
+        algorithm={"objective": objective, "aggregation": "token_mean", "mask_truncated": True, **options},
+        train={"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9},
+    )
+    metrics = trainer.train_step(shard)
+    model = reference_model(tied_model)
+    tokens = tokens_of(model, None, shard)
+    if objective == "grpo":
+
+        def masked(shard: Shard, tokens: list[Token]) -> None:
+            for token in tokens:
+                token.rejected = shard.batch[token.sample].truncated
+
+        loss = reference_loss(tokens, shard, Recipe(group_credit, masked))
+        loss.backward()
+        expected = {name: value.grad for name, value in model.named_parameters()}
+        assert relative_error(gradient_of(trainer), expected) < 1e-5
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=2e-5)
+    dropped = sum(shard.batch[token.sample].truncated for token in tokens) / len(tokens)
+    assert metrics["masked_correction_share"] == pytest.approx(dropped)
 
 
 @pytest.mark.parametrize(

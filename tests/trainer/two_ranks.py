@@ -58,6 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "batch", "kl": {"estimator": "k1", "coefficient": 0.3, "place": "reward"}},
         "train": {"minibatches": 2},
     },
+    "teacher": {
+        "split": "uneven", "aged": True, "algorithm": {"teacher": {"reward": True}}, "train": {"minibatches": 2},
+    },
     "staleness and correction": {
         "split": "uneven", "aged": True,
         "algorithm": {
@@ -102,6 +105,8 @@ def case_config(model: Path, case: dict[str, Any]) -> Any:
     tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
     if "critic" in case:
         tables["critic"] = case["critic"]
+    if "teacher" in tables["algorithm"]:
+        tables["algorithm"] = tables["algorithm"] | {"teacher": case["algorithm"]["teacher"] | {"path": str(model)}}
     return make_config(model, **tables)
 
 
@@ -196,6 +201,9 @@ def main(model: Path, folder: Path, rank: int) -> None:
     restored = Trainer(case_config(model, {}))
     checkpoint.load(folder / "checkpoints" / "step-000001", restored)
     results["restored"] = weights_of(restored)
+    muon = Trainer(case_config(model, {"train": {"optimizer": "muon"}}))
+    muon.train_step(part_of(random_shard(), SPLITS["uneven"][rank]))
+    results["muon"] = weights_of(muon)
     results["failed save"] = failed_save(trainer, folder, rank)
     torch.save(results, folder / f"results-{rank}.pt")
     dist.destroy_process_group()

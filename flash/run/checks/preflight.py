@@ -247,7 +247,9 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
         held = [name for name in read_manifest(checkpoint).extras if name != "rhythm"]
     except FlashError:
         return  # told elsewhere
+    kl = config.algorithm.kl
     wanted = ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
+    wanted += ["reference"] * (kl is not None and kl.refresh is not None)
     if fault := lacking_extras(checkpoint, held, wanted):
         yield ConfigProblem("algorithm.objective", fault)
     for _, path, tiny in tiny_models(config):

@@ -86,7 +86,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates, scales, apart)
+        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy)
+        manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
         if rank == 0:
@@ -115,6 +116,8 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
         trainer.lag.rates, trainer.lag.apart = dict(manifest.rates), manifest.apart
+    if manifest.entropy is not None:
+        trainer.entropy = manifest.entropy
     if trainer.scale.moves:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite
@@ -223,6 +226,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         state["ewma"] = trainer.ewma
     if (heads_2N := _rhythm_heads(trainer)) is not None:
         state["rhythm"] = heads_2N
+    if trainer.refreshes and trainer.reference is not None:
+        state["reference"] = {name: value.detach() for name, value in trainer.reference.named_parameters()}
     return state
 
 
@@ -259,6 +264,7 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
 def _extras(trainer: Trainer) -> tuple[str, ...]:
     rhythm = _rhythm_heads(trainer) is not None
     kept = {"critic": len(trainer.critics), "ewma": int(trainer.ewma is not None), "rhythm": int(rhythm)}
+    kept["reference"] = int(trainer.refreshes)
     return tuple(name for name in EXTRAS for _ in range(kept[name]))
 
 

@@ -38,6 +38,7 @@ READ_SIZE = 1 << 20
 EXTRAS = {
     "critic": "a critic (the [critic] table)",
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
+    "reference": "a reference that is refreshed (algorithm.kl.refresh)",
     "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
 }
 """What a trainer may keep beside the policy, and in words what asks for it."""
@@ -66,6 +67,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
     apart: tuple[float, float] = (0.0, 0.0)
     """With `algorithm.lag`: see `flash.trainer.lag.LagPass`."""
+    entropy: tuple[float, float] | None = None
+    """With `algorithm.entropy_target`: as of `Trainer.entropy`."""
 
 
 class Choice(NamedTuple):
