@@ -5,8 +5,9 @@ And what sequences begin with alike, branches or not: a tree, each of whose toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice, pairwise, repeat
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.ages import recent
-from flash.types import Span, Trajectory, VersionRun
+from flash.types import Span, Trajectory, Turn, VersionRun
 
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer[Any]]
@@ -22,6 +23,8 @@ IntArray = npt.NDArray[np.integer[Any]]
 LEAST_SHARED = 0.1
 """Share of a sequence that it must have in common with another one for it to be computed once. Below it the way there
 costs more: attention is computed in two parts and merged."""
+TOKENS_AT_ONCE = 1 << 18
+"""Tokens of sequences that are sorted or compared in one slice, of a few milliseconds."""
 
 
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
@@ -65,21 +68,25 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
         return [trajectory]
     counts = branch_tokens(trajectory)
     versions, spans = divide_versions(trajectory.versions, counts), iter(trajectory.action_spans)
+    kept = repeat(None) if trajectory.kept is None else trajectory.kept.parts(counts)
+    turns: list[list[Turn]] = [[] for _ in counts]
+    for turn in trajectory.turns:
+        turns[turn.branch].append(turn)
     made: list[Trajectory] = []
     acted = 0
     for number, (begin, end) in enumerate(pairwise((*trajectory.branches, trajectory.length))):
-        turns = [turn for turn in trajectory.turns if turn.branch == number]
+        own = islice(spans, len(turns[number]))
         made.append(
             msgspec.structs.replace(
                 trajectory,
                 token_ids=trajectory.token_ids[4 * begin : 4 * end],
-                action_spans=[Span(span.start - begin, span.stop - begin) for span in islice(spans, len(turns))],
+                action_spans=[Span(span.start - begin, span.stop - begin) for span in own],
                 logprobs=trajectory.logprobs[4 * acted : 4 * (acted + counts[number])],
                 versions=versions[number],
-                turns=turns,
+                turns=turns[number],
                 lost_tokens=0,
                 branches=(0,),
-                kept=trajectory.kept and trajectory.kept.part(acted, acted + counts[number]),
+                kept=next(kept),
             )
         )
         acted += counts[number]
@@ -95,16 +102,33 @@ def spans_by_turn(trajectory: Trajectory) -> list[Span]:
     return [of_turn[turn] for turn in range(len(trajectory.turns))]
 
 
-def in_common(sequences: Sequence[IntArray]) -> tuple[list[int], list[int]]:
+def in_common(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list[int], list[int]]]:
     """The places of sequences in order of tokens, and what each need not compute, as the one just before it has it.
 
-    In this order no earlier sequence has more in common with one than the one just before.
+    In this order no earlier sequence has more in common with one than the one just before. It yields after each
+    `TOKENS_AT_ONCE`, so that others can be served in between.
     """
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    order, keys = list[int](), list[bytes]()
+    seen = 0
+    for index, tokens in enumerate(sequences):
+        key = tokens.astype(">u4").tobytes()
+        place = bisect_right(keys, key)
+        keys.insert(place, key)
+        order.insert(place, index)
+        if (seen := seen + len(tokens)) >= TOKENS_AT_ONCE:
+            seen = 0
+            yield
+    while keys:  # to free them takes its time, too
+        del keys[-64:]
+        yield
     known = [0] * bool(order)
-    known += [_common(sequences[before], sequences[after]) for before, after in pairwise(order)]
-    worth = [same >= LEAST_SHARED * len(sequences[index]) for index, same in zip(order, known, strict=True)]
-    return order, [same if counts else 0 for same, counts in zip(known, worth, strict=True)]
+    for before, after in pairwise(order):
+        same, length = _common(sequences[before], sequences[after]), len(sequences[after])
+        known.append(same if same >= LEAST_SHARED * length else 0)
+        if (seen := seen + length) >= TOKENS_AT_ONCE:
+            seen = 0
+            yield
+    return order, known
 
 
 def _common(one: IntArray, other: IntArray) -> int:

@@ -6,7 +6,7 @@ left out, those that were not, the *kept set*, travel with each that was drawn: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -84,6 +84,16 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
         counts = self.numbers()[1]
         begin, end = int(counts[:start].sum()), int(counts[:stop].sum())
         return Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
+
+    def parts(self, sizes: Iterable[int]) -> Iterator[Kept]:
+        """Those of the first so many tokens, of the next ones, and so on."""
+        counts = self.numbers()[1]
+        start = begin = 0
+        for size in sizes:
+            stop = start + size
+            end = begin + int(counts[start:stop].sum())
+            yield Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
+            start, begin = stop, end
 
     def fault(self, tokens: int) -> str | None:
         """Why it cannot be that of so many sampled tokens."""

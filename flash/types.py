@@ -355,7 +355,7 @@ class Published(msgspec.Struct, frozen=True):
     """An immutable weight version that engines are to load."""
 
     version: int
-    backend: Literal["tcp", "nccl", "ipc"]
+    backend: Literal["tcp", "gloo", "nccl", "ipc"]
     update_info: bytes
     """msgpack of what the backend's receiver needs to get the tensors of this version."""
     canary: Canary

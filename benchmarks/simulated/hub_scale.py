@@ -17,10 +17,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 from anyio.abc import ByteSendStream
 from anyio.lowlevel import checkpoint
 from anyio.streams.text import TextReceiveStream
@@ -33,11 +35,13 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.parts import Records
 from flash.observe.observer import MemoryObserver
+from flash.samples.batches import deal
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ALIKE
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import Request
 from flash.transport.server import Peer, serve
+from flash.types import Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 CALL_GOAL_MS = 20
 RATE_GOAL = 2000
@@ -265,14 +269,44 @@ async def close(size: Size) -> list[Row]:
     return _call(f"{size.samples:,} left over at the end", "close", taken)
 
 
+def branches(count: int, length: int = 10_000, own: int = 1000) -> list[Row]:
+    """An episode of so many branches, which begin alike, and its group are dealt to two shards."""
+    rng, acted = np.random.default_rng(0), count * own
+    tokens = np.tile(rng.integers(0, 1000, length, dtype="<i4"), (count, 1))
+    tokens[:, -own:] = rng.integers(0, 1000, (count, own))
+    episode = Trajectory(
+        task=Task(0, 0, 0, seed=0),
+        outcome=Outcome.OK,
+        reward=1.0,
+        token_ids=tokens.tobytes(),
+        action_spans=[Span((at + 1) * length - own, (at + 1) * length) for at in range(count)],
+        logprobs=bytes(4 * acted),
+        versions=[VersionRun(0, acted)],
+        turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0, branch=at) for at in range(count)],
+        branches=tuple(range(0, count * length, length)),
+    )
+    slices, begun = list[float](), time.thread_time()
+    for _ in chain(deal(Batch(0, 0, [episode, episode], []), 2), [None]):
+        slices.append(1e3 * (time.thread_time() - begun))
+        begun = time.thread_time()
+    case = f"two episodes of {count:,} branches of {length:,} tokens"
+    return [
+        Row(case, "deal_longest_call_ms", "ms", max(slices), goal=CALL_GOAL_MS),
+        Row(case, "deal_cpu_ms", "ms", sum(slices)),
+    ]
+
+
 def measure(args: Args) -> list[Row]:
     """Each scene with a hub of its own."""
     size = SMALL if args.quick else Size()
     options = {"loop_factory": TimedLoop}
     return [
-        row
-        for play in (steps, held_back, quarantine, close)
-        for row in anyio.run(play, size, backend="asyncio", backend_options=options)
+        *branches(100 if args.quick else 1000),
+        *(
+            row
+            for play in (steps, held_back, quarantine, close)
+            for row in anyio.run(play, size, backend="asyncio", backend_options=options)
+        ),
     ]
 
 

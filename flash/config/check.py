@@ -300,7 +300,7 @@ def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:
     """The transfer backend can work where the engines are."""
     backend, key = config.weights_backend, "weights.backend"
-    if backend == "tcp":
+    if backend in ("tcp", "gloo"):
         return
     if config.gpus_per_node == 0:
         yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")

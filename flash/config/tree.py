@@ -201,7 +201,7 @@ class EngineConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How [weights](weights.md) reach the engines."""
 
-    backend: Literal["auto", "tcp", "nccl", "ipc"] = "auto"
+    backend: Literal["auto", "tcp", "gloo", "nccl", "ipc"] = "auto"
     """`auto`: tcp without GPUs, ipc on shared ones, else nccl."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Most mean difference of log-probs, nats. None: six times what `dtype` does, at least 1e-4 (float32), 0.02
@@ -342,18 +342,13 @@ class Config(Section, frozen=True):
         return self.train.batch_size // self.rollout.group_size
 
     @property
-    def engine_restarts(self) -> int:
-        """`engine.max_restarts`, or 0 where nobody can join the engines that weights were first sent to."""
-        return 0 if self.weights_backend == "nccl" else self.engine.max_restarts
-
-    @property
     def gpus_per_node(self) -> int:
         """`cluster.gpus_per_node`, with `auto` resolved by `flash.config.load`."""
         assert isinstance(self.cluster.gpus_per_node, int), "resolved by flash.config.load.load"
         return self.cluster.gpus_per_node
 
     @property
-    def weights_backend(self) -> Literal["tcp", "nccl", "ipc"]:
+    def weights_backend(self) -> Literal["tcp", "gloo", "nccl", "ipc"]:
         """`weights.backend`, with `auto` resolved for this hardware."""
         if self.weights.backend != "auto":
             return self.weights.backend

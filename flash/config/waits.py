@@ -89,7 +89,7 @@ def hang_s(config: Config) -> float:
 def engine_return_s(config: Config) -> float:
     """How long a node may be without engines: each restart of the last one can end in another death, up to its load."""
     once = config.deadlines.close + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
-    return config.engine_restarts * once
+    return config.engine.max_restarts * once
 
 
 def lease_s(config: Config) -> float:

@@ -7,6 +7,7 @@ D = width of a head.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,10 @@ TOUCHED = (
     "torch.distributed:HashStore",
     "torch.distributed:FileStore",
     "torch.distributed:DistError",
+    "torch.distributed:ProcessGroup.broadcast",
+    "torch.distributed:ProcessGroup._register_backend",
+    "torch.distributed:ProcessGroup._set_default_backend",
+    "torch.distributed:ProcessGroupGloo.abort",
     "torch.multiprocessing.reductions:reduce_tensor",
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_dump_snapshot",
@@ -86,6 +91,75 @@ def file_store(file: Path, ranks: int) -> Store:
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     return FileStore(str(file), ranks)
+
+
+class Broadcasts:
+    """A process group beside the default one, for broadcasts from its rank 0; forming it waits for all of its ranks.
+
+    Of gloo a broadcast of which a rank is gone fails on those that were to send to it, or to hear from it; on others
+    when these leave. With nccl it fails where `abort` is called, or at the limit.
+
+    Args:
+        backend: gloo or nccl.
+        store: where the ranks meet.
+        rank: of this process.
+        size: how many there are.
+        limit_s: seconds for forming it, and for each broadcast.
+
+    Raises:
+        RuntimeError: also each broadcast: it failed, or took too long. The group is of no use any more.
+    """
+
+    def __init__(self, backend: str, store: Store, rank: int, size: int, limit_s: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        parts: Any = dist
+        limit = timedelta(seconds=limit_s)
+        if backend == "nccl":
+            kind, device = parts.ProcessGroup.BackendType.NCCL, torch.device("cuda", torch.cuda.current_device())
+            options = parts.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            with _blocking_wait():
+                inner = parts.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            kind, device = parts.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+            inner = parts.ProcessGroupGloo(store, rank, size, timeout=limit)
+        self._inner: Any = inner
+        self._group: Any = parts.ProcessGroup(store, rank, size)
+        self._group._set_default_backend(kind)
+        self._group._register_backend(device, kind, inner)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0 sends it, the others fill theirs; returns when that is done here."""
+        self._group.broadcast(tensor, 0).wait()
+
+    def abort(self) -> None:
+        """End a broadcast of nccl, which another thread is in."""
+        if (inner := self._inner) is not None:
+            inner.abort()
+
+    def close(self) -> None:
+        """Leave; connections end."""
+        self.abort()
+        self._group = self._inner = None
+
+
+@contextmanager
+def _blocking_wait() -> Generator[None]:
+    """A group of nccl that is made meanwhile waits for its collectives on the host, and raises their errors.
+
+    Any other leaves them to a thread that ends the process.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager

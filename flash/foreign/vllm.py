@@ -89,9 +89,7 @@ TOUCHED = (
     "vllm.distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
     "vllm.distributed.weight_transfer.base:WeightTransferInitRequest",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest",
-    "vllm.distributed.weight_transfer.nccl_common:trainer_init",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
-    "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_producer",
 )
 """`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
 
@@ -491,25 +489,6 @@ def register_backend(name: str, module: str, class_name: str) -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(name, module, class_name)
-
-
-def nccl_group(host: str, port: int, world_size: int) -> Any:
-    """The trainer's place in the group of `world_size` that the workers join; blocks until all have come."""
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-    return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
-
-
-def nccl_broadcast(group: Any, tensors: Sequence[tuple[str, Any]], device: int) -> None:
-    """The packed broadcast that vLLM's receiver expects, with its default geometry."""
-    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-    packed_nccl_broadcast_producer(
-        iterator=iter(tensors),
-        group=group,
-        src=0,
-        post_iter_func=lambda item: item[1].to(f"cuda:{device}"),
-    )
 
 
 # -- load ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from operator import ge
@@ -277,6 +278,8 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
     measured = (number for turn in made.turns for number in turn.metrics.values())
     if not (math.isfinite(made.reward) and _finite(numbers) and _finite(measured)):
         return "a number that is not finite"
+    if made.kept is None and made.task.sampling.keeps:
+        return f"no kept sets, and drawn with top_k = {made.task.sampling.top_k}"
     if made.kept is not None and (fault := made.kept.fault(made.action_count)) is not None:
         return fault
     if made.lost_tokens < 0:
@@ -293,10 +296,9 @@ def _branch_fault(made: Trajectory) -> str | None:
     ends = (*made.branches[1:], made.length)
     if not made.branches or made.branches[0] != 0 or any(map(ge, made.branches, ends)):
         return f"branches that begin at {made.branches[:4]} of {made.length} tokens"
-    spans = iter(made.action_spans)
+    spans, turns = iter(made.action_spans), Counter(turn.branch for turn in made.turns)
     for number, (begin, end) in enumerate(zip(made.branches, ends, strict=True)):
-        count = sum(turn.branch == number for turn in made.turns)
-        own = list(islice(spans, count))
+        own = list(islice(spans, turns[number]))
         if not own or own[0].start <= begin or own[-1].stop > end or own[0].start == own[-1].stop:
             return f"branch {number} at tokens [{begin}, {end}) with the responses {own[:4]}"
     return "a response in no branch" if next(spans, None) is not None else None

@@ -92,7 +92,7 @@ class RolloutNode:
         self._config = config
         self._make_engines = make_engines
         self._first_engine = link.first_engine
-        restarts, start_s = config.engine_restarts, config.deadlines.engine_start
+        restarts, start_s = config.engine.max_restarts, config.deadlines.engine_start
         self._supervisors = [
             Supervisor(place, partial(self._make_engine, place), restarts, start_s)
             for place in range(len(make_engines))
@@ -214,10 +214,6 @@ class RolloutNode:
         begun = self._now()
         await start_all(self._supervisors, self._config.deadlines.engine_start)
         self.start_s = self._now() - begun
-        if self._config.weights_backend == "nccl":  # its group is made of all engines: none may be missing
-            for supervisor in self._supervisors:
-                if supervisor.killed is not None:
-                    raise supervisor.killed
 
     async def _prepare_env(self) -> None:
         if self._env.prepare is None:
@@ -286,12 +282,10 @@ class RolloutNode:
 
     def _what_follows(self, restart: Restart | None) -> str:
         """Of a death, for people."""
-        most = self._config.engine_restarts
+        most = self._config.engine.max_restarts
         if restart is not None:
             return f"It starts again in {restart.pause_s:g} s ({restart.number} of {most} restarts in a row)"
         spent = f"engine.max_restarts is {most}"
-        if self._config.weights_backend == "nccl":
-            spent = "with weights.backend = nccl it is not started again"
         if self._open:
             return f"The run goes on without it: {spent}"
         return f"It was the last one of node {self._hubs.node}, which ends with it: {spent}"

@@ -2,8 +2,8 @@
 
 A request goes to the least loaded engine that is recent enough for its lease; the one that served the same task before
 is preferred as long as it is not much fuller, and among equals the one that served its group. What fits nowhere waits,
-and leaves in the order of its tasks, the oldest first; while nothing waits, an engine with room is given its share of
-what clearly fuller ones run. With bound groups all requests of a group go to one engine, and wait for it.
+and leaves in the order of its tasks, the oldest first; while nothing waits for it, an engine with room is given its
+share of what clearly fuller ones run. With bound groups all requests of a group go to one engine, and wait for it.
 
 Where the KV cache of its sessions is counted (`flash.rollout.sessions`), an engine takes a request whose session has no
 place on it only as far as its memory reaches, those that have begun before new ones; one that runs nothing takes any.
@@ -210,10 +210,13 @@ class Router:
     def surplus(self, engine: int) -> list[tuple[int, int]]:
         """How many requests each fuller engine should give to one that has room: (engine, count) pairs.
 
-        None are given unless the fullest is clearly fuller, nor while others wait anyway, nor to one that swaps.
+        None are given unless the fullest is clearly fuller, nor while others wait that it may serve, nor to one that
+        swaps.
         """
         view = self.views[engine]
-        if self._bind or self.waiting or not view.open or view.swapping:
+        if self._bind or not view.open or view.swapping:
+            return []
+        if self.waiting and any(self._oldest(view, mine=mine) for mine in (True, False)):
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]

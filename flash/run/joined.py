@@ -135,8 +135,7 @@ class JoinedNode:
     async def _serve_all(self, tasks: TaskGroup) -> End:
         wait_s = 0.0
         while (end := await self._serve_next(tasks, wait_s)) is None:
-            # The group of nccl is made of engines that start with it.
-            if self._node is None or self._told or self._config.weights_backend == "nccl":
+            if self._node is None or self._told:
                 return End.WITH_PEER
             wait_s = self._config.deadlines.rendezvous
             await anyio.sleep(RETRY_S)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
-from flash.branches import in_common, sequences, trained_branches
+from flash.branches import IntArray, in_common, trained_branches
 from flash.samples.groups import Group
 from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
@@ -106,13 +107,17 @@ class _Run(NamedTuple):
     samples: range
 
 
-def _grouped(trajectories: Sequence[Trajectory], places: list[int]) -> _Run:
+def _grouped(trajectories: Sequence[Trajectory], places: list[int]) -> Generator[None, None, _Run]:
     """A whole group."""
-    parts = [(place, one) for place in places for one in sequences(trajectories[place])]
-    order, known = in_common([one.tokens() for _, one in parts])
+    parts: list[tuple[int, IntArray]] = []
+    for place in places:
+        whole = trajectories[place]
+        tokens, ends = whole.tokens(), (*whole.branches, whole.length)
+        parts += [(place, tokens[begin:end]) for begin, end in pairwise(ends)]
+    order, known = yield from in_common([one for _, one in parts])
     ordered = list(dict.fromkeys(parts[each][0] for each in order))
     number = {place: count for count, place in enumerate(ordered)}
-    sample_of, lengths = ([number[parts[each][0]] for each in order], [parts[each][1].length for each in order])
+    sample_of, lengths = ([number[parts[each][0]] for each in order], [len(parts[each][1]) for each in order])
     return _Group(ordered, sample_of, lengths, known).run(range(len(ordered)))
 
 
@@ -129,7 +134,7 @@ def _balanced(
         members.setdefault(trajectories[place].task.group_id, []).append(place)
     runs: list[_Run] = []
     for places in members.values():
-        runs.append(_grouped(trajectories, places))
+        runs.append((yield from _grouped(trajectories, places)))
         yield
     best, fullest = list[list[_Run]](), math.inf
     for _ in range(HALVED * shards):

@@ -22,6 +22,7 @@ from flash.ages import recent
 from flash.branches import Int64Array, in_common, sequences
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
+from flash.samples.slices import at_once
 from flash.sampling import PLAIN, Sampling
 from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import Computed, shared_prefixes
@@ -163,7 +164,7 @@ def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
-    order, known = in_common([sequence.trajectory.tokens() for sequence in trained])
+    order, known = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
     length = [trained[place].trajectory.length for place in order]
     batches: list[list[_Sequence]] = []
     room: list[int] = []

@@ -1,7 +1,7 @@
 """vLLM's entry points into Flash, which run in each of vLLM's processes; and how these follow their node loop.
 
 `no_platform` (`vllm.platform_plugins`) comes before all else: vLLM asks it for a platform, of which we have none.
-`register` (`vllm.general_plugins`) registers the tcp weight receiver.
+`register` (`vllm.general_plugins`) registers our weight receiver.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import threading
 
 from flash.foreign import vllm
-from flash.weights.update import TCP_BACKEND
+from flash.weights.update import RECEIVER
 
 NODE_PID = "FLASH_NODE_PID"
 """Environment variable that holds the process id of the node loop that owns the engine."""
@@ -28,7 +28,7 @@ def register() -> None:
     if _registered.is_set():
         return
     _registered.set()
-    vllm.register_backend(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
+    vllm.register_backend(RECEIVER, "flash.weights.tcp_engine", "TcpWeightEngine")
     vllm.spin_less(SPIN_S)
 
 

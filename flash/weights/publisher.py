@@ -5,11 +5,11 @@ Invariant: once announced, a version's tensors never change, although the traine
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from flash.config import waits
 from flash.config.tree import Config
 from flash.weights.staging import Announce, NamedTensors
 
@@ -40,17 +40,12 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
         host: address of this machine that all engines can reach.
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if config.weights_backend == "tcp":
-        from flash.weights.tcp import TcpPublisher
-
-        return TcpPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap)
     if config.weights_backend == "ipc":
-        from flash.weights.vllm_backends import IpcPublisher, TorchIpcExporter
+        from flash.weights.ipc import IpcPublisher, TorchIpcExporter
 
         return IpcPublisher(rank, dtype, TorchIpcExporter())
-    from flash.weights.vllm_backends import NcclLink, NcclPublisher
+    from flash.weights.group import GroupServer
+    from flash.weights.tcp import TcpPublisher
 
-    engines = sum(config.engines_on(node) for node in range(config.cluster.nodes))
-    workers = engines * config.engine.tensor_parallel
-    first_s, timeout_s = waits.first_version_s(config), waits.new_version_s(config)
-    return NcclPublisher(rank, host, dtype, first_s, timeout_s, workers, NcclLink())
+    serve = None if config.weights_backend == "tcp" else partial(GroupServer, config.weights_backend)
+    return TcpPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap, serve)

@@ -18,9 +18,10 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -39,6 +40,8 @@ WORKER_NAME = "engine worker"
 MAX_MANIFEST_BYTES = 256 << 20
 """Longest reply a worker accepts."""
 
+WordT = TypeVar("WordT")
+
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """One line of the manifest."""
@@ -48,6 +51,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
     nbytes: int
     crc32: int
+    """0: of a backend that does not look at it."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -55,6 +59,9 @@ class Reply(msgspec.Struct, frozen=True):
 
     error: str | None = None
     manifest: bytes = b""
+
+
+_REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
 @dataclass
@@ -70,6 +77,13 @@ class TcpSource:
     """SHA-256 of the manifest, hexadecimal."""
     timeout_s: float
     """Longest silence of the other side, in seconds."""
+    backend: str = "tcp"
+    fingerprint: list[int] = field(default_factory=list[int])
+    """Of all tensors, for a backend that holds what arrives to it."""
+
+
+Receive = Callable[[socket.socket, TcpSource], Iterator[tuple[str, torch.Tensor]]]
+"""Fetches a version over a connection that both ends have proven."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +99,14 @@ class Image:
         return hashlib.sha256(self.manifest).hexdigest()
 
 
-def make_image(tensors: NamedTensors) -> Image:
-    """Turn staged host tensors, which it takes over, into an image."""
+def make_image(tensors: NamedTensors, *, summed: bool = True) -> Image:
+    """Turn staged host tensors, which it takes over, into an image, with their checksums or without."""
     lines: list[TensorMeta] = []
     payloads: list[memoryview] = []
     for name, tensor in tensors:
         payload = _bytes(tensor)
-        lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), zlib.crc32(payload)))
+        crc32 = zlib.crc32(payload) if summed else 0
+        lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), crc32))
         payloads.append(payload)
     return Image(msgspec.msgpack.encode(lines), payloads)
 
@@ -99,12 +114,26 @@ def make_image(tensors: NamedTensors) -> Image:
 class TcpPublisher:
     """Trainer side. Rank 0 stages and serves; the other ranks only take part in the gather.
 
-    Threads: one accepts, one per connected worker sends. They end with `close`.
+    Args:
+        rank: this process among the trainer ranks.
+        host: as of `WeightServer`, like the next two.
+        dtype: of the engines.
+        prove_s: seconds.
+        timeout_s: seconds.
+        serve: makes rank 0's server.
     """
 
-    def __init__(self, rank: int, host: str, dtype: torch.dtype, prove_s: float, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        dtype: torch.dtype,
+        prove_s: float,
+        timeout_s: float,
+        serve: Callable[[str, float, float], WeightServer] | None = None,
+    ) -> None:
         self._dtype = dtype
-        self._server = WeightServer(host, prove_s, timeout_s) if rank == 0 else None
+        self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         """Hold `version` ready for the engines. Returns as soon as they may pull."""
@@ -113,7 +142,8 @@ class TcpPublisher:
                 pass
             return
         fingerprint = Fingerprint()
-        source = self._server.hold(version, make_image(stage(tensors, self._dtype, fingerprint)))
+        image = make_image(stage(tensors, self._dtype, fingerprint), summed=self._server.summed)
+        source = self._server.hold(version, image, fingerprint.sums)
         announce(encode_update(UpdateInfo(vars(source), fingerprint.sums)))
 
     def close(self) -> None:
@@ -125,11 +155,17 @@ class TcpPublisher:
 class WeightServer:
     """Serves the newest `VERSIONS_KEPT` images to workers that prove the token.
 
+    Threads: one accepts, one per connected worker sends. They end with `close`.
+
     Args:
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
         timeout_s: longest silence of a worker that has.
     """
+
+    backend = "tcp"
+    summed = True
+    """Whether workers look at the checksum of each tensor."""
 
     def __init__(self, host: str, prove_s: float, timeout_s: float) -> None:
         self._host = host
@@ -139,7 +175,7 @@ class WeightServer:
         self._images: dict[int, Image] = {}
         self._listener = WeightsListener(host, self._token, prove_s, timeout_s, self._answer)
 
-    def hold(self, version: int, image: Image) -> TcpSource:
+    def hold(self, version: int, image: Image, fingerprint: Sequence[int] = ()) -> TcpSource:
         """Serve `image` as `version`, and forget all but the newest versions."""
         with self._lock:
             self._images[version] = image
@@ -152,6 +188,8 @@ class WeightServer:
             version=version,
             digest=image.digest,
             timeout_s=self._timeout_s,
+            backend=self.backend,
+            fingerprint=list(fingerprint),
         )
 
     def close(self) -> None:
@@ -160,20 +198,29 @@ class WeightServer:
 
     def _answer(self, connection: socket.socket) -> None:
         (version,) = struct.unpack("!q", _receive(connection, 8))
-        with self._lock:
-            image = self._images.get(version)
-            held = sorted(self._images)
-        if image is None:
-            _send_reply(connection, Reply(error=f"version {version} {NOT_HELD}; held are {held}"))
+        if (image := self._held(version)) is None:
+            send_frame(connection, Reply(error=self._not_held(version)))
             return
-        _send_reply(connection, Reply(manifest=image.manifest))
+        send_frame(connection, Reply(manifest=image.manifest))
         for payload in image.payloads:
             for start in range(0, len(payload), CHUNK_BYTES):
                 connection.sendall(payload[start : start + CHUNK_BYTES])
 
+    def _held(self, version: int) -> Image | None:
+        with self._lock:
+            return self._images.get(version)
 
-def pull(source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
+    def _not_held(self, version: int) -> str:
+        with self._lock:
+            return f"version {version} {NOT_HELD}; held are {sorted(self._images)}"
+
+
+def pull(source: TcpSource, receive: Receive | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Fetch a version, tensor by tensor; each is verified before it is given out.
+
+    Args:
+        source: what was announced.
+        receive: how, once the token is proven; None: over the connection itself.
 
     Raises:
         WeightsError: the trainer does not hold the version, or a manifest or tensor is not what was published.
@@ -183,8 +230,8 @@ def pull(source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
     address = f"{source.host}:{source.port}"
     try:
         with socket.create_connection((source.host, source.port), timeout=source.timeout_s) as connection:
-            for line in _open(connection, source):
-                yield line.name, _receive_tensor(connection, line, source.version)
+            _prove(connection, source)
+            yield from (receive or _receive_all)(connection, source)
     except TimeoutError as error:
         raise DeadlineError(
             f"weights version {source.version} from {address}", source.timeout_s, "the trainer's rank 0"
@@ -207,26 +254,38 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _open(connection: socket.socket, source: TcpSource) -> list[TensorMeta]:
-    """Prove the token both ways, ask for the version, and return its verified manifest."""
+def _prove(connection: socket.socket, source: TcpSource) -> None:
+    """Prove the token both ways."""
     handshake = client_handshake(bytes.fromhex(source.token), WORKER_NAME)
     try:
         blocking_handshake(handshake, connection.sendall, partial(_receive, connection))
     except TransportError as error:
         raise TransportError(f"no weights from {source.host}:{source.port}: {error}") from error
+
+
+def _receive_all(connection: socket.socket, source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """Ask for the version, and read it."""
     connection.sendall(struct.pack("!q", source.version))
-    (length,) = struct.unpack("!I", _receive(connection, 4))
-    if length > MAX_MANIFEST_BYTES:
-        raise TransportError(f"{source.host}:{source.port} sends a manifest of {length} bytes")
-    reply = msgspec.msgpack.decode(_receive(connection, length), type=Reply)
+    reply = receive_frame(connection, _REPLIES)
     if reply.error is not None:
-        raise WeightsError(f"the trainer serves no weights: {reply.error}")
-    digest = hashlib.sha256(reply.manifest).hexdigest()
+        raise refused(reply.error)
+    for line in check_manifest(reply.manifest, source):
+        yield line.name, _receive_tensor(connection, line, source.version)
+
+
+def refused(error: str) -> WeightsError:
+    """What a worker raises that the trainer has no version for."""
+    return WeightsError(f"the trainer serves no weights: {error}")
+
+
+def check_manifest(manifest: bytes, source: TcpSource) -> list[TensorMeta]:
+    """What it says. Raises WeightsError: it is not the one that was announced."""
+    digest = hashlib.sha256(manifest).hexdigest()
     if digest != source.digest:
         raise WeightsError(
             f"the manifest of version {source.version} {DAMAGED}: its digest is {digest}, {source.digest} was announced"
         )
-    return msgspec.msgpack.decode(reply.manifest, type=list[TensorMeta])
+    return msgspec.msgpack.decode(manifest, type=list[TensorMeta])
 
 
 def _receive_tensor(connection: socket.socket, line: TensorMeta, version: int) -> torch.Tensor:
@@ -259,6 +318,20 @@ def _receive_into(connection: socket.socket, view: memoryview) -> int:
     return crc32
 
 
-def _send_reply(connection: socket.socket, reply: Reply) -> None:
-    body = msgspec.msgpack.encode(reply)
+def send_frame(connection: socket.socket, word: msgspec.Struct) -> None:
+    """Send it with its length."""
+    body = msgspec.msgpack.encode(word)
     connection.sendall(struct.pack("!I", len(body)) + body)
+
+
+def receive_frame(
+    connection: socket.socket, decoder: msgspec.msgpack.Decoder[WordT], most: int = MAX_MANIFEST_BYTES
+) -> WordT:
+    """The other end's next word. Raises TransportError: the peer hung up, or this is longer, or something else."""
+    (length,) = struct.unpack("!I", _receive(connection, 4))
+    if length > most:
+        raise TransportError(f"the peer sends {length} bytes at once, {most} are allowed")
+    try:
+        return decoder.decode(_receive(connection, length))
+    except msgspec.DecodeError as error:
+        raise TransportError(f"the peer sends what cannot be read: {error}") from error

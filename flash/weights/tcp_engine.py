@@ -1,4 +1,4 @@
-"""Worker side of the tcp backend: runs inside vLLM's worker process, registered by `flash.weights.plugin`.
+"""Worker side of the tcp, gloo and nccl backends: runs inside vLLM's worker, registered by `flash.weights.plugin`.
 
 The tensors go through vLLM's layerwise reload, which keeps the storage that compiled graphs point into.
 """
@@ -6,6 +6,7 @@ The tensors go through vLLM's layerwise reload, which keeps the storage that com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flash.errors import FlashError
 from flash.foreign.vllm_worker import (
@@ -15,6 +16,7 @@ from flash.foreign.vllm_worker import (
     begin_reload,
     end_reload,
 )
+from flash.weights.member import Member
 from flash.weights.tcp import TcpSource, pull
 from flash.weights.worker_extension import forget_failure, remember, remember_failure
 
@@ -35,6 +37,10 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
     init_info_cls = TcpInitInfo
     update_info_cls = TcpUpdateInfo
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._member = Member(self.device)
+
     def init_transfer_engine(self, init_info: TcpInitInfo) -> None:
         """There is no rendezvous."""
 
@@ -49,8 +55,9 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
         A version that cannot be pulled is left for `flash_load_failure`: vLLM would print each exception's traceback
         twice, and a trainer that dies in the middle of a pull is nothing unheard of.
         """
+        receive = None if update_info.backend == "tcp" else self._member.receive
         try:
-            self.model.load_weights(pull(update_info))  # pyright: ignore[reportCallIssue]
+            self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]
         except FlashError as error:
             remember_failure(str(error))
         except BaseException:
@@ -63,4 +70,5 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
         end_reload(self.model, self.model_config, self.device)
 
     def shutdown(self) -> None:
-        """Nothing outlives a pull."""
+        """Leave the group of the last pull, if any."""
+        self._member.leave()

@@ -9,16 +9,14 @@ from typing import Any
 
 import msgspec
 
-TCP_BACKEND = "flash_tcp"
-"""Name under which `flash.weights.plugin` registers the tcp receiver in vLLM's processes."""
+RECEIVER = "flash"
+"""Name under which `flash.weights.plugin` registers our receiver in vLLM's processes; `ipc` is one of vLLM's own."""
 
 
 NOT_HELD = "is not held any more"
 """What a trainer says of a version that it has forgotten."""
 DAMAGED = "is damaged"
 """What a worker says of a version whose bytes are not those that were published."""
-TRAINER_RANKS = 1
-"""Trainer processes in the group that nccl forms with the engine workers: only rank 0 broadcasts."""
 
 
 class UpdateInfo(msgspec.Struct, frozen=True):
@@ -40,10 +38,3 @@ def encode_update(info: UpdateInfo) -> bytes:
 def decode_update(data: bytes) -> UpdateInfo:
     """The reverse of `encode_update`; raises `msgspec.ValidationError` on anything else."""
     return msgspec.msgpack.decode(data, type=UpdateInfo)
-
-
-def place_engine(init: dict[str, Any], engine: int, tensor_parallel: int) -> dict[str, Any]:
-    """A rendezvous as one engine joins it: behind the trainer and the workers of the engines before it."""
-    if "rank_offset" not in init:
-        return init
-    return init | {"rank_offset": TRAINER_RANKS + engine * tensor_parallel}

@@ -11,13 +11,19 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from random import Random
 
+import msgspec
 import torch
 
 from flash.errors import TransportError
 from flash.transport.auth import MAGIC, blocking_handshake, client_handshake
+from flash.weights.fingerprint import Fingerprint
+from flash.weights.group import Ask, Got, GroupServer
+from flash.weights.member import Member
 from flash.weights.tcp import WORKER_NAME, TcpSource, WeightServer, make_image, pull
 from tests.fuzz.hub import Records
 from tests.fuzz.mutate import flipped
@@ -55,7 +61,11 @@ def _with_token(connection: socket.socket, source: TcpSource, rng: Random) -> No
     handshake = client_handshake(bytes.fromhex(source.token), name)
     blocking_handshake(handshake, connection.sendall, lambda count: _exactly(connection, count))
     version = rng.choice((0, 1, 2, -1, 2**63 - 1, -(2**63), rng.randrange(2**32)))
-    connection.sendall(struct.pack("!q", version)[: rng.choice((8, 8, 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9))))
+    asked = struct.pack("!q", version)[: rng.choice((8, 8, 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9)))
+    # Whoever holds the token may hold up a round, and so no attacker asks for what there is.
+    word = msgspec.msgpack.encode(rng.choice((Ask("", rng.choice((0, 2, 2**63 - 1)), 0), Ask("x" * 99, 1, -1), Got())))
+    framed = struct.pack("!I", rng.choice((len(word), len(word), 2**31))) + flipped(word, rng)
+    connection.sendall(rng.choice((asked, framed, framed + framed)))
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -75,32 +85,48 @@ def _leave(connection: socket.socket, rng: Random) -> None:
             pass
 
 
+SERVERS: dict[str, Callable[[str, float, float], WeightServer]] = {
+    "tcp": WeightServer,
+    "gloo": partial(GroupServer, "gloo"),
+}
+
+
 def fuzz(connections: int, seed: int) -> dict[str, int]:
     """So many attackers; raises AssertionError, naming the attacker's seed, where an oracle does not hold."""
+    pulls = sum(_attacked(backend, connections // len(SERVERS), seed) for backend in SERVERS)
+    return {"attackers": connections, "pulls": pulls}
+
+
+def _attacked(backend: str, connections: int, seed: int) -> int:
+    """How often a good worker has pulled meanwhile."""
     records, dead = Records(), list[str]()
-    before, hook = threading.active_count(), threading.excepthook
+    hook = threading.excepthook
     with ExitStack() as stack:
         logging.getLogger().addHandler(records)
         stack.callback(logging.getLogger().removeHandler, records)
         threading.excepthook = lambda about: dead.append(repr(about.exc_value))
         stack.callback(setattr, threading, "excepthook", hook)
-        server = WeightServer("127.0.0.1", PATIENCE_S, PATIENCE_S)
+        server, member = SERVERS[backend]("127.0.0.1", PATIENCE_S, PATIENCE_S), Member(torch.device("cpu"))
         stack.callback(server.close)
-        source = server.hold(1, make_image((name, tensor.clone()) for name, tensor in TENSORS))
-        pulls = 0
+        stack.callback(member.leave)
+        threads, fingerprint = threading.active_count(), Fingerprint()
+        for _, tensor in TENSORS:
+            fingerprint.add(tensor)
+        image = make_image((name, tensor.clone()) for name, tensor in TENSORS)
+        source, pulls = server.hold(1, image, fingerprint.sums), 0
         for attacker in range(connections):
             try:
                 attack(source, Random(f"{seed}/{attacker}"))
                 if attacker % PULL_EVERY == 0:
-                    pulled = dict(pull(source))
+                    pulled = dict(pull(source, None if backend == "tcp" else member.receive))
                     assert all(torch.equal(pulled[name], tensor) for name, tensor in TENSORS)
                     pulls += 1
                 assert not records.bad, records.bad
                 assert not dead, dead
             except Exception as error:
-                raise AssertionError(f"weights: seed {seed}, attacker {attacker}: {error!r}") from error
+                raise AssertionError(f"{backend}: seed {seed}, attacker {attacker}: {error!r}") from error
         end = time.monotonic() + PATIENCE_S
-        while threading.active_count() > before + 1:
-            assert time.monotonic() < end, f"{threading.active_count() - before - 1} threads are left over"
+        while threading.active_count() > threads:
+            assert time.monotonic() < end, f"{threading.active_count() - threads} threads are left over"
             time.sleep(0.01)
-    return {"attackers": connections, "pulls": pulls}
+    return pulls

@@ -203,6 +203,17 @@ BRANCHED: dict[str, Any] = {
 """Of five tokens."""
 
 
+async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
+    port = Port(top_k=4)
+    await port.begin(0)
+    (lease,) = await port.lease(0, 1)
+    made = trajectory(lease.task, 0)
+    with pytest.raises(ProtocolError, match="no kept sets, and drawn with top_k = 4"):
+        await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    whole = msgspec.structs.replace(made, kept=Kept.of([], [0] * made.action_count))
+    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, whole)], 0))
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -86,17 +86,13 @@ def test_a_node_that_has_heard_of_another_incarnation_of_the_run_asks_again() ->
         members.join(p.JoinRequest("0" * 16, 1))
 
 
-def test_the_group_of_nccl_takes_the_nodes_that_it_was_made_for_and_no_others() -> None:
+def test_nodes_join_the_group_of_nccl_as_they_do_over_tcp() -> None:
     members = Members(with_cluster(gpus=2, backend="nccl", nodes=2), Origin())
-    with pytest.raises(ConfigError, match=r"fixed group, that of cluster\.nodes = 2"):
-        ask(members, 1)
-    assert ask(members, 2) == (1, 1)
-    with pytest.raises(ConfigError, match=r"join with weights\.backend = tcp"):
-        ask(members, 2)
+    assert [ask(members, 1), ask(members, 2), ask(members, 4)] == [(1, 1), (2, 2), (3, 4)]
 
 
-def test_the_group_of_nccl_takes_the_nodes_with_trainers_by_their_own_numbers() -> None:
-    members = Members(with_cluster(gpus=2, backend="nccl", nodes=3, trainer_nodes=2), Origin())
+def test_nodes_with_trainers_have_their_own_numbers() -> None:
+    members = Members(with_cluster(nodes=3, trainer_nodes=2), Origin())
     assert [ask(members, 2), ask(members, 1, own=1)] == [(2, 1), (1, 3)]
 
 
@@ -206,11 +202,6 @@ async def test_a_person_may_have_a_node_leave_that_has_joined_and_no_other() -> 
         await anyio.wait_all_tasks_blocked()
         await driver.hub.handle(p.DrainRequest(1))
     assert told == [True, False]
-    fixed = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
-    run = await fixed.hub.handle(p.RunRequest(p.dialect()))
-    await fixed.hub.handle(p.JoinRequest(run.digest, 2))
-    with pytest.raises(ConfigError, match="nccl cannot do without node 1"):
-        await fixed.hub.handle(p.DrainRequest(1))
 
 
 async def test_an_error_of_one_node_of_several_ends_that_node_alone() -> None:
@@ -248,21 +239,6 @@ async def test_a_run_whose_last_node_is_gone_waits_for_another_and_says_so() -> 
     assert "no node has an engine: `flash join` brings one" in str(error)
 
 
-async def test_the_loss_of_a_member_of_a_fixed_group_begins_all_again() -> None:
-    driver = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
-    await driver.begin(0, 1)
-    driver.hub.peer_lost("node-1")
-    with pytest.raises(PeerLostError, match="nccl cannot do without it"):
-        await driver.hub.run()
-
-
-async def test_a_member_of_a_fixed_group_that_is_told_to_end_interrupts_the_run() -> None:
-    driver = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
-    await driver.begin(0, 1)
-    await driver.hub.handle(p.Leave(1))
-    assert driver.hub.progress.stopping == "interrupted"
-
-
 async def test_whoever_joins_at_the_end_is_told_that_there_is_nothing_to_do() -> None:
     driver = Joined(make_config())
     await driver.begin(0)
@@ -278,6 +254,7 @@ async def test_a_hub_that_is_about_to_end_takes_nobody_so_that_they_wait_for_the
     run = await driver.hub.handle(p.RunRequest(p.dialect()))
     with anyio.move_on_after(1):
         await driver.hub.handle(p.Fatal("ContractError", "trainer rank 0: the books are wrong"))
-    for request in (p.RunRequest(p.dialect()), p.JoinRequest(run.digest, 1)):
+    requests: list[Any] = [p.RunRequest(p.dialect()), p.JoinRequest(run.digest, 1)]
+    for request in requests:
         with pytest.raises(PeerLostError, match="about to end"):
             await driver.hub.handle(request)

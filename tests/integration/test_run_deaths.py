@@ -117,7 +117,7 @@ def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_
 
 def test_a_killed_engine_comes_back_in_its_place_and_nothing_else_starts_again(start: Callable[..., Run]) -> None:
     # What admission lets start before the engine dies is enough for two steps more, and not for the rest.
-    run = start("run.steps=8", "deadlines.request=3")
+    run = start("run.steps=8", "deadlines.request=3", "weights.backend=gloo")
     run.until(lambda: len(run.rows()) >= 1)
     core = run.core()
     # Nor does anything when the hub is stopped for longer than a message takes.

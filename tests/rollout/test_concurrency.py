@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated.configure import TWO_ENGINES, configure, run_world
@@ -186,6 +188,100 @@ def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: 
     world, report = run_world(config)
     assert len(world.engines) == 2
     assert sum(engine.pressure.preemptions for engine in world.engines) < report.samples
+
+
+class Decoder:
+    """An engine without time: a token a step for each that runs. The youngest is put back when the cache is too small,
+    and goes on before any other, with its context made again."""
+
+    def __init__(self, cache: int) -> None:
+        self._cache = cache
+        self.running: list[list[int]] = []
+        """Of each its number, context, and tokens that are left; the youngest last."""
+        self.waiting: deque[list[int]] = deque()
+        self.put_back = 0
+        self.used_steps = self.steps = 0
+
+    @property
+    def used(self) -> int:
+        return sum(context for _, context, _ in self.running)
+
+    def step(self) -> list[int]:
+        """Begin what fits, and decode; the numbers of those that have ended."""
+        while self.waiting and (not self.running or self.used + self.waiting[0][1] + len(self.running) < self._cache):
+            self.running.append(self.waiting.popleft())
+        for one in self.running:
+            one[1] += 1
+            one[2] -= 1
+        while self.used > self._cache and len(self.running) > 1:
+            self.waiting.appendleft(self.running.pop())
+            self.put_back += 1
+        self.steps, self.used_steps = self.steps + 1, self.used_steps + self.used
+        ended = [one[0] for one in self.running if one[2] <= 0]
+        self.running = [one for one in self.running if one[2] > 0]
+        return ended
+
+    @property
+    def told(self) -> Pressure:
+        return Pressure(len(self.running), len(self.waiting), min(1.0, self.used / self._cache), 0, self._cache)
+
+
+def replayed(cache: int, ceiling: int, longest: int, interval: int, responses: list[tuple[int, int]]) -> Decoder:
+    """A queue of responses, each a prompt and a length, through an engine that the law limits."""
+    engine, limit = Decoder(cache), ConcurrencyLimit(ceiling, ResponseLengths())
+    left, given = deque(enumerate(responses)), dict[int, int]()
+    while left or given:
+        limit.observe(engine.told)
+        while left and len(given) < limit.limit:
+            number, (prompt, length) = left.popleft()
+            given[number] = 0
+            engine.waiting.append([number, prompt, length])
+            limit.begins(number, prompt, 0, longest)
+            limit.observe(engine.told)
+        ended = engine.step()
+        if engine.steps % interval == 0:
+            for number, context, _ in engine.running:
+                more = context - responses[number][0] - given[number]
+                limit.grows(number, more)
+                given[number] += more
+        for number in ended:
+            limit.grows(number, responses[number][1] - given.pop(number))
+            limit.ends(number, whole=True)
+    return engine
+
+
+SHAPES: dict[str, Callable[[random.Random, int], float]] = {
+    "equal": lambda rng, longest: longest / 3,
+    "any": lambda rng, longest: rng.uniform(1, longest),
+    "tailed": lambda rng, longest: rng.lognormvariate(math.log(longest / 8), 1.0),
+    "two kinds": lambda rng, longest: rng.choice((longest / 50, longest / 2)),
+    "as long as may be": lambda rng, longest: longest,
+}
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 1 << 30),
+    st.lists(st.sampled_from(sorted(SHAPES)), min_size=1, max_size=3),
+    st.sampled_from([100, 400]),
+    st.integers(1, 16),
+    st.integers(3, 24),
+)
+def test_whatever_lengths_are_drawn_the_cache_is_used_and_there_is_no_storm_of_preemptions(
+    seed: int, shapes: list[str], longest: int, interval: int, fit: int
+) -> None:
+    """Lengths change from one kind to another on the way, which no past tells."""
+    rng = random.Random(seed)
+    responses = [
+        (rng.randrange(5, longest // 4), max(1, min(longest, int(SHAPES[shape](rng, longest)))))
+        for shape in shapes
+        for _ in range(120)
+    ]
+    mean = sum(prompt + length for prompt, length in responses) // len(responses)
+    cache = max(2 * longest, fit * mean)
+    engine = replayed(cache, 64, longest, interval, responses)
+    assert engine.put_back < len(responses)
+    assert engine.used_steps > 0.4 * cache * engine.steps
 
 
 def test_prompts_that_the_engine_has_not_counted_yet_take_their_room() -> None:

@@ -204,15 +204,6 @@ def test_a_node_leaves_when_its_only_engine_is_killed_at_every_start() -> None:
     assert one.observer.notes[-1].startswith(f"{SHOT}. It was the last one of node 0, which ends with it")
 
 
-def test_with_nccl_an_engine_that_is_killed_while_it_starts_ends_the_node() -> None:
-    fixed = {"weights": {"backend": "nccl"}, "cluster": {"gpus_per_node": 2}}
-    one = World(config(run={"steps": 8}, **fixed), engines=[ends_of_starts(SHOT), ends_of_starts()])
-    with pytest.raises(BaseExceptionGroup) as caught:
-        run_with(one)
-    assert caught.group_contains(EngineDeadError, match="while it started")
-    assert len(one.lines[0].made) == 1
-
-
 def test_a_node_leaves_when_the_restarts_of_its_last_engine_are_used_up() -> None:
     one = world(2, engine={"max_sequences": SLOTS, "max_restarts": 1}, rollout={"retries": 0, "breaker": 1})
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flash.rollout.routing import TASK_SLACK, EngineView, RoutedRequest, Router
+from flash.rollout.sessions import Sessions
 
 ENGINES = 3
 LIMIT = 4
@@ -140,14 +141,30 @@ def test_an_engine_with_room_takes_its_share_by_what_each_could_hold() -> None:
     assert router.surplus(2) == [], "what the others serve may need their version"
 
 
-def test_what_is_but_a_little_fuller_gives_nothing_and_nothing_moves_while_others_wait() -> None:
+def test_what_is_but_a_little_fuller_gives_nothing() -> None:
     router = Router(views(60, [0, 0]), bind_groups=False)
     router.views[0].held, router.views[1].held = 30, 23
     assert router.surplus(1) == []
     router.views[1].held = 15
     assert router.surplus(1) == [(0, 7)]
-    place(router, 0, 0, min_version=1)
+
+
+def test_nothing_moves_to_an_engine_while_others_wait_that_it_may_serve() -> None:
+    sessions = Sessions(keep_s=10.0)
+    router = Router(views(60, [0, 0]), bind_groups=False, sessions=sessions)
+    for cache in (sessions.caches[0], sessions.caches[1]):
+        cache.memory = 100
+    router.views[0].held, router.views[1].held = 30, 1
+    assert router.surplus(1) == [(0, 14)]
+    assert router.ask(RoutedRequest((0, 0), 0, session=1, prompt=200)) is None, "for want of memory"
     assert router.surplus(1) == []
+
+
+def test_one_that_no_engine_may_serve_does_not_keep_others_from_sharing() -> None:
+    router = Router(views(60, [0, 0]), bind_groups=False)
+    router.views[0].held, router.views[1].held = 30, 15
+    assert place(router, 0, 0, min_version=1) is None
+    assert router.surplus(1) == [(0, 7)]
 
 
 class Traffic(RuleBasedStateMachine):

@@ -154,8 +154,9 @@ def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str
     return GenerateRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
 
 
-def make_config(folder: Path, dtype: str = "float32", **deadlines: float) -> Config:
+def make_config(folder: Path, dtype: str = "float32", weights: str = "tcp", **deadlines: float) -> Config:
     tree = {
+        "weights": {"backend": weights},
         "run": {"name": "test"},
         "model": {"path": str(folder), "dtype": dtype, "max_length": 512},
         "env": {"path": "module:Class"},
@@ -168,11 +169,13 @@ def make_config(folder: Path, dtype: str = "float32", **deadlines: float) -> Con
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Any, dtype: str = "float32", **deadlines: float) -> Generator[Served]:
+def serving(
+    folder: Path, model: Any, dtype: str = "float32", weights: str = "tcp", **deadlines: float
+) -> Generator[Served]:
     """An engine for the model that was saved in the folder."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, dtype, **deadlines)
+    config = make_config(folder, dtype, weights, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))
@@ -186,10 +189,14 @@ def serving(folder: Path, model: Any, dtype: str = "float32", **deadlines: float
 
 @pytest.fixture(scope="module", params=["tied", "mixture"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """What vLLM forgets in a reload: an output layer tied to the embedding, and in the untied model the experts."""
+    """What vLLM forgets in a reload: an output layer tied to the embedding, and in the untied model the experts.
+
+    Weights go over tcp to the one, and in a group to the other.
+    """
     mixture = request.param == "mixture"
     folder = tmp_path_factory.mktemp("model")
-    with serving(folder, make_model(folder, tied=not mixture, mixture=mixture)) as served:
+    model = make_model(folder, tied=not mixture, mixture=mixture)
+    with serving(folder, model, weights="gloo" if mixture else "tcp") as served:
         yield served
 
 
@@ -513,29 +520,29 @@ def test_law_7_weights_that_compute_something_else_fail_the_canary(served: Serve
     assert served.engine.version == before
 
 
-def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_one(served: Served) -> None:
-    served.load(served.publish())
-    before = served.engine.version
-    change(served.model, 21)
-    cut = served.publish()
+def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_one(doomed: Served) -> None:
+    doomed.load(doomed.publish())
+    before = doomed.engine.version
+    change(doomed.model, 21)
+    cut = doomed.publish()
     # In the middle of what vLLM puts together to one tensor.
-    half = next(at for at, (name, _) in enumerate(served.model.named_parameters()) if "k_proj" in name)
-    del served.publisher._server._images[cut.version].payloads[half:]
-    change(served.model, 22)
-    whole = served.publish()
+    half = next(at for at, (name, _) in enumerate(doomed.model.named_parameters()) if "k_proj" in name)
+    del doomed.publisher._server._images[cut.version].payloads[half:]
+    change(doomed.model, 22)
+    whole = doomed.publish()
 
     async def swap() -> None:
         with pytest.raises(EngineError, match="hung up") as caught:
-            await served.engine.load(cut, keep_cache=False)
+            await doomed.engine.load(cut, keep_cache=False)
         assert caught.value.__cause__ is None  # no exception of vLLM's, which prints a traceback of each
-        assert served.engine.version == before
-        assert await served.engine.load(whole, keep_cache=False) <= 1e-5
+        assert doomed.engine.version == before
+        assert await doomed.engine.load(whole, keep_cache=False) <= 1e-5
 
-    done = served.call(in_flight, served.engine, 24, swap)
+    done = doomed.call(in_flight, doomed.engine, 24, swap)
     assert len(done) == 24
     for _, completion in done:
         assert [run.version for run in completion.versions] == [before, whole.version]
-    assert served.call(vllm.held_fingerprints, served.engine._llm) == [decode_update(whole.update_info).fingerprint]
+    assert doomed.call(vllm.held_fingerprints, doomed.engine._llm) == [decode_update(whole.update_info).fingerprint]
 
 
 def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served: Served) -> None:

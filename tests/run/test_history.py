@@ -116,7 +116,6 @@ def test_a_run_goes_back_to_the_first_step_that_cannot_be_trained_again_and_says
     [
         ("train", {"learning_rate": 0.5}, "the configuration has changed since: train.learning_rate"),
         ("checkpoint", {"batches": "none"}, 'checkpoint.batches = "none" leaves nothing to train again'),
-        ("weights", {"backend": "nccl"}, "weights.backend = nccl sends to a fixed group"),
     ],
 )
 def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(

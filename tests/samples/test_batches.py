@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from flash.branches import in_common
+from flash.branches import TOKENS_AT_ONCE, in_common
 from flash.samples.batches import cut, deal, gather
 from flash.samples.groups import Group, Member
 from flash.samples.slices import at_once
-from flash.types import Batch, BatchSample, Shard, Task, Trajectory, VersionRun
+from flash.types import Batch, BatchSample, Shard, Span, Task, Trajectory, Turn, VersionRun
 from tests.samples.cases import trajectory
 
 
@@ -84,7 +84,7 @@ def forked(groups: int, members: int, length: int, own: int, lengths: Sequence[i
 
 
 def computed(shard: Shard) -> int:
-    order, known = in_common([sample.trajectory.tokens() for sample in shard.samples])
+    order, known = at_once(in_common([sample.trajectory.tokens() for sample in shard.samples]))
     return sum(shard.samples[place].trajectory.length - same for place, same in zip(order, known, strict=True))
 
 
@@ -113,3 +113,20 @@ def test_ranks_compute_equally_much_in_each_minibatch() -> None:
     for minibatch in (range(8), range(8, 16)):
         some = [[one for one in shard.samples if one.index in minibatch] for shard in dealt]
         assert max(computed(msgspec.structs.replace(dealt[0], samples=samples)) for samples in some) <= 400 + 3 * 50
+
+
+def test_a_group_of_many_branches_is_dealt_in_slices() -> None:
+    branches, length = 64, 1 << 15
+    one = trajectory(Task(0, 0, 0, seed=0), 0, branches * length - 2)
+    spans = [Span(at * length + 2, (at + 1) * length) for at in range(branches)]
+    acted = sum(span.stop - span.start for span in spans)
+    whole = msgspec.structs.replace(
+        one,
+        action_spans=spans,
+        logprobs=bytes(4 * acted),
+        versions=[VersionRun(0, acted)],
+        turns=[Turn("p", "c", 0.0, 0.0, 0.0, 0.0, branch=number) for number in range(branches)],
+        branches=tuple(range(0, branches * length, length)),
+    )
+    slices = list(deal(Batch(0, 0, [whole, one], []), 2))
+    assert len(slices) > 2 * branches * length // TOKENS_AT_ONCE

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from flash.errors import WeightsError
 from flash.weights.fingerprint import CHUNK, Fingerprint
+from flash.weights.group import GroupServer
+from flash.weights.ipc import IpcPublisher
 from flash.weights.staging import stage
-from flash.weights.tcp import TcpPublisher
+from flash.weights.tcp import TcpPublisher, WeightServer
 from flash.weights.update import decode_update
 from flash.weights.verification import LoadedWeights
-from flash.weights.vllm_backends import IpcPublisher, NcclPublisher
-from tests.weights.test_vllm_backends import FakeExporter, FakeLink
+from tests.weights.test_ipc import FakeExporter
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -71,11 +74,11 @@ def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
     list(stage(tensors, torch.bfloat16, staged))
     assert staged.sums == expected
     announced: list[bytes] = []
-    tcp = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
-    tcp.publish(1, iter(tensors), announced.append)
-    tcp.close()
+    for serve in (WeightServer, partial(GroupServer, "gloo")):
+        served = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, serve)
+        served.publish(1, iter(tensors), announced.append)
+        served.close()
     IpcPublisher(0, torch.bfloat16, FakeExporter("gpu0", [])).publish(1, iter(tensors), announced.append)
-    NcclPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, 1, FakeLink()).publish(1, iter(tensors), announced.append)
     assert [decode_update(info).fingerprint for info in announced] == [expected] * 3
 
 

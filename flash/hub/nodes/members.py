@@ -56,11 +56,6 @@ class Members:
     def _text(self) -> str:
         return dump(self._config)
 
-    @property
-    def fixed(self) -> bool:
-        """Whether new weights go to a group that nobody leaves or enters once it stands."""
-        return self._config.weights_backend == "nccl"
-
     def has_joined(self, node: int) -> bool:
         """Whether this number is that of a node which came by itself, and may go."""
         return node != HUBS_OWN
@@ -110,17 +105,12 @@ class Members:
         """
         if request.digest != digest(self._text):
             raise PeerLostError("the hub has started again, with another configuration")
-        cluster, backend = self._config.cluster, self._config.weights_backend
-        if backend == "ipc":
-            raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp")
+        cluster = self._config.cluster
+        if self._config.weights_backend == "ipc":
+            raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp or nccl")
         free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
         own = request.node
         node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)
-        if self.fixed and (node >= cluster.nodes or request.engines != self._config.engines_on(node)):
-            raise ConfigError(
-                f"weights.backend = nccl sends to a fixed group, that of cluster.nodes = {cluster.nodes} nodes as "
-                "configured: nodes that come beyond it, or with other engines, join with weights.backend = tcp"
-            )
         first = 0
         for taken in sorted(self._engines.values(), key=lambda engines: engines.start):
             if first + request.engines <= taken.start:
@@ -130,14 +120,10 @@ class Members:
         return p.JoinReply(node, first)
 
     def may_leave(self, node: int) -> None:
-        """Raises ConfigError: the run has no such node, or cannot do without it."""
+        """Raises ConfigError: the run has no such node."""
         if node not in self.joined:
             known = ", ".join(map(str, self.joined)) or "none"
             raise ConfigError(f"no node {node} has joined this run (those that have: {known})")
-        if self.fixed:
-            raise ConfigError(
-                f"weights.backend = nccl cannot do without node {node}: end the run, and go on with fewer"
-            )
 
     def left(self, node: int) -> None:
         """A member is gone; its numbers are free. The hub's own node ends with the hub."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import anyio
 
 from flash.config import waits
-from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError, WeightsError, error_of
+from flash.errors import ContractError, DeadlineError, FlashError, WeightsError, error_of
 from flash.hub import protocol as p
 from flash.hub.nodes.fleet import Attendance, Statuses
 from flash.hub.nodes.members import HUBS_OWN, Members
@@ -35,7 +35,7 @@ class Nodes(HubPart):
         """Nodes that have lost their work for their silence, and have not spoken since."""
         self._attendance = Attendance(self._config.deadlines.request)
         self.statuses = Statuses()
-        self.work = Work(parts, self.leaving.keys(), lambda node: members.has_joined(node) and not members.fixed)
+        self.work = Work(parts, self.leaving.keys(), members.has_joined)
         self.holders = self.work.holders
         self._poll_s = waits.long_poll_s(self._config)
 
@@ -92,9 +92,6 @@ class Nodes(HubPart):
                 self._progress.fail(error)
                 return
             self._observer.note(f"node {node} cannot go on, and the others do its work: {request.message}")
-        elif self._members.fixed and self._progress.stopping is None:
-            self._observer.note(f"node {node} was told to end, and weights.backend = nccl cannot do without it")
-            self._progress.interrupt()
         elif not self._progress.done:
             self._observer.note(f"node {node} leaves: it takes no more work, and ends what it has or hands it back")
         self.leaving[node] = request.error and f"{request.error}: {request.message}"
@@ -159,9 +156,6 @@ class Nodes(HubPart):
         how = "has left" if node in self.leaving else "is gone"
         then = f"the other {left} do its work" if left else "no engine is left to make samples"
         said = f"node {node} {how}, and {lost} of {left + lost} engines with it: {then}"
-        if self._members.fixed:
-            self._progress.fail(PeerLostError(f"{said}, but weights.backend = nccl cannot do without it"))
-            return
         if node not in self.leaving:
             said += ". It joins again by itself where its command still runs; `flash join` brings another"
         self._observer.note(said)

@@ -274,8 +274,6 @@ class Trainers(HubPart):
 
 def why_not(config: Config) -> str | None:
     """Why ranks that start again cannot come to the run's version from a checkpoint before it; None: they can."""
-    if config.weights_backend == "nccl":
-        return "weights.backend = nccl sends to a fixed group"
     if config.checkpoint.batches == "none":
         return 'checkpoint.batches = "none" leaves nothing to train again'
     return None

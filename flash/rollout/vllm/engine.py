@@ -38,7 +38,7 @@ from flash.rollout.vllm.start import configure, engine_environment
 from flash.sampling import Kept, together
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
-from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
+from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update
 from flash.weights.verification import LoadedWeights, check_canary
 
 FIRST_VERSION = -1
@@ -204,7 +204,7 @@ class VLLMEngine:
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
-            with self._waiting(self._swap_seconds(info), waited_for, look_at):
+            with self._waiting(self._config.deadlines.swap, waited_for, look_at):
                 observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
         except FlashError:
             raise
@@ -258,7 +258,7 @@ class VLLMEngine:
             self._answer_scope = None
 
     def reassign(self, number: int) -> None:
-        """See `Engine`. Not with nccl, where the number is its place in a group."""
+        """See `Engine`."""
         self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
@@ -334,11 +334,6 @@ class VLLMEngine:
             await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
         await self.close()
 
-    def _swap_seconds(self, info: UpdateInfo) -> float:
-        """deadlines.swap, and beyond it the start of all other engines where this one has to meet them."""
-        meets = info.init is not None and info.init != self._joined
-        return waits.first_version_s(self._config) if meets else self._config.deadlines.swap
-
     async def _swap(
         self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
     ) -> tuple[list[float], list[list[int]]]:
@@ -352,8 +347,7 @@ class VLLMEngine:
         if not keep_cache:
             self._gauge.all_put_back()
         if info.init is not None and info.init != self._joined:
-            placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
-            await vllm.join_transfer(llm, placed)
+            await vllm.join_transfer(llm, info.init)
             self._joined = info.init
         failure = await vllm.update_weights(llm, info.update, str(version))
         if failure is not None:

@@ -25,7 +25,7 @@ from flash.foreign import vllm
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.requests import MOST_LOGPROBS
 from flash.weights.plugin import NODE_PID
-from flash.weights.update import TCP_BACKEND
+from flash.weights.update import RECEIVER
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 """torchrun's variables that describe this process. An engine that saw them would take itself for a rank of the trainer:
@@ -131,9 +131,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "max_logprobs": MOST_LOGPROBS,
         # Lets the canary go before waiting samples.
         "scheduling_policy": "priority",
-        "weight_transfer_config": {
-            "backend": TCP_BACKEND if config.weights_backend == "tcp" else config.weights_backend
-        },
+        "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
         "worker_extension_cls": "flash.weights.worker_extension.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

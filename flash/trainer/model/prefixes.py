@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from flash.branches import Int64Array, in_common
+from flash.samples.slices import at_once
 
 
 class Computed(NamedTuple):
@@ -53,7 +54,7 @@ class PackedSequences(Protocol):
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
     """Compute what sequences begin with alike once, where the first of them in order of tokens has it."""
-    order, known = in_common(sequences)
+    order, known = at_once(in_common(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
         # In their own order, which attention can take as it is.

@@ -1,0 +1,257 @@
+"""Groups of engine workers over gloo: versions arrive whole, whoever comes, leaves, hangs or is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.errors import DeadlineError, FlashError, TransportError, WeightsError
+from flash.weights.group import GroupServer, cut
+from flash.weights.member import Member, assembled
+from flash.weights.tcp import TcpPublisher, TcpSource, TensorMeta, make_image, pull
+from flash.weights.update import decode_update
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 24.0
+"""Of a swap; a broadcast has an eighth."""
+PIECE = 4096
+Tensors = dict[str, torch.Tensor]
+
+
+class Trainer:
+    """Rank 0, with a model of its own for each version."""
+
+    def __init__(self, gather_s: float) -> None:
+        self.server = GroupServer("gloo", "127.0.0.1", 5.0, TIMEOUT_S, gather_s, PIECE)
+        self._publisher = TcpPublisher(0, "", torch.float32, 0.0, 0.0, lambda *_: self.server)
+        self.model: Tensors = {}
+
+    def publish(self, version: int) -> TcpSource:
+        random = torch.Generator().manual_seed(version)
+        shapes = [(700 + 13 * layer, 5) for layer in range(8)]
+        self.model = {f"layer {at}": torch.randn(shape, generator=random) for at, shape in enumerate(shapes)}
+        announced = list[bytes]()
+        self._publisher.publish(version, iter(self.model.items()), announced.append)
+        return TcpSource(**decode_update(announced[0]).update)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+@pytest.fixture
+def trainers() -> Iterator[Callable[[float], Trainer]]:
+    made = list[Trainer]()
+
+    def make(gather_s: float) -> Trainer:
+        made.append(Trainer(gather_s))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def pulls(member: Member, source: TcpSource) -> Tensors:
+    return dict(pull(source, member.receive))
+
+
+def pulled_by(members: Sequence[Member], source: TcpSource) -> list[Tensors]:
+    """What they get at the same time."""
+    with ThreadPoolExecutor(max(1, len(members))) as pool:
+        return list(pool.map(lambda member: pulls(member, source), members))
+
+
+def equal(found: Tensors, model: Tensors) -> bool:
+    return found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)
+
+
+def members(count: int) -> list[Member]:
+    return [Member(CPU) for _ in range(count)]
+
+
+def test_versions_arrive_whole_and_the_same_workers_form_one_group(trainers: Callable[[float], Trainer]) -> None:
+    trainer, workers = trainers(5.0), members(3)
+    for worker in workers:  # known from now on
+        assert equal(pulls(worker, trainer.publish(1)), trainer.model)
+    source = trainer.publish(2)
+    assert all(equal(found, trainer.model) for found in pulled_by(workers, source))
+    epoch = trainer.server.epoch
+    for version in (3, 4, 5):
+        assert all(equal(found, trainer.model) for found in pulled_by(workers, trainer.publish(version)))
+    assert trainer.server.epoch == epoch
+    for worker in workers:
+        worker.leave()
+
+
+def test_engines_join_and_leave_50_times_and_every_version_arrives_whole(
+    trainers: Callable[[float], Trainer],
+) -> None:
+    trainer, workers, rng = trainers(0.2), members(2), Random(7)
+    changes, taken = 0, 0
+    for version in range(1, 60):
+        if version > 1:
+            if len(workers) < 2 or (len(workers) < 5 and rng.random() < 0.5):
+                workers.append(Member(CPU))
+            else:
+                workers.pop(rng.randrange(len(workers))).leave()
+            changes += 1
+        source = trainer.publish(version)
+        found = pulled_by(workers, source)
+        assert all(equal(one, trainer.model) for one in found), f"version {version}"
+        taken += len(found)
+        if changes == 50:
+            break
+    assert changes == 50
+    assert trainer.server.epoch <= taken
+    for worker in workers:
+        worker.leave()
+
+
+DIES = """
+import os, signal, sys
+import msgspec, torch
+from flash.weights.member import Member
+from flash.weights.tcp import TcpSource, pull
+
+member = Member(torch.device("cpu"))
+for line in sys.stdin:
+    source = TcpSource(**msgspec.json.decode(line))
+    for number, _ in enumerate(pull(source, member.receive)):
+        if (source.version, number) == (2, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("has it", flush=True)
+"""
+"""A worker that takes version 1, and is killed in the middle of version 2."""
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
+    trainers: Callable[[float], Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, workers = trainers(30.0), members(3)
+    source = trainer.publish(1)
+    command, root = [sys.executable, "-c", DIES], Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as doomed:
+        assert doomed.stdin is not None
+        assert doomed.stdout is not None
+
+        def give(source: TcpSource) -> None:
+            assert doomed.stdin is not None
+            doomed.stdin.write(msgspec.json.encode(vars(source)).decode() + "\n")
+            doomed.stdin.flush()
+
+        give(source)
+        assert doomed.stdout.readline() == "has it\n"
+        for worker in workers:
+            pulls(worker, source)
+        source = trainer.publish(2)
+        give(source)
+        found = pulled_by(workers, source)
+        assert doomed.wait(30) == -9
+    assert all(equal(one, trainer.model) for one in found)
+    assert "version 2 goes out again" in caplog.text
+    assert all(equal(one, trainer.model) for one in pulled_by(workers, trainer.publish(3)))
+    for worker in workers:
+        worker.leave()
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_hangs_in_mid_broadcast_is_left_behind(trainers: Callable[[float], Trainer]) -> None:
+    trainer, workers, hangs, go_on = trainers(30.0), members(2), Member(CPU), threading.Event()
+    source = trainer.publish(1)
+    for worker in (hangs, *workers):
+        pulls(worker, source)
+    source = trainer.publish(2)
+    ends = list[FlashError]()
+
+    def hang() -> None:
+        try:
+            for number, _ in enumerate(pull(source, hangs.receive)):
+                if number == 2:
+                    go_on.wait(60)
+        except FlashError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    found = pulled_by(workers, source)
+    assert all(equal(one, trainer.model) for one in found)
+    go_on.set()
+    thread.join(60)
+    assert [type(error) for error in ends] == [TransportError]
+    assert equal(pulls(hangs, source), trainer.model), "it may come back"
+    for worker in (hangs, *workers):
+        worker.leave()
+
+
+def test_a_worker_that_gives_up_in_mid_broadcast_comes_back_with_a_group_of_its_own(
+    trainers: Callable[[float], Trainer],
+) -> None:
+    trainer, workers = trainers(5.0), members(2)
+    source = trainer.publish(1)
+    for worker in workers:
+        pulls(worker, source)
+    source = trainer.publish(2)
+
+    def gives_up() -> None:
+        with contextlib.closing(cast(Generator[Any], pull(source, workers[0].receive))) as half:
+            next(half)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(gives_up)
+        assert equal(pool.submit(pulls, workers[1], source).result(60), trainer.model)
+    assert equal(pulls(workers[0], source), trainer.model)
+    for worker in workers:
+        worker.leave()
+
+
+def test_a_version_that_nobody_holds_is_refused(trainers: Callable[[float], Trainer]) -> None:
+    trainer = trainers(1.0)
+    old = trainer.publish(1)
+    trainer.publish(2)
+    trainer.publish(3)
+    with pytest.raises(WeightsError, match=r"version 1 is not held any more; held are \[2, 3\]"):
+        pulls(Member(CPU), old)
+
+
+def test_what_arrives_is_held_to_the_fingerprint(trainers: Callable[[float], Trainer]) -> None:
+    server = trainers(1.0).server
+    source = server.hold(1, make_image([("a", torch.ones(3))], summed=False), [1, 2])
+    with pytest.raises(WeightsError, match="version 1 is damaged: the fingerprint of what came is"):
+        pulls(Member(CPU), source)
+
+
+def test_who_waits_for_a_trainer_that_closes_hears_of_it(trainers: Callable[[float], Trainer]) -> None:
+    trainer, worker = trainers(30.0), Member(CPU)
+    for one in (worker, Member(CPU)):  # of which the second is waited for in vain
+        pulls(one, trainer.publish(1))
+    source = trainer.publish(2)
+    threading.Timer(0.5, trainer.close).start()
+    with pytest.raises((TransportError, DeadlineError)):
+        pulls(worker, source)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 64), st.integers(0, 3))
+def test_tensors_come_out_of_pieces_as_they_went_in(sizes: list[int], piece_bytes: int, first: int) -> None:
+    tensors = [(str(at), torch.arange(size, dtype=torch.int16) + at) for at, size in enumerate(sizes)]
+    image = make_image([(name, tensor.clone()) for name, tensor in tensors])
+    whole = list(cut(image, 0, piece_bytes, CPU))
+    first = min(first, max(0, len(whole) - 1))
+    assert [one.tolist() for one in cut(image, first, piece_bytes, CPU)] == [one.tolist() for one in whole[first:]]
+    lines = msgspec.msgpack.decode(image.manifest, type=list[TensorMeta])
+    found = list(assembled(lines, iter(whole), CPU))
+    assert [name for name, _ in found] == [name for name, _ in tensors]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, tensors, strict=True))

@@ -1,0 +1,62 @@
+"""The ipc publisher, as far as it goes without a GPU: messages, and how long memory is kept."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from flash.weights.ipc import IpcHandles, IpcPublisher, StagedTensors
+from flash.weights.update import UpdateInfo, decode_update
+
+TENSORS = [("a", torch.ones(2, 3)), ("b", torch.arange(4))]
+
+
+class FakeExporter:
+    """One GPU of a shared node; `others` are the handles of the other ranks."""
+
+    def __init__(self, gpu: str, others: list[IpcHandles]) -> None:
+        self.gpu = gpu
+        self.others = others
+        self.exported: list[weakref.ref[torch.Tensor]] = []
+
+    def export(self, tensors: StagedTensors) -> IpcHandles:
+        self.exported.append(weakref.ref(tensors[0][1]))
+        return [{self.gpu: (name,)} for name, _ in tensors]
+
+    def gather(self, handles: IpcHandles) -> list[IpcHandles]:
+        return [handles, *self.others]
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_unpacks_the_merged_ipc_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    announced: list[UpdateInfo] = []
+    exporter = FakeExporter("gpu0", [[{"gpu1": ("a1",)}, {"gpu1": ("b1",)}]])
+    IpcPublisher(0, torch.bfloat16, exporter).publish(1, TENSORS, lambda info: announced.append(decode_update(info)))
+    assert announced[0].init is not None
+    assert not IPCWeightTransferInitInfo(**announced[0].init).packed
+    assert IPCWeightTransferUpdateInfo(**announced[0].update).ipc_handles == [
+        {"gpu0": ("a",), "gpu1": ("a1",)},
+        {"gpu0": ("b",), "gpu1": ("b1",)},
+    ]
+
+
+def test_exported_memory_lives_for_two_versions() -> None:
+    exporter = FakeExporter("gpu0", [])
+    publisher = IpcPublisher(0, torch.bfloat16, exporter)
+    for version in range(3):
+        publisher.publish(version, TENSORS, lambda _: None)
+    assert [ref() is not None for ref in exporter.exported] == [False, True, True]
+    publisher.close()
+    assert [ref() is not None for ref in exporter.exported] == [False, False, False]
+
+
+def test_only_rank_0_announces_handles() -> None:
+    announced: list[bytes] = []
+    IpcPublisher(1, torch.bfloat16, FakeExporter("gpu1", [])).publish(1, TENSORS, announced.append)
+    assert announced == []
