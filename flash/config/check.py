@@ -190,6 +190,9 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
     except (OSError, ValueError) as error:
         yield ConfigProblem("model.path", f"{file} cannot be read: {error}")
         return
+    if isinstance(described, dict) and described.get("quantization_config") is not None:
+        message = "is quantized, and what is trained is not: expected whole weights, such as bfloat16 ones"
+        yield ConfigProblem("model.path", f"{config.model.path} {message} (engine.vllm.quantization is the engines')")
     limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
     if isinstance(limit, int) and config.model.max_length > limit:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
