@@ -52,6 +52,12 @@ TOUCHED = (
     "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
     "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
     "vllm.v1.engine.output_processor:RequestState.stream_interval",
+    "vllm.v1.engine.output_processor:RequestState.detokenizer",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.stream",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.decode_next",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.output_text",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.skip_special_tokens",
+    "tokenizers.decoders:DecodeStream",
     "vllm.v1.engine.logprobs:LogprobsProcessor.logprobs",
     "vllm.v1.engine.logprobs:LogprobsProcessor.tokenizer",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get",
@@ -431,6 +437,25 @@ def briefly(llm: Any, queue: Any) -> Callable[[], None]:
         said.logprobs = said.logprobs[-state.stream_interval :]
 
     return forget
+
+
+def continue_text(llm: Any, queue: Any, prompt: Sequence[int], said: int) -> None:
+    """Have a request that was just added look for the texts that end it from the last `said` tokens of its prompt on.
+
+    They are the response's own, and vLLM would look at what it samples alone: a text that began before the response
+    moved would be missed. Tokenizers without a fast form are left as they are.
+    """
+    state = llm.output_processor.request_states.get(queue.request_id) if said else None
+    if state is None:
+        return
+    from tokenizers.decoders import DecodeStream
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    texts = state.detokenizer
+    if not isinstance(texts, FastIncrementalDetokenizer):
+        return
+    texts.stream = DecodeStream(ids=list(prompt[:-said]), skip_special_tokens=texts.skip_special_tokens)
+    texts.output_text = "".join(map(texts.decode_next, prompt[-said:]))
 
 
 def undelivered(queue: Any) -> int:
