@@ -89,6 +89,9 @@ TOUCHED = (
     "vllm.v1.metrics.stats:SchedulerStats.num_skipped_waiting_reqs",
     "vllm.v1.metrics.stats:SchedulerStats.kv_cache_usage",
     "vllm.v1.metrics.stats:SchedulerStats.prefix_cache_stats",
+    "vllm.v1.metrics.stats:SchedulerStats.spec_decoding_stats",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_draft_tokens",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_accepted_tokens",
     "vllm.v1.metrics.stats:PrefixCacheStats.preempted_requests",
     "vllm.v1.metrics.stats:PrefixCacheStats.queries",
     "vllm.v1.metrics.stats:PrefixCacheStats.hits",
@@ -545,6 +548,7 @@ def nccl_broadcast(group: Any, tensors: Sequence[tuple[str, Any]], device: int) 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
     """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.gauges.PressureGauge.read`."""
+    drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,
         "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
@@ -552,6 +556,8 @@ def step_numbers(stats: Any) -> dict[str, Any]:
         "resumed": stats.prefix_cache_stats.preempted_requests,
         "asked": stats.prefix_cache_stats.queries,
         "cached": stats.prefix_cache_stats.hits,
+        "drafted": 0 if drafts is None else drafts.num_draft_tokens,
+        "accepted": 0 if drafts is None else drafts.num_accepted_tokens,
     }
 
 
