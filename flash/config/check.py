@@ -20,7 +20,7 @@ from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
 from flash.config.packaged import is_gguf
-from flash.config.section import LOWEST_TEMPERATURE, sampling_faults, unknown_sets
+from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
@@ -192,6 +192,9 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
     except (OSError, ValueError) as error:
         yield ConfigProblem("model.path", f"{file} cannot be read: {error}")
         return
+    if isinstance(described, dict) and described.get("quantization_config") is not None:
+        message = "is quantized, and what is trained is not: expected whole weights, such as bfloat16 ones"
+        yield ConfigProblem("model.path", f"{config.model.path} {message} (engine.vllm.quantization is the engines')")
     limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
     if isinstance(limit, int) and config.model.max_length > limit:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
@@ -327,8 +330,7 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
     for name, fault in sampling_faults(config.sampling):
         yield ConfigProblem(f"rollout.{name}", fault)
-    coarse = unknown_sets(config.sampling, dtype=config.model.dtype, head_dtype=config.model.head_dtype)
-    if coarse is not None:
+    if (coarse := config.unknown_sets(config.sampling)) is not None:
         yield ConfigProblem("rollout.top_k", coarse)
     members = rollout.group_size + rollout.extra_per_group
     if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:

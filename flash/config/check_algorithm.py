@@ -27,6 +27,8 @@ COMPARING: tuple[Advantage, ...] = ("group", "group_mean", "leave_one_out", "tur
 """Estimators that compare the samples of a prompt with each other."""
 WEIGHTS = (TokenTis, IcePop)
 """Corrections that make up for the age of a token, for objectives that do not."""
+COARSE = ("quantization", "quantization_config", "kv_cache_dtype")
+"""vLLM's arguments by which engines compute more coarsely than `model.dtype`."""
 DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
 """Estimators that use `algorithm.gamma`."""
 
@@ -89,7 +91,15 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     """Law 6, and what presumes that samples have an age."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
-    if alpha > 0 and not corrected and not config.train.allow_uncorrected:
+    corrected = corrected or config.train.allow_uncorrected
+    for name in COARSE:
+        if config.engine.vllm.get(name, "auto") != "auto" and not corrected:
+            message = (
+                f"engines draw from a coarser policy than is trained, which `{algorithm.objective}` does not correct "
+                "for: use an objective that does, a correction by weight ('token_tis'), or train.allow_uncorrected"
+            )
+            yield ConfigProblem(f"engine.vllm.{name}", message)
+    if alpha > 0 and not corrected:
         message = (
             f"{alpha:g} trains on samples of older versions, which `{algorithm.objective}` does not correct for: use "
             "an objective that does, a correction by weight ('token_tis'), async_ratio = 0, or set "

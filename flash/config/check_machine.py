@@ -1,15 +1,20 @@
-"""Checks of a configuration that look at this machine: folders to reach, models to fetch, cores, vLLM's parsers."""
+"""Checks of a configuration that look at this machine: folders to reach, models to fetch, cores, vLLM's arguments."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, cast
 
-from flash.config.decode import ConfigProblem, nearest, show, suggest
+import msgspec
+
+from flash.config.decode import ConfigProblem, describe, nearest, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
 from flash.config.tree import Config
+from flash.foreign import vllm_arguments
 from flash.foreign.vllm_parsers import Package, names
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -17,6 +22,49 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 SHOWN = 6
 """Folders that are named in place of one that is not there."""
+
+SAME_MODEL = "engine and trainer have one model, that of model.path"
+ONE_PLACE = "an engine is engine.tensor_parallel workers of one node, which take weights and prove them"
+OUTLIVED = "blocks of the KV cache that lie elsewhere would outlive a swap of weights"
+UNFOLLOWED_BY_TRAINER = "the trainer would take log-probs of another distribution than tokens are drawn from"
+NOT_PASSED: dict[str, str] = {
+    "model": "use model.path",
+    "dtype": "use model.dtype",
+    "max_model_len": "use model.max_length",
+    "hf_overrides": f"{SAME_MODEL} and model.head_dtype",
+    "trust_remote_code": "use model.trust_remote_code",
+    "seed": "use run.seed",
+    "tensor_parallel_size": "use engine.tensor_parallel",
+    "data_parallel_*": "engines are independent of each other: use engine.count",
+    "max_num_seqs": "use engine.max_sequences",
+    "enforce_eager": "use engine.enforce_eager",
+    "stream_interval": "use engine.stream_interval",
+    "gpu_memory_utilization": "use engine.memory_fraction",
+    "kv_cache_memory_bytes": "use engine.kv_cache_gib on the CPU, engine.memory_fraction on GPUs",
+    "device_ids": "use cluster.gpus_per_node, engine.count and engine.tensor_parallel",
+    "weight_transfer_config": "use weights.backend",
+    "max_logprobs": "use rollout.top_k",
+    "spec_*": "use speculative_config",
+    **dict.fromkeys(("model_weights", "hf_config_path", "config_format", "*revision", "tokenizer*"), SAME_MODEL),
+    **dict.fromkeys(("skip_tokenizer_init", "model_class_overrides", "convert", "runner"), SAME_MODEL),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "master_*", "nnodes"), ONE_PLACE),
+    **dict.fromkeys(("node_rank", "distributed_executor_backend", "worker_cls", "worker_extension_cls"), ONE_PLACE),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "*elastic_ep*"), f"{ONE_PLACE}: experts may not move"),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_*"), OUTLIVED),
+    **dict.fromkeys(("cpu_offload_*", "offload_*"), "weights that were moved out are not known to take a new version"),
+    **dict.fromkeys(("logits_processors", "watermark_config", "logprobs_mode"), UNFOLLOWED_BY_TRAINER),
+    **dict.fromkeys(("*lora", "*loras", "*lora_*"), "no request would ask for an adapter"),
+    **dict.fromkeys(("*_routed_experts", "aux_output_config", "return_sampling_mask"), "no one would read it"),
+    "scheduling_policy": "the canary goes before all samples",
+    "disable_log_stats": "metrics are made of them",
+    "max_num_queued_*": "requests that an engine turns away would fail: use rollout.max_concurrent",
+}
+"""Arguments of vLLM's that are no one's to pass, as file names are matched, and what to do, or why."""
+
+MADE_ANEW = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
+"""Kinds of quantization that vLLM makes of the weights of each version, as they arrive."""
+DRAFTS = ("ngram", "suffix")
+"""Kinds of speculation that draft from the texts themselves."""
 
 
 def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -53,6 +101,62 @@ def parser_rule(config: Config) -> Iterator[ConfigProblem]:
     for package, (key, name) in named.items():
         if name is not None and (known := names(package)) and name not in known:
             yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
+
+
+def vllm_rule(config: Config) -> Iterator[ConfigProblem]:
+    """vLLM, where it is installed, has the arguments that are passed on, and none of them is one that Flash sets."""
+    given = config.engine.vllm
+    known = vllm_arguments.names() if given else []
+    found = [
+        ConfigProblem(f"engine.vllm.{name}", fault)
+        for name, value in given.items()
+        if (fault := _argument_fault(name, value, known)) is not None
+    ]
+    yield from found or _vllm_values(config)
+
+
+def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
+    why = next((why for pattern, why in NOT_PASSED.items() if fnmatch(name, pattern)), None)
+    if why is not None:
+        return f"is not passed on: {why}"
+    if not known:
+        return None
+    if name not in known:
+        return f"the installed vLLM's AsyncEngineArgs have no such argument{suggest(name, known)}"
+    kind = vllm_arguments.type_of(name)
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return f"expected {describe(kind)}, got {show(value)}"
+    except TypeError:  # a type that says nothing of plain values
+        pass
+    return None
+
+
+def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
+    """Those of them whose values matter to weights, or to what is drawn."""
+    given, table = config.engine.vllm, "engine.vllm"
+    if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
+        message = "is of weights that are quantized in their files, and each version comes as it is trained"
+        expected = f"expected {', '.join(MADE_ANEW)}, or `online` beside quantization_config"
+        yield ConfigProblem(f"{table}.quantization", f"{show(given['quantization'])} {message}: {expected}")
+    if given.get("load_format") == "dummy":
+        yield ConfigProblem(f"{table}.load_format", "expected another: `flash eval` serves what an engine loads")
+    if given.get("enable_chunked_prefill") and config.gpus_per_node == 0 and config.seeded:
+        message = "expected false on the CPU, where a seeded response that is begun in parts ends its engine"
+        yield ConfigProblem(f"{table}.enable_chunked_prefill", f"{message}; or rollout.seeded = false")
+    drafts = given.get("speculative_config")
+    if not isinstance(drafts, dict):
+        return
+    key, drafts = f"{table}.speculative_config", cast("dict[str, Any]", drafts)
+    if config.gpus_per_node == 0:
+        # Its kernel that gives each drafted token its response's temperature writes into a copy.
+        yield ConfigProblem(key, "expected none on the CPU, where vLLM draws what it drafts from other distributions")
+    if drafts.get("method") not in DRAFTS or "model" in drafts:
+        message = f"expected method = {' or '.join(map(show, DRAFTS))} and no model"
+        yield ConfigProblem(key, f"{message}: a draft's own weights would stay those of the start")
+    if drafts.get("rejection_sample_method", "standard") != "standard":
+        yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {UNFOLLOWED_BY_TRAINER}')
 
 
 def is_hub_id(text: str) -> bool:
@@ -151,6 +255,7 @@ def output_rule(config: Config) -> Iterator[ConfigProblem]:
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     parser_rule,
+    vllm_rule,
     cpu_rule,
     process_rule,
     memory_rule,

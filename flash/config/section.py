@@ -68,8 +68,10 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
             yield name, why
 
 
-def unknown_sets(sampling: Sampling, *, dtype: str, head_dtype: str) -> str | None:
-    """Why it is not known which tokens are kept, of a model with these."""
+def unknown_sets(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
+    """Why it is not known which tokens are kept, of a model with these, or of engines that draft."""
+    if sampling.keeps and drafted:
+        return "which tokens it keeps is not known of drafts: expected 0, or no engine.vllm.speculative_config"
     if not sampling.keeps or "float32" in (dtype, head_dtype):
         return None
     why = f"which tokens it keeps is not known with logits in {dtype}, of which too many are equal"

@@ -29,6 +29,7 @@ from flash.config.section import (
     TokenIds,
     TopK,
     TopP,
+    unknown_sets,
 )
 from flash.config.simulate import SimulateConfig
 from flash.sampling import Sampling
@@ -196,6 +197,8 @@ class EngineConfig(Section, frozen=True):
     """Tokens between deliveries, and most lost with an engine."""
     max_restarts: NonNegative = 3
     """In a row, after 1, 2, 4, … s; service of ten starts counts anew."""
+    vllm: dict[str, Any] = field(default_factory=dict[str, Any])
+    """[More arguments](scaling.md#engines) of vLLM's `AsyncEngineArgs`."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -367,6 +370,11 @@ class Config(Section, frozen=True):
     def sampling(self) -> Sampling:
         """How a run samples where no domain has it otherwise."""
         return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
+
+    def unknown_sets(self, sampling: Sampling) -> str | None:
+        """Why it is not known which tokens this sampling keeps."""
+        model, drafted = self.model, "speculative_config" in self.engine.vllm
+        return unknown_sets(sampling, dtype=model.dtype, head_dtype=model.head_dtype, drafted=drafted)
 
     def trainer_ranks_on(self, node: int) -> int:
         """Trainer processes on this node."""

@@ -35,6 +35,9 @@ TOUCHED = (
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
 
+SCALED = ("F8", "F6", "F4", "I8", "U8")
+"""How safetensors' names of dtypes begin whose numbers are to be multiplied by a scale that is stored beside them."""
+
 
 def takes_attention(model: PreTrainedModel) -> bool:
     """Whether the model calls its attention by name, so that it can be replaced."""
@@ -94,8 +97,11 @@ def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch
     """The safetensors file of each of these tensors, at a folder or hub id.
 
     None: there are no such files, or they hold other tensors, from which transformers makes the model's as it loads.
+
+    Raises:
+        ValueError: one is stored in a form that means nothing without its scale.
     """
-    if get_model_conversion_mapping(model, add_legacy=False) or hasattr(model.config, "quantization_config"):
+    if get_model_conversion_mapping(model, add_legacy=False):
         return None
     local = Path(path).is_dir()
     try:
@@ -111,7 +117,10 @@ def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch
     for name in files:
         with safe_open(name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
-                if list(shapes.get(key, ())) == file.get_slice(key).get_shape():
+                stored = file.get_slice(key)
+                if list(shapes.get(key, ())) == stored.get_shape():
+                    if (dtype := str(stored.get_dtype())).startswith(SCALED):
+                        raise ValueError(f"{name} has {key} as {dtype}, which is quantized: expected whole weights")
                     found[key] = name
     return found if found.keys() >= shapes.keys() else None
 

@@ -52,6 +52,12 @@ TOUCHED = (
     "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
     "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
     "vllm.v1.engine.output_processor:RequestState.stream_interval",
+    "vllm.v1.engine.output_processor:RequestState.detokenizer",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.stream",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.decode_next",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.output_text",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.skip_special_tokens",
+    "tokenizers.decoders:DecodeStream",
     "vllm.v1.engine.logprobs:LogprobsProcessor.logprobs",
     "vllm.v1.engine.logprobs:LogprobsProcessor.tokenizer",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get",
@@ -83,6 +89,9 @@ TOUCHED = (
     "vllm.v1.metrics.stats:SchedulerStats.num_skipped_waiting_reqs",
     "vllm.v1.metrics.stats:SchedulerStats.kv_cache_usage",
     "vllm.v1.metrics.stats:SchedulerStats.prefix_cache_stats",
+    "vllm.v1.metrics.stats:SchedulerStats.spec_decoding_stats",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_draft_tokens",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_accepted_tokens",
     "vllm.v1.metrics.stats:PrefixCacheStats.preempted_requests",
     "vllm.v1.metrics.stats:PrefixCacheStats.queries",
     "vllm.v1.metrics.stats:PrefixCacheStats.hits",
@@ -108,6 +117,9 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.device_communicators.shm_broadcast:SHM_READER_RECHECK_INTERVAL_MS",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.rank",
+    "vllm.v1.worker.gpu_worker:Worker.device",
+    "vllm.v1.worker.gpu_worker:Worker.get_model",
+    "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head",
@@ -431,6 +443,25 @@ def briefly(llm: Any, queue: Any) -> Callable[[], None]:
     return forget
 
 
+def continue_text(llm: Any, queue: Any, prompt: Sequence[int], said: int) -> None:
+    """Have a request that was just added look for the texts that end it from the last `said` tokens of its prompt on.
+
+    They are the response's own, and vLLM would look at what it samples alone: a text that began before the response
+    moved would be missed. Tokenizers without a fast form are left as they are.
+    """
+    state = llm.output_processor.request_states.get(queue.request_id) if said else None
+    if state is None:
+        return
+    from tokenizers.decoders import DecodeStream
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    texts = state.detokenizer
+    if not isinstance(texts, FastIncrementalDetokenizer):
+        return
+    texts.stream = DecodeStream(ids=list(prompt[:-said]), skip_special_tokens=texts.skip_special_tokens)
+    texts.output_text = "".join(map(texts.decode_next, prompt[-said:]))
+
+
 def undelivered(queue: Any) -> int:
     """The tokens of an aborted request that lie in its queue: what it had gathered for its next piece comes last."""
     tokens = 0
@@ -496,6 +527,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 def step_numbers(stats: Any) -> dict[str, Any]:
     """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.gauges.PressureGauge.read`."""
+    drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,
         "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
@@ -503,6 +535,8 @@ def step_numbers(stats: Any) -> dict[str, Any]:
         "resumed": stats.prefix_cache_stats.preempted_requests,
         "asked": stats.prefix_cache_stats.queries,
         "cached": stats.prefix_cache_stats.hits,
+        "drafted": 0 if drafts is None else drafts.num_draft_tokens,
+        "accepted": 0 if drafts is None else drafts.num_accepted_tokens,
     }
 
 

@@ -85,6 +85,8 @@ class Pressure(msgspec.Struct, frozen=True):
     """Tokens that its KV cache holds, of those that run and of those that ran; 0: it has not told, or never fills."""
     prefix_hit_share: float | None = None
     """Of the prompt tokens of late, those that its prefix cache held; None: it has not told."""
+    accepted_share: float | None = None
+    """Of the tokens drafted of late, those that were accepted; None: none were drafted."""
 
 
 class Engine(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of, window
 from flash.config.decode import examine
-from flash.config.section import sampling_faults, unknown_sets
+from flash.config.section import sampling_faults
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
@@ -151,8 +151,7 @@ class Problems(NamedTuple):
         rollout = config.rollout
         settings = {name: DomainSettings.of(name, domain, rollout) for name, domain in domains.items()}
         for name, own in settings.items():
-            fault = unknown_sets(own.sampling, dtype=config.model.dtype, head_dtype=config.model.head_dtype)
-            if fault is not None:
+            if (fault := config.unknown_sets(own.sampling)) is not None:
                 raise ConfigError(f"env.path: top_k of the domain {name!r}: {fault}")
         if rollout.selection == "uniform":
             return cls(kind_of, settings)

@@ -109,6 +109,11 @@ def test_an_override_is_toml_or_else_text(override, key, value):
     assert type(found) is type(value)
 
 
+def test_a_quantized_model_is_refused_before_any_work(project):
+    (project / "model" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert complaint().startswith("`model.path` (run.toml): ./model is quantized, and what is trained is not: expected")
+
+
 def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
     assert complaint("model.path=./modle").endswith(f"to make one; {project} has model")
     (project / "models" / "mine").mkdir(parents=True)

@@ -24,6 +24,7 @@ FIGURES = {
     "kv_used": 0.25,
     "preemptions": 3,
     "prefix_hit_share": 0.5,
+    "accepted_share": 0.75,
     "tokens_per_second": 300.0,
     "load_s": 0.5,
 }

@@ -174,7 +174,7 @@ def test_the_cluster_is_shown_with_what_is_missing_and_the_last_words_of_what_fa
     assert "engines: 1 serving" in lines
     assert "samples on their way: 200 issued, 256 at most" in lines
     (engine,) = [line for line in lines if line.startswith("each engine: requests 12, at most 64, KV cache 25 %, ")]
-    assert engine.endswith("preempted 3, prefix hits 50 %, tokens/s 300, swap s 0.5")
+    assert engine.endswith("preempted 3, prefix hits 50 %, drafts 75 %, tokens/s 300, swap s 0.5")
     assert "samples with nodes: 150 worked on, 10 queued" in lines
     assert "sandboxes: 3 in use, 2 warm, 1 waited for" in lines
     assert "node 1 (host-1) is gone for 1:10: its connection ended" in lines

@@ -14,7 +14,7 @@ import random
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,14 +154,21 @@ def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str
     return GenerateRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
 
 
-def make_config(folder: Path, dtype: str = "float32", weights: str = "tcp", **deadlines: float) -> Config:
+def make_config(
+    folder: Path,
+    dtype: str = "float32",
+    weights: str = "tcp",
+    vllm: Mapping[str, Any] | None = None,
+    **deadlines: float,
+) -> Config:
+    engine = {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8}
     tree = {
         "weights": {"backend": weights},
         "run": {"name": "test"},
         "model": {"path": str(folder), "dtype": dtype, "max_length": 512},
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
-        "engine": {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8},
+        "engine": engine | {"vllm": dict(vllm or {})},
         "deadlines": {"engine_start": 110, "swap": 60, "close": 20} | deadlines,
         "cluster": {"gpus_per_node": 0},
     }
@@ -170,12 +177,17 @@ def make_config(folder: Path, dtype: str = "float32", weights: str = "tcp", **de
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, model: Any, dtype: str = "float32", weights: str = "tcp", **deadlines: float
+    folder: Path,
+    model: Any,
+    dtype: str = "float32",
+    weights: str = "tcp",
+    vllm: Mapping[str, Any] | None = None,
+    **deadlines: float,
 ) -> Generator[Served]:
-    """An engine for the model that was saved in the folder."""
+    """An engine for the model that was saved in the folder, with more arguments for vLLM."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, dtype, weights, **deadlines)
+    config = make_config(folder, dtype, weights, vllm, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))
@@ -332,7 +344,8 @@ def test_tokens_after_a_swap_are_sampled_from_the_new_weights_and_the_old_prefix
         assert completion.logprobs[old:] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_swap_that_keeps_the_cache_lets_only_running_sequences_use_it(served: Served) -> None:
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_no_block_of_the_cache_outlives_a_swap_but_for_running_sequences(served: Served, keep_cache: bool) -> None:
     served.load(served.publish())
     prompt = [7, 8, 9] * 60  # more than the 128 tokens of a block, of which the cache has whole ones
     served.generate(prompt, 4)
@@ -344,7 +357,7 @@ def test_a_swap_that_keeps_the_cache_lets_only_running_sequences_use_it(served: 
 
     async def swap() -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(functools.partial(served.engine.load, published, keep_cache=True))
+            group.start_soon(functools.partial(served.engine.load, published, keep_cache=keep_cache))
             await anyio.lowlevel.checkpoint()
             # Asked while the swap is under way: it waits for the new weights.
             new.append(await complete(served.engine, ask(prompt, 4)))
@@ -430,6 +443,23 @@ def test_a_response_ends_at_a_text_and_keeps_the_tokens_of_it(served: Served) ->
     assert stopped.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-5)
 
 
+@pytest.mark.parametrize("least", [0, 7])
+def test_a_text_that_ends_a_response_may_have_begun_before_it_moved(served: Served, least: int) -> None:
+    served.load(served.publish())
+    asked = ask([5, 6, 7, 8], 24, temperature=0.0)
+    whole = served.call(complete, served.engine, asked)
+    stop = f"t{whole.token_ids[8]} t{whole.token_ids[9]}"
+    sampling = msgspec.structs.replace(asked.sampling, stop=(stop,), min_tokens=least)
+    asked = msgspec.structs.replace(asked, sampling=sampling)
+    ended = served.call(complete, served.engine, asked)
+    assert ended.finish == "text"
+    count = len(ended.token_ids)
+    for done in {1, count // 2, count - 1}:
+        rest = {"prompt": asked.prompt + whole.token_ids[:done], "max_new_tokens": 24 - done, "done": done}
+        moved = served.call(complete, served.engine, msgspec.structs.replace(asked, **rest))
+        assert (moved.token_ids, moved.finish) == (whole.token_ids[done:count], "text")
+
+
 def test_a_response_ends_at_its_limit_or_the_contexts(served: Served) -> None:
     served.load(served.publish())
     assert served.generate([5, 6, 7], 10).finish == "length"
@@ -510,6 +540,24 @@ def test_in_bfloat16_the_output_layer_that_is_kept_in_float32_is_that_of_each_ve
         assert len(processes_of_group(core)) >= 2, "an engine core and its worker"
     assert not processes_of_group(core)
     assert not [process for process in multiprocessing.active_children() if process.pid == core]
+
+
+def test_an_engine_in_fp8_quantizes_each_version_as_it_arrives(tmp_path: Path) -> None:
+    vllm_arguments = {"quantization": "fp8_per_channel"}
+    with serving(tmp_path, make_model(tmp_path), dtype="bfloat16", vllm=vllm_arguments) as served:
+        before: list[float] = []
+        for seed in range(3):
+            published = served.publish()
+            canary = msgspec.structs.replace(published.canary, tolerance=10.0)
+            assert 0.001 < served.load(msgspec.structs.replace(published, canary=canary)) < 0.2
+            completion = served.generate([5, 6, 7, 8], 40)
+            expected = next_logprobs(served.model, [5, 6, 7, 8, *completion.token_ids])[3:]
+            gaps = [abs(ours - theirs) for ours, theirs in zip(completion.logprobs, expected, strict=True)]
+            assert sum(gaps) / len(gaps) < 0.2
+            gaps = [abs(old - new) for old, new in zip(before, canary.logprobs, strict=False)]
+            assert not before or sum(gaps) / len(gaps) > 0.3, "an old one would show"
+            before = canary.logprobs
+            change(served.model, seed)
 
 
 def test_law_7_weights_that_compute_something_else_fail_the_canary(served: Served) -> None:

@@ -44,3 +44,11 @@ def test_prefix_hits_are_those_of_late_and_unknown_before_the_first_prompt() -> 
     for _ in range(PROMPT_STEPS):
         gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=10, cached=0)
     assert gauge.pressure.prefix_hit_share == 0.0
+
+
+def test_accepted_drafts_are_a_share_of_those_of_late() -> None:
+    gauge = PressureGauge()
+    assert read(gauge, 0).accepted_share is None
+    for drafted, accepted in ((8, 2), (2, 1)):
+        gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, drafted=drafted, accepted=accepted)
+    assert read(gauge, 0).accepted_share == 0.3

@@ -10,14 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
 from flash.errors import EngineError
 from flash.foreign import vllm
-from flash.rollout.vllm.requests import TIES, Told, told
+from flash.rollout.engine import GenerateRequest
+from flash.rollout.vllm.requests import TIES, Told, tail, told
 from flash.sampling import Kept, Sampling
 
 VOCABULARY = 100
@@ -62,6 +66,31 @@ def test_more_ties_than_were_asked_for_are_an_error(drawn: int) -> None:
     assert told(whole, [1, drawn], HOW, len(ids)).kept is not None
     with pytest.raises(EngineError, match="exactly as likely"):
         told(whole, [1, drawn], HOW, VOCABULARY)
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done: int) -> None:
+    """Also from the middle of a letter."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=inner)
+    said: list[int] = tokenizer.encode("xñbc")  # of five tokens
+    moved = GenerateRequest([*tokenizer.encode("…"), *said[:done]], 9, 0, stop=("ñb",), done=done)
+    processor: Any = OutputProcessor(tokenizer, log_stats=False)
+    queue: Any = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    parameters = vllm.sampling_parameters(asked(Sampling(stop=moved.stop)) | {"stop": ["ñb"]}, 9)
+    request = EngineCoreRequest("r", moved.prompt, None, parameters, None, 0, None, None, None, external_req_id="r")
+    processor.add_request(request, None, queue=queue)
+    vllm.continue_text(SimpleNamespace(output_processor=processor), queue, moved.prompt, tail(moved))
+    found = list[int]()
+    for token in said[done:]:
+        lists = LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.array([1]))
+        processor.process_outputs([EngineCoreOutput("r", [token], new_logprobs=lists)])
+        if (output := queue.get_nowait()) is not None:
+            found += output.outputs[0].token_ids
+    assert found == said[done:4]
+    assert (output, processor.request_states) == (None, {})
 
 
 @pytest.mark.parametrize("interval", [1, 3])

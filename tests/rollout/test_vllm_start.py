@@ -13,6 +13,7 @@ import pytest
 
 from flash.config.machine import lacks
 from flash.config.tree import Config
+from flash.errors import ConfigError
 from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
 from flash.run.processes import scratch
 
@@ -172,6 +173,23 @@ def test_engines_sample_from_different_seeds() -> None:
 
 def test_an_engine_on_gpus_gets_its_own() -> None:
     assert engine_args(make_config(gpus=4), 1, [2, 3])["device_ids"] == [2, 3]
+
+
+def test_an_engine_gets_what_is_passed_on_to_vllm_over_what_it_gets_anyway() -> None:
+    plain, passed = (make_config(gpus=1, vllm=given) for given in ({}, {"enable_prefix_caching": False, "x": [1]}))
+    assert engine_args(passed, 0, [0]) == engine_args(plain, 0, [0]) | {"enable_prefix_caching": False, "x": [1]}
+
+
+def test_an_argument_that_vllm_refuses_is_an_error_of_the_configuration() -> None:
+    def refusing(arguments: dict[str, Any]) -> Any:
+        raise ValueError("block_size has to be a power of two")
+
+    passed = make_config(vllm={"block_size": 7})
+    with engine_environment(passed), pytest.raises(ConfigError, match=r"engine.vllm: .* block_size among them: block_"):
+        configure(passed, 0, [], lambda step: None, maker=refusing)
+    with engine_environment(passed), pytest.raises(ValueError, match="power of two") as caught:
+        configure(make_config(), 0, [], lambda step: None, maker=refusing)
+    assert not isinstance(caught.value, ConfigError)
 
 
 def test_importing_the_engine_needs_neither_torch_nor_vllm() -> None:

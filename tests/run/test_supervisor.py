@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -475,8 +476,21 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
 # -- a hub that hangs ------------------------------------------------------------------------------------------------
 
 
-async def test_a_hub_that_does_not_answer_any_more_is_killed_and_that_restart_counts(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(config_of(tmp_path), deadlines=DeadlinesConfig(hub=0.3, connect=10.0))
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (p.RanksRequest, "waited 0.3 s for the reply to RanksRequest from hub at"),
+        (p.RunRequest, "waited 0.3 s for the reply to RunRequest from hub at"),
+        (None, "waited 0.3 s for hub at 127.0.0.1:{port} to accept us"),
+        ("absent", "waited 0.2 s for the hub of"),
+    ],
+)
+async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_counts(
+    tmp_path: Path, first: Any, words: str
+) -> None:
+    """From its second answer to the launcher on, from the first, before it accepts, or before it says where it is."""
+    deadlines = DeadlinesConfig(hub=0.3, connect=0.1, rendezvous=0.2 if first == "absent" else 10)
+    config = msgspec.structs.replace(config_of(tmp_path), deadlines=deadlines)
     loop_processes, asked = Told(lambda: killed([7])), 0
 
     async def killed(pids: list[int]) -> list[EndedProcess]:
@@ -486,11 +500,11 @@ async def test_a_hub_that_does_not_answer_any_more_is_killed_and_that_restart_co
 
     async def answer(peer: Peer, request: Any) -> Any:
         nonlocal asked
+        asked += isinstance(request, p.RanksRequest)
+        if asked > 1 or (isinstance(request, p.RunRequest) and first is p.RunRequest):
+            await anyio.sleep_forever()
         if isinstance(request, p.RunRequest):
             return p.RunReply("", "", "", [], "", False, 0)
-        asked += 1
-        if asked > 1:
-            await anyio.sleep_forever()
         return p.RanksReply(0, [], [], [])
 
     part, ranks = hub_loop(config, loop_processes), ranks_of(config, Told())
@@ -500,11 +514,17 @@ async def test_a_hub_that_does_not_answer_any_more_is_killed_and_that_restart_co
         ends.append(await part.once(0))
         tasks.cancel_scope.cancel()
 
-    with anyio.fail_after(60), hub_token(config.run_dir, None) as (token, file):
+    with anyio.fail_after(60), hub_token(config.run_dir, None) as (token, file), socket.create_server(("", 0)) as deaf:
         async with anyio.create_task_group() as tasks:
-            port = await tasks.start(partial(serve, deadline=10), "127.0.0.1", 0, token, p.HubRequest, answer)
-            announce(config.run_dir, HubAddress("127.0.0.1", port, token), file)
+            port = deaf.getsockname()[1]
+            if first not in (None, "absent"):
+                port = await tasks.start(partial(serve, deadline=10), "127.0.0.1", 0, token, p.HubRequest, answer)
+            if first == "absent":
+                withdraw(config.run_dir)
+            else:
+                announce(config.run_dir, HubAddress("127.0.0.1", port, token), file)
             tasks.start_soon(once)
-            tasks.start_soon(ranks.heed_hub, lambda: part.kill_hanging(part.processes.pids))
-    assert ends == [(End.FAILED, ["the node loop has not answered for 0.3 s (deadlines.hub), and was killed"])]
-    assert asked == 2
+            tasks.start_soon(ranks.heed_hub, lambda why: part.kill_hanging(part.processes.pids, why))
+    ((end, (told,)),) = ends
+    assert end == End.FAILED
+    assert told.startswith(f"the node loop hangs, and was killed: {words.format(port=port)}")

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flash.config.tree import ModelConfig
@@ -53,6 +56,24 @@ FLOAT32 = ModelConfig(path="", dtype="float32")
 def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_model(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_weights_that_mean_nothing_without_their_scales_are_refused(
+    tied_model: Path, tmp_path: Path, told: bool
+) -> None:
+    """Whether the model's configuration tells of them or not."""
+    folder, name = shutil.copytree(tied_model, tmp_path / "model"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+    if told:
+        described = msgspec.json.decode((folder / "config.json").read_bytes())
+        described["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (folder / "config.json").write_bytes(msgspec.json.encode(described))
+    why = "has a quantization_config" if told else f"has {name} as F8_E4M3, which is quantized: expected whole weights"
+    with pytest.raises(ConfigError, match=rf"model\.path: cannot load .*{why}"):
+        load_sharded(ModelConfig(path=str(folder)), trainer_mesh("cpu"))
 
 
 def test_a_model_without_the_attention_interface_is_refused(tied_model: Path) -> None:

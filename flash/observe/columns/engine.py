@@ -39,6 +39,13 @@ ENGINE = ColumnGroup(
             worry="it is small though episodes have many turns: each prompt is computed anew",
         ),
         Column(
+            "accepted_share",
+            "share of drafted tokens that it accepted, over the last 100 steps that had any",
+            "share",
+            form=".0%",
+            label="drafts",
+        ),
+        Column(
             "tokens_per_second", "response tokens that came from it since its last report", "tokens/s", label="tokens/s"
         ),
         Column("load_s", "time that its last swap of weights took", "s", form=".2g", label="swap s"),

@@ -33,7 +33,7 @@ from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
-from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, told, version_runs
+from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, tail, told, version_runs
 from flash.rollout.vllm.start import configure, engine_environment
 from flash.sampling import Kept, together
 from flash.types import Completion, Published
@@ -161,6 +161,7 @@ class VLLMEngine:
             # The salt keeps the prefixes of older weights apart, where a swap kept them.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             queue = await llm.add_request(request_id, prompt, self._sampling.of(request, vocabulary))
+            vllm.continue_text(llm, queue, request.prompt, tail(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.briefly(llm, queue) if request.sampling.keeps else None
             while True:

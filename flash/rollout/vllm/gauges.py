@@ -9,7 +9,20 @@ import msgspec
 from flash.rollout.engine import Pressure
 
 PROMPT_STEPS = 100
-"""Steps over which prefix hits are told: enough for a mean, few enough to follow a change."""
+"""Steps over which shares are told: enough for a mean, few enough to follow a change."""
+
+
+class _Share:
+    """A part of a whole, over the last steps that had any of it."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[int, int]] = deque(maxlen=PROMPT_STEPS)
+
+    def after(self, part: int, whole: int) -> float | None:
+        """The share, with another step's counts; None before the first one that counts."""
+        if whole:
+            self._counts.append((part, whole))
+        return sum(part for part, _ in self._counts) / sum(whole for _, whole in self._counts) if self._counts else None
 
 
 class PressureGauge:
@@ -18,8 +31,7 @@ class PressureGauge:
     def __init__(self) -> None:
         self._pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
         self._excused = 0
-        self._prompts: deque[tuple[int, int]] = deque(maxlen=PROMPT_STEPS)
-        """Tokens of the prompts of a step that began some, and those of them that the prefix cache held."""
+        self._hits, self._accepted = _Share(), _Share()
 
     @property
     def pressure(self) -> Pressure:
@@ -42,6 +54,8 @@ class PressureGauge:
         resumed: int,
         asked: int = 0,
         cached: int = 0,
+        drafted: int = 0,
+        accepted: int = 0,
         **others: float,
     ) -> None:
         """Take one step's numbers.
@@ -50,18 +64,20 @@ class PressureGauge:
             resumed: sequences that went on in it after they had been put back.
             asked: prompt tokens of the requests that it began.
             cached: how many of these the prefix cache held.
+            drafted: tokens that were tried without being computed first.
+            accepted: how many of these stay.
             others: fields of `Pressure`, as they are.
         """
         excused = min(resumed, self._excused)
         # Nobody waits: all that were put back go on, and the excuse has served.
         self._excused = self._excused - excused if waiting else 0
         preemptions = self._pressure.preemptions + resumed - excused
-        hits = self._pressure.prefix_hit_share
-        if asked:
-            self._prompts.append((asked, cached))
-            hits = sum(cached for _, cached in self._prompts) / sum(asked for asked, _ in self._prompts)
-        told = {"running": running, "waiting": waiting, "preemptions": preemptions, "prefix_hit_share": hits}
-        self._pressure = msgspec.structs.replace(self._pressure, **told, **others)
+        shares = {
+            "prefix_hit_share": self._hits.after(cached, asked),
+            "accepted_share": self._accepted.after(accepted, drafted),
+        }
+        told = {"running": running, "waiting": waiting, "preemptions": preemptions}
+        self._pressure = msgspec.structs.replace(self._pressure, **told, **shares, **others)
 
 
 class StepWatch:

@@ -19,7 +19,8 @@ GOOD_ENDS = ("stop", "length")
 """vLLM's words for the ends that a response should have."""
 SEEDS = 1 << 63
 """Seeds that torch's generators take."""
-
+LETTER = 8
+"""Tokens that a letter may take: at most four, and as many special ones that have no text."""
 
 TIES = 8
 """Tokens beyond `top_k` that are asked for: vLLM also keeps those that are exactly as likely as the last."""
@@ -56,6 +57,12 @@ class SamplingParameters:
             return made
         # A response that moved here goes on with other draws than those that its first tokens had.
         return vllm.seeded(made, (request.seed + request.done) % SEEDS)
+
+
+def tail(request: GenerateRequest) -> int:
+    """How many tokens at its prompt's end may begin a text that ends the response: its own ones, where it moved."""
+    longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
+    return min(request.done, LETTER * (longest - 1))
 
 
 class Told(NamedTuple):

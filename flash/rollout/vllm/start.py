@@ -63,7 +63,7 @@ def configure(
     To be called inside `engine_environment`, both of them. `maker` is vLLM's, `prefix` where vLLM is installed.
 
     Raises:
-        ConfigError: vLLM has no attention for the model here.
+        ConfigError: vLLM has no attention for the model here, or refuses an argument of engine.vllm.
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,6 +73,11 @@ def configure(
                 vllm.take_typed_answers()
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
+        except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            if not config.engine.vllm:
+                raise
+            passed = ", ".join(config.engine.vllm)
+            raise ConfigError(f"engine.vllm: vLLM refuses its arguments, {passed} among them: {error}") from error
         finally:
             _mend_preload(prefix)
         return made
@@ -143,8 +148,10 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
     if config.gpus_per_node == 0:
         # Prompts are shared by whole blocks; vLLM's 128 on the CPU are more than most prompts have.
         blocks = {"block_size": CPU_BLOCK}
-        return args | blocks | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
-    return args | {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
+        args |= blocks | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+    else:
+        args |= {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
+    return args | config.engine.vllm
 
 
 def engine_variables(

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from flash.config.check_machine import is_hub_id
 from flash.config.machine import count_gpus
 from flash.config.tree import Config, ModelConfig
 from flash.environment.load import LoadedEnvironment
@@ -21,7 +22,7 @@ from flash.environment.shared import sharing
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
-from flash.rollout.vllm.start import ready_tokenizer
+from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
 from flash.run.models.fetch import described, source_of, why_not_there
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
@@ -58,7 +59,23 @@ def dry_run(config: Config) -> list[str]:
     told.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
     if config.observe.sink is not None:
         told.append(f"sink: {config.observe.sink} takes what it will be called with")
+    if config.engine.vllm:
+        told.append(f"engine: {_engine(config)}")
     return told
+
+
+def _engine(config: Config) -> str:
+    """What vLLM makes of its arguments, as far as there are GPUs and a model for it.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    names, model = ", ".join(config.engine.vllm), Path(config.model.path)
+    if count_gpus() < config.gpus_per_node or not (is_hub_id(str(model)) or (model / "config.json").is_file()):
+        return f"vLLM has {names}, and makes more of them where an engine starts"
+    with engine_environment(config):
+        configure(config, 0, config.engine_gpus(0, 0), lambda stats: None)
+    return f"vLLM takes {names}"
 
 
 async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:

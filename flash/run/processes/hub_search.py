@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from flash.errors import FlashError, TransportError
+from flash.errors import DeadlineError, FlashError, TransportError
 from flash.hub import protocol as p
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.processes.error_marker import ErrorMarker
@@ -24,13 +24,13 @@ RETRY_S = 1.0
 """Between two looks for a hub: nobody can tell us that one has started on another machine."""
 
 
-async def ask(address: HubAddress, request: Request[ReplyT]) -> ReplyT:
+async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
     """A hub's answer to a guest. Errors as of `connect` and `Client.call`."""
     try:
-        async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", ASK_S) as hub:
-            return await hub.call(request, ASK_S)
+        async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds) as hub:
+            return await hub.call(request, seconds)
     except FlashError as error:
-        if not error.fatal and address.host.startswith("127."):
+        if not error.fatal and not isinstance(error, DeadlineError) and address.host.startswith("127."):
             error.args = (f"{error} (only nodes on its own machine can join, unless it has a cluster.hub_host)",)
         raise
 
@@ -42,10 +42,14 @@ class HubSearch:
         place: where they are.
         token: the value of FLASH_TOKEN.
         tells: whether people are told that one is waited for.
+        silence_s: how long one that is there may be silent; None: it is asked again, as long as one is waited for.
     """
 
-    def __init__(self, place: HubPlace, token: str | None, *, tells: bool = True) -> None:
+    def __init__(
+        self, place: HubPlace, token: str | None, *, tells: bool = True, silence_s: float | None = None
+    ) -> None:
         self._tells = tells
+        self._silence_s = silence_s
         self._place = place
         self._token = token
         self._summary = 0
@@ -59,7 +63,7 @@ class HubSearch:
             before: the run, if a hub of it was found earlier; then None is returned where the run has ended since.
 
         Raises:
-            DeadlineError: no hub came.
+            DeadlineError: no hub came, or one was silent.
             FlashError: it cannot be joined; without a time to wait also that there is none; the run has failed.
         """
         problem = told = ""
@@ -70,13 +74,14 @@ class HubSearch:
                 address = None
                 try:
                     address = self._place.find(self._token)
-                    run = await ask(address, p.RunRequest(p.dialect()))
+                    run = await ask(address, p.RunRequest(p.dialect()), self._silence_s or ASK_S)
                     self._summary = _written(self._place)
                     return address, run
                 except FlashError as error:
                     # No hub, or one that has just ended: the next one may be on its way.
                     # What answers at an old address may be anybody; what a hub says of us will not change.
-                    if wait_s == 0 or (address is not None and not isinstance(error, TransportError)):
+                    silent = self._silence_s is not None and isinstance(error, DeadlineError)
+                    if wait_s == 0 or silent or (address is not None and not isinstance(error, TransportError)):
                         raise
                     problem = str(error)
                     why = f": {problem}" if self._place.announced else ", which the first node starts"

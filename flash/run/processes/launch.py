@@ -170,10 +170,10 @@ class Launch:
             ending.set()
             ranks.processes.kill_all()
 
-    def _hub_hangs(self) -> None:
-        """The hub has not answered within deadlines.hub: here is where its process can be ended."""
+    def _hub_hangs(self, why: str) -> None:
+        """The hub is silent: here is where its process can be ended."""
         if self._has_hub and self._loop is not None:
-            self._loop.kill_hanging(self._loop.processes.pids)
+            self._loop.kill_hanging(self._loop.processes.pids, why)
 
     async def _end(self, number: signal.Signals, all_of_it: anyio.CancelScope) -> None:
         """End in order what runs, at a signal; what does not end in time is killed."""

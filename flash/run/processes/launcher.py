@@ -96,8 +96,7 @@ class HubLoop(SupervisedPart):
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if self.hung and end == End.WITH_PEER:
-            seconds = self._run.deadlines.hub
-            return End.FAILED, [f"the node loop has not answered for {seconds:g} s (deadlines.hub), and was killed"]
+            return End.FAILED, [f"the node loop hangs, and was killed: {self.hang}"]
         return end, [describe("the node loop", one) for one in silent]
 
 

@@ -86,8 +86,11 @@ class Ranks(SupervisedPart):
         first = self.node * self._run.cluster.trainer_ranks
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
-    async def heed_hub(self, on_silence: Callable[[], object]) -> None:
-        """End the processes whose incarnation is over; returns when the run is. A hub that hangs is told of.
+    async def heed_hub(self, on_silence: Callable[[str], object]) -> None:
+        """End the processes whose incarnation is over; returns when the run is.
+
+        Of a hub that is silent for deadlines.hub, or does not come for deadlines.rendezvous, its own machine is told,
+        and what it was waited for.
 
         Consumes news of the ranks. Waits for the hub, and for the next ones. Produces ends of processes.
 
@@ -95,14 +98,17 @@ class Ranks(SupervisedPart):
             FlashError: on another machine than the hub's: there is no hub, or the run has failed.
         """
         first, deadlines = self.node == 0, self._run.deadlines
-        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=self._tells)
+        silence_s = deadlines.hub if first else None
+        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=self._tells, silence_s=silence_s)
         run: p.RunReply | None = None
         while True:
             try:
                 found = await search.find(deadlines.rendezvous, run)
-            except FlashError:
+            except FlashError as error:
                 if not first:
                     raise
+                if isinstance(error, DeadlineError):
+                    on_silence(str(error))
                 await anyio.sleep(RETRY_S)  # the node loop says why
                 continue
             if found is None:
@@ -110,7 +116,7 @@ class Ranks(SupervisedPart):
             hub, run = found
             living: list[int] = []
             try:
-                async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
+                async with connect(hub.host, hub.port, hub.token, self._name, deadlines.hub) as caller:
                     after = -1
                     while True:
                         news = await caller.call(p.RanksRequest(self.node, after), deadlines.hub)
@@ -119,7 +125,7 @@ class Ranks(SupervisedPart):
                             await self.hear(news)
             except FlashError as error:  # it has ended, and with it the incarnations of its ranks, or it is to end
                 if isinstance(error, DeadlineError):
-                    on_silence()
+                    on_silence(str(error))
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
 

@@ -200,6 +200,8 @@ class SupervisedPart(ABC):
         self.processes = Processes()
         self.hung: set[int] = set()
         """Of the processes of the last start, those that were killed since they hang."""
+        self.hang = ""
+        """By what that showed."""
         self.ending = anyio.Event()
         self.restarts = 0
         """Those that counted, so far."""
@@ -212,9 +214,10 @@ class SupervisedPart(ABC):
         assert self.config is not None, "without a configuration nothing has started"
         return grace_s(self.config)
 
-    def kill_hanging(self, pids: Collection[int]) -> None:
+    def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
         """End those of its processes that hang, by which it fails."""
         self.hung.update(pids)
+        self.hang = why
         self.processes.kill(pids)
 
     @abstractmethod

@@ -48,9 +48,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """The whole model on the CPU, in float32, ready for `shard_model`.
 
     Raises:
-        ConfigError: the folder or hub id holds no causal language model that can be loaded.
+        ConfigError: the folder or hub id holds no causal language model that can be loaded, or a quantized one.
     """
     try:
+        _described(config)
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=torch.float32,
@@ -70,19 +71,32 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     Raises:
         ConfigError: as `load_model`.
     """
-    local, trusted = Path(config.path).is_dir(), config.trust_remote_code
     try:
-        described = AutoConfig.from_pretrained(config.path, local_files_only=local, trust_remote_code=trusted)
+        described = _described(config)
         if layers is not None:
             keep_layers(described.get_text_config(), layers)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=trusted)
+            model = AutoModelForCausalLM.from_config(
+                described, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
     model.tie_weights()
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(config.path, local_files_only=local)
+        model.generation_config = GenerationConfig.from_pretrained(
+            config.path, local_files_only=Path(config.path).is_dir()
+        )
     return model
+
+
+def _described(config: ModelConfig) -> PreTrainedConfig:
+    """Raises ValueError: the weights are quantized, in which form an engine would also wait for each version."""
+    described = AutoConfig.from_pretrained(
+        config.path, local_files_only=Path(config.path).is_dir(), trust_remote_code=config.trust_remote_code
+    )
+    if getattr(described, "quantization_config", None) is not None:
+        raise ValueError("its config.json has a quantization_config: expected whole weights, such as bfloat16 ones")
+    return described
 
 
 def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
@@ -125,7 +139,10 @@ class _Stored:
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
         shapes = {name: tensor.shape for name, tensor in _named_weights(model)}
-        self._files = stored_tensors(config.path, model, shapes)
+        try:
+            self._files = stored_tensors(config.path, model, shapes)
+        except ValueError as error:
+            raise _cannot_load(config, error) from error
         self._whole = load_model(config).state_dict() if self._files is None else {}
 
     def read(self, name: str) -> Tensor:

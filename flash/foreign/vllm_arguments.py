@@ -1,0 +1,103 @@
+"""The arguments of vLLM's engines, as the installed version's source declares them; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+MODULE, CLASSES = "vllm.engine.arg_utils", ("EngineArgs", "AsyncEngineArgs")
+"""Where they are declared."""
+PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
+
+
+def names() -> list[str]:
+    """All of them; none where vLLM is not installed.
+
+    Raises:
+        LookupError: it is, and declares them elsewhere.
+    """
+    if not _declared() and find_spec("vllm") is not None:
+        raise LookupError("the installed vLLM declares its arguments elsewhere: mend flash/foreign/vllm_arguments.py")
+    return sorted(_declared())
+
+
+def type_of(name: str) -> Any:
+    """What an argument may be, for msgspec; Any where its annotation says nothing of what a file can hold."""
+    return _type(_declared()[name], MODULE)
+
+
+@cache
+def _module(name: str) -> ast.Module:
+    """The source of a module of vLLM; empty where there is none."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return ast.Module([], [])
+    path = Path(found.origin).parent.joinpath(*name.split(".")[1:])
+    files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+    return ast.parse(next((file.read_text() for file in files if file.is_file()), ""))
+
+
+@cache
+def _declared() -> dict[str, ast.expr]:
+    classes = [node for node in _module(MODULE).body if isinstance(node, ast.ClassDef) and node.name in CLASSES]
+    return {
+        node.target.id: node.annotation
+        for each in classes
+        for node in each.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_"
+    }
+
+
+def _type(node: ast.expr, module: str) -> Any:
+    match node:
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body, module)
+        case ast.Constant(value=None):
+            return None
+        case ast.Name(id=name):
+            return PLAIN[name] if name in PLAIN else _named(name, module)
+        case ast.BinOp(left=left, right=right):
+            return _either(_type(left, module), _type(right, module))
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            values = [
+                value
+                for each in (inner.elts if isinstance(inner, ast.Tuple) else [inner])
+                for value in ([each.value] if isinstance(each, ast.Constant) else get_args(_type(each, module)))
+            ]
+            return cast("Any", Literal)[tuple(values)]
+        case ast.Subscript(value=ast.Name(id="list" | "set"), slice=inner):
+            return list[_type(inner, module)]
+        case ast.Subscript(value=ast.Name(id="dict")):
+            return dict[str, Any]
+        case _:
+            return Any
+
+
+def _either(left: Any, right: Any) -> Any:
+    """A union that msgspec takes: text beside words that it may be is any text."""
+    if Any in (left, right):
+        return Any
+    kinds = [part for side in (left, right) for part in (get_args(side) if get_origin(side) is Union else (side,))]
+    if str in kinds:
+        kinds = [kind for kind in kinds if get_origin(kind) is not Literal]
+    return cast("Any", Union)[tuple(kinds)]
+
+
+def _named(name: str, module: str) -> Any:
+    """What a name stands for: words that are listed, or a table where it is a class of options."""
+    for node in ast.walk(_module(module)):
+        match node:
+            case ast.ImportFrom(module=str(other), names=imported) if name in [one.name for one in imported]:
+                return _named(name, other) if other.startswith("vllm.") else Any
+            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+                return _type(value, module)
+            case ast.AnnAssign(target=ast.Name(id=found), value=ast.expr() as value) if found == name:
+                return _type(value, module)
+            case ast.ClassDef(name=found, decorator_list=[_, *_]) if found == name:
+                return dict[str, Any]
+            case _:
+                pass
+    return Any

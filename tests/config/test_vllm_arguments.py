@@ -1,0 +1,132 @@
+"""What is passed on to vLLM: names and types are those of the installed version, and what Flash sets stays Flash's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config.check import rollout_rule
+from flash.config.check_algorithm import algorithm_rule
+from flash.config.check_machine import NOT_PASSED, vllm_rule
+from flash.config.decode import ConfigProblem
+from flash.config.load import key_paths
+from flash.config.tree import Config
+from flash.foreign import vllm_arguments
+
+
+def make_config(vllm: dict[str, Any], *, gpus: int = 1, alpha: float = 1, **sections: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "test"},
+        "model": {"path": "model"},
+        "env": {"path": "module:Class"},
+        "engine": {"vllm": vllm},
+        "train": {"async_ratio": alpha},
+        "cluster": {"gpus_per_node": gpus},
+    }
+    return msgspec.convert(tree | sections, Config)
+
+
+def told(problems: Iterator[ConfigProblem]) -> list[str]:
+    return [f"{key}: {message}" for key, message in problems]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "enable_expert_parallel": True},
+        {"block_size": 64, "attention_backend": "FLASH_ATTN", "compilation_config": {"mode": 3}},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8_per_block"},
+        {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor", "ignore": ["lm_head"]}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}},
+    ],
+)
+def test_arguments_of_vllm_are_passed_on(given: dict[str, Any]) -> None:
+    assert told(vllm_rule(make_config(given))) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_num_batched_token": 1},
+            "max_num_batched_token: the installed vLLM's AsyncEngineArgs have no such argument; did you mean `max_num",
+        ),
+        ({"max_num_batched_tokens": "many"}, 'max_num_batched_tokens: expected an integer, got "many"'),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching: expected true or false, got 1"),
+        ({"performance_mode": "fast"}, 'performance_mode: expected "balanced", "interactivity" or "throughput", got'),
+        ({"cudagraph_capture_sizes": [1, "2"]}, "cudagraph_capture_sizes: expected a list, each item an integer, got"),
+        ({"compilation_config": 3}, "compilation_config: expected a table, got 3"),
+        ({"max_num_seqs": 8}, "max_num_seqs: is not passed on: use engine.max_sequences"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode: is not passed on: engine and trainer have one model"),
+        ({"data_parallel_size": 2}, "data_parallel_size: is not passed on: engines are independent of each other"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is not passed on: an engine is"),
+        ({"kv_transfer_config": {}}, "kv_transfer_config: is not passed on: blocks of the KV cache that lie elsewhere"),
+        ({"load_format": "dummy"}, "load_format: expected another"),
+        ({"quantization": "awq"}, 'quantization: "awq" is of weights that are quantized in their files'),
+        ({"speculative_config": {"method": "eagle3", "model": "draft"}}, "speculative_config: expected method ="),
+        ({"speculative_config": {"model": "ngram"}}, "speculative_config: expected method ="),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            'speculative_config.rejection_sample_method: expected "standard": the trainer',
+        ),
+    ],
+)
+def test_what_vllm_does_not_have_or_flash_sets_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    (problem,) = told(vllm_rule(make_config(given)))
+    assert problem.startswith(f"engine.vllm.{message}")
+
+
+def test_drafts_exclude_kept_sets() -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    (problem,) = told(rollout_rule(make_config(drafts, rollout={"top_k": 20})))
+    assert problem.startswith("rollout.top_k: which tokens it keeps is not known of drafts")
+    assert told(rollout_rule(make_config(drafts))) == []
+
+
+def test_drafts_are_for_engines_on_gpus() -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    (problem,) = told(vllm_rule(make_config(drafts, gpus=0)))
+    assert problem.startswith("engine.vllm.speculative_config: expected none on the CPU")
+
+
+def test_a_seeded_response_on_the_cpu_is_begun_as_a_whole() -> None:
+    given = {"enable_chunked_prefill": True}
+    (problem,) = told(vllm_rule(make_config(given, gpus=0, alpha=0)))
+    assert problem.startswith("engine.vllm.enable_chunked_prefill: expected false on the CPU")
+    assert told(vllm_rule(make_config(given, gpus=0))) == []
+
+
+def test_engines_that_are_coarser_than_the_trainer_need_a_correction() -> None:
+    for name, value in (("quantization", "fp8_per_tensor"), ("kv_cache_dtype", "fp8")):
+        config = make_config({name: value}, alpha=0, algorithm={"objective": "rloo"})
+        (problem,) = told(algorithm_rule(config))
+        assert problem.startswith(f"engine.vllm.{name}: engines draw from a coarser policy than is trained, which")
+    kept = {"kv_cache_dtype": "auto"}
+    assert told(algorithm_rule(make_config(kept, alpha=0, algorithm={"objective": "rloo"}))) == []
+    corrected = {"objective": "rloo", "corrections": [{"kind": "token_tis"}]}
+    for objective in (corrected, {"objective": "grpo"}):
+        assert told(algorithm_rule(make_config({"quantization": "mxfp8"}, algorithm=objective))) == []
+
+
+def test_keys_that_are_named_in_place_of_an_argument_exist() -> None:
+    named = {word.strip(",:") for why in NOT_PASSED.values() for word in why.split() if "." in word.strip(",:")}
+    assert named
+    assert named <= set(key_paths())
+
+
+@pytest.mark.integration  # imports vLLM
+def test_names_and_types_that_are_read_of_the_source_are_those_of_the_class() -> None:
+    import dataclasses
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = dataclasses.fields(AsyncEngineArgs)
+    assert vllm_arguments.names() == sorted(one.name for one in fields if not one.name.startswith("_"))
+    for one in fields:
+        if isinstance(one.default, bool | int | float | str) and not one.name.startswith("_"):
+            kind = vllm_arguments.type_of(one.name)
+            assert msgspec.convert(one.default, kind) == one.default, (one.name, kind)
