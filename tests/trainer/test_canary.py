@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, WeightsError
 from flash.trainer.mesh import trainer_mesh
-from flash.trainer.model.canary import BEYOND_ROUNDING, LEAST, CanaryMaker, CanaryText, canary_logprobs, draw_canary
+from flash.trainer.model.canary import (
+    BEYOND_ROUNDING,
+    LEAST,
+    SHORT,
+    CanaryMaker,
+    CanaryText,
+    canary_logprobs,
+    draw_canary,
+)
 from flash.trainer.model.model import load_model, shard_model
 from flash.weights.verification import check_canary
 from tests.trainer.packed_cases import one_by_one
@@ -51,6 +59,15 @@ def test_the_text_is_what_the_model_says_and_the_same_each_time(sure: Path) -> N
     with torch.no_grad():
         at_random, _ = one_by_one(reference_model(sure), [chosen_at_random], 1.0)
     assert sum(text.exact) / 31 > float(at_random.mean()) + 1
+
+
+def test_a_large_model_is_gathered_for_a_token_of_all_short_texts_at_once(sure: Path) -> None:
+    whole = load_model(configured(sure).model)
+    passes: list[int] = []
+    whole.register_forward_pre_hook(lambda _, __, given: passes.append(given["input_ids"].numel()), with_kwargs=True)
+    text = draw_canary(whole, configured(sure))
+    assert passes == [32 // SHORT] * (SHORT - 1) + [32]
+    assert len({tuple(text.token_ids[start : start + SHORT]) for start in range(0, 32, SHORT)}) == 32 // SHORT
 
 
 def test_the_text_leaves_the_engine_room_for_a_token(sure: Path) -> None:

@@ -1,9 +1,12 @@
 """The canary's text, and how far apart healthy engines and trainers may be.
 
-The text is the policy's own, drawn token by token by the model in float32: at tokens that a model itself says,
-rounding does to log-probs what it does to those of samples, while a model of 50,000 tokens gives random ones log-probs
-of −12 to −20, where logits in bfloat16 have steps of 0.125. Its log-probs in float32 say what the precision of the run
-makes: trainer and engine are each about so far away from them. Every rank has the same text and the same tolerance.
+The text is the policy's own, drawn by the model in float32: at tokens that a model itself says, rounding does to
+log-probs what it does to those of samples, while a model of 50,000 tokens gives random ones log-probs of −12 to −20,
+where logits in bfloat16 have steps of 0.125. Its log-probs in float32 say what the precision of the run makes: trainer
+and engine are each about so far away from them. Every rank has the same text and the same tolerance.
+
+It is several short texts, each begun anew and drawn beside the others, one token of each at a time: for each time the
+ranks gather the whole model once. Shape legend: B = short texts, P = tokens, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ seen to differ by 0.6 nats and more."""
 
 LEAST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
 """Nats that are always allowed: what is measured of a model that knows nothing yet says little of what it will make."""
+
+
+SHORT = 8
+"""Tokens of each short text, at least: a text's first tokens say little of what the model knows."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +82,27 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
     generator = torch.Generator().manual_seed(seed)
-    ids_P = torch.tensor([first], device=model.device)
+    ids_BP = torch.full((max(count // SHORT, 1), 1), first, device=model.device)
     model.eval()
     cache: Any = None
-    for _ in range(count - 1):
+    while ids_BP.numel() < count:
         # What came before is not computed again, where a model keeps it: on a processor each pass takes long.
-        known = ids_P if cache is None else ids_P[-1:]
-        output = model(input_ids=known[None], past_key_values=cache, use_cache=True)
+        known = ids_BP if cache is None else ids_BP[:, -1:]
+        output = model(input_ids=known, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
-        token = _draw(output.logits[0, -1].float().cpu(), generator).to(ids_P)
-        # Rounding on another rank may have drawn another one; those who divide a layer need the same.
-        dist.broadcast(token, src=0)
-        ids_P = torch.cat([ids_P, token])
+        token_B1 = _draw(output.logits[:, -1].float().cpu(), generator).to(ids_BP)
+        # Rounding on another rank may have drawn others; those who divide a layer need the same.
+        dist.broadcast(token_B1, src=0)
+        ids_BP = torch.cat([ids_BP, token_B1], dim=1)
+    ids_P = ids_BP.flatten()[:count]
     rows = model(input_ids=ids_P[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return CanaryText(ids_P.tolist(), rows.gather(-1, ids_P[1:, None])[:, 0].tolist())
 
 
-def _draw(logits_V: Tensor, generator: torch.Generator) -> Tensor:
-    """[1]: by the largest of logits with Gumbel noise, which also gives an answer where they are no numbers."""
-    uniform_V = torch.rand(logits_V.shape, generator=generator).clamp(min=1e-20)
-    return (logits_V - (-uniform_V.log()).log()).argmax(keepdim=True)
+def _draw(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
+    """[B, 1]: by the largest of logits with Gumbel noise, which also gives an answer where they are no numbers."""
+    uniform_BV = torch.rand(logits_BV.shape, generator=generator).clamp(min=1e-20)
+    return (logits_BV - (-uniform_BV.log()).log()).argmax(-1, keepdim=True)
 
 
 @torch.no_grad()
