@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -154,20 +154,21 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
 
     Of those of attention: rounding that sends a token to another expert changes the gradients of both.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return "", 0.0
-    some = [one for one in sequences if len(one) <= LONGEST_TRAINED]
-    packed = _gradient(model, [some])
-    with _own_attention(model):
-        alone = _gradient(model, [[one] for one in some])
     kinds: dict[str, list[str]] = {}
-    for name in alone:
-        kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
-    least = LITTLE * global_norm([*alone.values()])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
+    if not kinds:
+        return "", 0.0
+    kinds = {kind: names for kind, names in kinds.items() if "att" in kind} or kinds
+    compared = {name for names in kinds.values() for name in names}
+    some = [one for one in sequences if len(one) <= LONGEST_TRAINED]
+    packed, _ = _gradient(model, [some], compared)
+    with _own_attention(model):
+        alone, whole = _gradient(model, [[one] for one in some], compared)
+    least = LITTLE * whole
     gaps = [("", 0.0)]
     for kind, names in kinds.items():
-        if "att" not in kind and any("att" in other for other in kinds):
-            continue
         norm = max(global_norm([alone[name] for name in names]), least)
         error = global_norm([packed[name] - alone[name] for name in names])
         # Without a number of its own there is nothing to hold it to.
@@ -177,20 +178,26 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
 
 
 @torch.enable_grad()
-def _gradient(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Of a loss over all tokens of some rows, by parameter; nothing of it stays at the model."""
+def _gradient(
+    model: PreTrainedModel, rows: Sequence[Sequence[Tensor]], names: Container[str]
+) -> tuple[dict[str, Tensor], float]:
+    """Of a loss over all tokens of some rows, of these parameters, and the norm of that of all.
+
+    Nothing of it stays at the model: two whole gradients are more than a model may leave room for.
+    """
     for sequences in rows:
         logp_T = _logprobs(model, sequences)
         sign_T = torch.cat([1.0 - 2.0 * (one[1:] % 2) for one in sequences])
         (logp_T * sign_T).sum().backward()
+    whole = global_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     found = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        if name in names
     }
     model.zero_grad()
     reshard(model)
-    return found
+    return found, whole
 
 
 def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
