@@ -15,6 +15,8 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +59,8 @@ KeepHubState = Callable[[Path], FileEntry]
 
 STATE = "state"
 """Folder of the sharded weights and moments."""
+EXPORTED_BYTES = 5 * 10**9
+"""Of one file of an export, unless one tensor has more: so much of the model is whole on the first rank at a time."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of the system that have nothing to do with room on the disk."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
@@ -165,44 +169,67 @@ def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = No
     return manifest
 
 
-def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: int = EXPORTED_BYTES) -> None:
     """Write a Hugging Face folder (config, safetensors, tokenizer), whole or not at all. Called by all ranks.
 
     Raises:
         CheckpointError: on every rank, when rank 0 could not write. An earlier export is untouched.
     """
     import torch.distributed as dist
+    from safetensors.torch import save_file
 
+    from flash.foreign.transformers import open_weights
     from flash.trainer.model.model import kept_buffers, named_full_tensors
 
-    rank = dist.get_rank()
-    # Every rank takes part in the gathering; only rank 0 keeps the tensors, on the CPU.
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in named_full_tensors(model) if rank == 0}
-    tensors |= {name: buffer.cpu().contiguous() for name, buffer in kept_buffers(model)}
-    aside = aside_of(folder)
+    first, aside = dist.get_rank() == 0, aside_of(folder)
+    named: chain[tuple[str, Tensor]] = chain(model.named_parameters(), kept_buffers(model))
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
+    files = _weight_files(sizes, most_bytes)
+    tensors = chain(named_full_tensors(model), kept_buffers(model))
 
-    def write() -> None:
-        from safetensors.torch import save_file
+    def write(file: str, held: dict[str, Tensor]) -> None:
+        save_file(held, aside / file, metadata={"format": "pt"})
 
-        from flash.foreign.transformers import open_weights
-
-        prepare(aside)
-        model.config.save_pretrained(aside)
-        model.generation_config.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+    def finish() -> None:
+        for part in (model.config, model.generation_config, tokenizer):
+            part.save_pretrained(aside)
+        if len(files) > 1:
+            weights = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weights}
+            (aside / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
         open_weights(aside)
         for file in _files(aside):
             sync(file)
         replace(aside, folder)
 
     try:
-        _together(lambda: write() if rank == 0 else None, folder)
+        _together(lambda: prepare(aside) if first else None, folder)
+        for file, names in files.items():
+            # Every rank takes part in the gathering; only the first keeps the tensors, on the CPU, of a file at a time.
+            held = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, len(names)) if first}
+            _together(partial(write, file, held) if first else lambda: None, folder)
+            del held
+        _together(lambda: finish() if first else None, folder)
     except CheckpointError as error:
-        if rank == 0:
+        if first:
             shutil.rmtree(aside, ignore_errors=True)
         remedy = f"; {NOT_WRITABLE}" if refused(str(error)) else ""
         raise CheckpointError(f"cannot export the model to {error}{remedy}") from error
+
+
+def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors of each file, in their order, as transformers names files."""
+    parts: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not parts or size > room:
+            parts.append([])
+            room = most_bytes
+        parts[-1].append(name)
+        room -= size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{at:05d}-of-{len(parts):05d}.safetensors": names for at, names in enumerate(parts, 1)}
 
 
 def _write_state(folder: Path, trainer: Trainer) -> None:
