@@ -62,7 +62,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         ConfigError: the model cannot be divided or trained.
     """
     with absent_ranks(ranks):
-        mesh = trainer_mesh("cpu", config.parallel.tensor)
+        mesh = trainer_mesh("cpu", config.parallel)
         with counted():
             policy = _made(config.model, config.model.path, mesh)
         weights = 4 * sum(_own(policy))

@@ -22,6 +22,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
     """Made in a process of its own, for each makes a process group."""
     folder = tmp_path_factory.mktemp("memory")
     tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
+    tiny("qwen3_moe", num_experts=8, moe_intermediate_size=64).save_pretrained(folder / "mixture")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(planned, folder).result()
 
@@ -37,6 +38,11 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of rows twice as long": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 8192}), 1),
         "of many": rank_memory(plain, 64),
         "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
+        "of halves of longer rows": rank_memory(
+            configured(folder, train={"max_tokens_per_microbatch": 4096}, parallel={"context": 2}), 2
+        ),
+        "all experts": rank_memory(configured(folder / "mixture"), 4),
+        "half of the experts": rank_memory(configured(folder / "mixture", parallel={"expert": 2}), 4),
         "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
     }
 
@@ -68,6 +74,16 @@ def test_activations_grow_with_the_tokens_of_a_micro_batch(plans: dict[str, Rank
 def test_recomputed_activations_are_not_kept(plans: dict[str, RankMemory]) -> None:
     assert plans["recomputed"].at_work < plans["alone"].at_work
     assert plans["recomputed"].weights == plans["alone"].weights
+
+
+def test_ranks_that_divide_rows_have_their_part_of_the_activations(plans: dict[str, RankMemory]) -> None:
+    assert 0.45 < plans["of halves of longer rows"].at_work / plans["of longer rows"].at_work < 0.65
+    assert plans["of halves of longer rows"].weights == plans["of two"].weights
+
+
+def test_ranks_that_divide_experts_gather_their_own_alone(plans: dict[str, RankMemory]) -> None:
+    assert plans["half of the experts"].weights == plans["all experts"].weights
+    assert plans["half of the experts"].at_work < 0.8 * plans["all experts"].at_work
 
 
 def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:
