@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed import get_backend, get_world_size
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -42,7 +41,7 @@ TOUCHED = (
     "transformers:PreTrainedModel.ep_plan",
     "transformers.distributed.configuration_utils:DistributedConfig",
     "transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES",
-    "transformers.distributed.tensor_parallel:EpDispatchExpertsParallel._dispatch_tokens",
+    "transformers.distributed.tensor_parallel:EpDispatchExpertsParallel.transform_output_post_forward",
     "transformers.distributed.tensor_parallel:apply_expert_parallelism",
     "transformers.distributed.tensor_parallel:apply_tensor_parallelism",
     "transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard",
@@ -127,23 +126,12 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
 
 
 class _Dispatched(EpDispatchExpertsParallel):
-    """transformers' own. Among ranks that are not there, where no tensor has data, each sends as much as it is sent."""
+    """transformers' own."""
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
         found = super().transform_output_post_forward(module, output, mesh, **how)
         # No view: FSDP warns of outputs that are views.
         return found if how["tp_mesh"] is None else found.clone()
-
-    def _dispatch_tokens(
-        self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
-    ) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
-        if get_backend(ep_group) != "fake":
-            return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
-        chosen = top_k_index.numel()
-        sizes = [chosen // ep_size + (place < chosen % ep_size) for place in range(ep_size)]
-        order = top_k_index.flatten().argsort()
-        sent = hidden_states[order // top_k_index.size(-1)]
-        return all_to_all_single(sent, sizes, sizes, ep_group), torch.zeros_like(order), order, sizes, sizes
 
 
 _dispatched: Any = _Dispatched()

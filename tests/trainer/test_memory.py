@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flash.config.tree import Config
+from flash.errors import ConfigError
 from flash.trainer.memory import MOMENTS, RankMemory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
@@ -22,7 +23,6 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
     """Made in a process of its own, for each makes a process group."""
     folder = tmp_path_factory.mktemp("memory")
     tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
-    tiny("qwen3_moe", num_experts=8, moe_intermediate_size=64).save_pretrained(folder / "mixture")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(planned, folder).result()
 
@@ -41,8 +41,6 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of halves of longer rows": rank_memory(
             configured(folder, train={"max_tokens_per_microbatch": 4096}, parallel={"context": 2}), 2
         ),
-        "all experts": rank_memory(configured(folder / "mixture"), 4),
-        "half of the experts": rank_memory(configured(folder / "mixture", parallel={"expert": 2}), 4),
         "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
     }
 
@@ -81,9 +79,9 @@ def test_ranks_that_divide_rows_have_their_part_of_the_activations(plans: dict[s
     assert plans["of halves of longer rows"].weights == plans["of two"].weights
 
 
-def test_ranks_that_divide_experts_gather_their_own_alone(plans: dict[str, RankMemory]) -> None:
-    assert plans["half of the experts"].weights == plans["all experts"].weights
-    assert plans["half of the experts"].at_work < 0.8 * plans["all experts"].at_work
+def test_divided_layers_and_experts_are_not_planned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^parallel\.tensor, parallel\.expert: "):
+        rank_memory(configured(tmp_path, parallel={"expert": 2}), 2)
 
 
 def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:
