@@ -290,14 +290,24 @@ def placement_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Tensor groups are whole, lie within a node, and nothing asks for all heads of a layer at once."""
-    tensor, ranks = config.parallel.tensor, config.cluster.trainer_ranks
-    if ranks % tensor:
-        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {tensor}"
+    """Groups of ranks are whole, lie within a node, and nothing asks for all heads of a layer at once."""
+    parallel, ranks = config.parallel, config.cluster.trainer_ranks
+    if ranks % parallel.tensor:
+        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {parallel.tensor}"
         yield ConfigProblem("parallel.tensor", message)
-    if tensor > 1 and config.algorithm.rhythm is not None:
-        message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {tensor}"
-        yield ConfigProblem("parallel.tensor", message)
+    elif (left := ranks // parallel.tensor) % parallel.context:
+        message = f"expected a divisor of cluster.trainer_ranks / parallel.tensor = {left}, got {parallel.context}"
+        yield ConfigProblem("parallel.context", message)
+    if parallel.expert > 1 and (ranks % parallel.expert or parallel.expert % parallel.tensor):
+        message = (
+            f"expected a divisor of cluster.trainer_ranks = {ranks} and a multiple of parallel.tensor = "
+            f"{parallel.tensor}, got {parallel.expert}"
+        )
+        yield ConfigProblem("parallel.expert", message)
+    for name, count in (("tensor", parallel.tensor), ("context", parallel.context)):
+        if count > 1 and config.algorithm.rhythm is not None:
+            message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {count}"
+            yield ConfigProblem(f"parallel.{name}", message)
 
 
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:

@@ -265,10 +265,19 @@ class ClusterConfig(Section, frozen=True):
 
 
 class ParallelConfig(Section, frozen=True):
-    """How the trainer ranks divide the model: FSDP over those that `tensor` leaves."""
+    """How the trainer ranks divide model and work: FSDP over those that `tensor` leaves."""
 
     tensor: Positive = 1
     """Neighbouring ranks of a node that divide each layer and train the same samples."""
+    context: Positive = 1
+    """Neighbours beyond these that divide each row of tokens and train the same samples."""
+    expert: Positive = 1
+    """Neighbouring ranks that divide the experts of a mixture: a multiple of `tensor`."""
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Neighbouring ranks that train the same samples."""
+        return self.tensor * self.context
 
 
 class DeadlinesConfig(Section, frozen=True):
@@ -402,9 +411,9 @@ class Config(Section, frozen=True):
 
     @property
     def data_shards(self) -> int:
-        """Parts into which a batch is dealt: one for each `parallel.tensor` trainer ranks."""
-        return self.trainer_world_size // self.parallel.tensor
+        """Parts into which a batch is dealt."""
+        return self.trainer_world_size // self.parallel.ranks_per_shard
 
     def data_shard(self, rank: int) -> int:
         """The part that a trainer rank trains."""
-        return rank // self.parallel.tensor
+        return rank // self.parallel.ranks_per_shard

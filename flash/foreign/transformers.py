@@ -8,14 +8,24 @@ from json import loads
 from logging import ERROR, getLogger
 from pathlib import Path
 from shutil import copymode
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    EpDispatchExpertsParallel,
+    apply_expert_parallelism,
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+    resolve_parallel_plans,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
 
@@ -28,7 +38,14 @@ TOUCHED = (
     "transformers:PreTrainedModel.get_correct_attn_implementation",
     "transformers:AttentionInterface.register",
     "transformers:PreTrainedModel.tp_plan",
+    "transformers:PreTrainedModel.ep_plan",
+    "transformers.distributed.configuration_utils:DistributedConfig",
+    "transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES",
+    "transformers.distributed.tensor_parallel:EpDispatchExpertsParallel.transform_output_post_forward",
+    "transformers.distributed.tensor_parallel:apply_expert_parallelism",
     "transformers.distributed.tensor_parallel:apply_tensor_parallelism",
+    "transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard",
+    "transformers.distributed.tensor_parallel:resolve_parallel_plans",
     "transformers.conversion_mapping:get_model_conversion_mapping",
     "transformers.utils.hub:cached_file",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
@@ -37,6 +54,8 @@ TOUCHED = (
 
 SCALED = ("F8", "F6", "F4", "I8", "U8")
 """How safetensors' names of dtypes begin whose numbers are to be multiplied by a scale that is stored beside them."""
+DISPATCHED = "ep_dispatch_experts"
+"""transformers' name of experts to whose ranks tokens are sent."""
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
@@ -85,12 +104,47 @@ def layer_number(attention: nn.Module) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave to each rank of the mesh its part of each decoder layer, in place, by the model's own plan."""
-    plan = {name: style for name, style in model.tp_plan.items() if "layers" in name.split(".")}
-    apply_tensor_parallelism(model, mesh, plan)
+def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> list[nn.Module]:
+    """Leave to each rank of a mesh its part of the decoder layers, in place, by the model's own plans.
+
+    Returns what holds the experts where they are divided.
+    """
+    if tensor is None and expert is None:
+        return []
+    sizes = [1 if mesh is None else mesh.size() for mesh in (tensor, expert)]
+    asked = DistributedConfig(tp_size=sizes[0], ep_size=sizes[1], fsdp_size=get_world_size() // sizes[0])
+    layers, experts = resolve_parallel_plans(model, asked)
+    if tensor is not None:
+        plan = {name: style for name, style in layers.items() if "layers" in name.split(".")}
+        apply_tensor_parallelism(model, tensor, plan)
     # What FSDP shards once more is gathered in two steps, of which torch warns.
     getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
+    if expert is None:
+        return []
+    same_tokens: Any = tensor
+    apply_expert_parallelism(model, expert, same_tokens, experts)
+    held = {name for name, style in experts.items() if style == DISPATCHED}
+    return [one for name, one in model.named_modules() if replace_layer_number_by_wildcard(name) in held]
+
+
+class _Dispatched(EpDispatchExpertsParallel):
+    """transformers' own."""
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
+        found = super().transform_output_post_forward(module, output, mesh, **how)
+        # No view: FSDP warns of outputs that are views.
+        return found if how["tp_mesh"] is None else found.clone()
+
+
+_dispatched: Any = _Dispatched()
+ALL_PARALLEL_STYLES.register(DISPATCHED, _dispatched)
+
+
+def positions_by_length(described: PreTrainedConfig) -> str | None:
+    """The kind of the model's positions where those of all tokens depend on the last one's; else None."""
+    rope: Any = getattr(described, "rope_parameters", None) or {}
+    kinds = [one.get("rope_type", "") for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:

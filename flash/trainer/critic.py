@@ -6,7 +6,7 @@ also where the backbone runs in bfloat16: returns differ by less than bfloat16 r
 come apart by what they learn from: each has responses of its own (`algorithms.dealing`).
 
 Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
-Shape legend: P = packed tokens, T = action tokens of a micro-batch, D = width of the backbone.
+Shape legend: P = packed tokens, T = action tokens of a micro-batch, M = those that this rank answers for.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, row: PackedRow, kept_T: Tensor) -> Tensor:
-        """float32 [T, 1]: the value of the state that ends at each of these tokens of the row."""
+    def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
+        """float32 [M, 1]: the value of the state that ends at each of these tokens of what this rank has of the row."""
         output = self.backbone(
             input_ids=row.input_U.unsqueeze(0),
             position_ids=row.position_U.unsqueeze(0),
             use_cache=False,
             packed_layout=row.layout,
         )
-        return self.head(output.last_hidden_state[0, kept_T].float())
+        return self.head(output.last_hidden_state[0, kept_M].float())
 
 
 class Lesson(NamedTuple):
@@ -147,8 +147,10 @@ class Critic:
                 f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
-        row = packed_row(micro, self.model.backbone.device)
-        return self.model(row, row.layout.row_P[self._tensor(micro.keep_T)])[:, 0]
+        row = packed_row(micro, self.model.backbone.device).over(self.mesh.context)
+        part, row_T = row.layout.part, row.row_P[micro.keep_T]
+        value_M1 = self.model(row, self._tensor(row_T[part.holds(row_T)] - part.first))
+        return part.told(value_M1, row_T)[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.backbone.device)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flash.config.tree import Config, ModelConfig
+from flash.errors import ConfigError
 from flash.foreign.torch import absent_ranks, counted
 from flash.foreign.transformers import layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
@@ -59,10 +60,13 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     Makes and leaves a default process group: there may be none. Needs `config.json` of the model, no weights.
 
     Raises:
-        ConfigError: the model cannot be divided or trained.
+        ConfigError: the model cannot be divided or trained, or its layers or experts are divided: torch makes the grid
+            of their ranks from tensors, and here these have no data.
     """
+    if config.parallel.tensor > 1 or config.parallel.expert > 1:
+        raise ConfigError("parallel.tensor, parallel.expert: what divided layers and experts need cannot be planned")
     with absent_ranks(ranks):
-        mesh = trainer_mesh("cpu", config.parallel.tensor)
+        mesh = trainer_mesh("cpu", config.parallel)
         with counted():
             policy = _made(config.model, config.model.path, mesh)
         weights = 4 * sum(_own(policy))

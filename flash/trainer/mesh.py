@@ -1,8 +1,12 @@
-"""The trainer ranks as a grid, and what those with different samples tell each other about a batch.
+"""The trainer ranks as grids, and what those with different samples tell each other about a batch.
 
-Each row of the grid is a tensor group: neighbouring ranks, which are given the same samples and make the same calls.
-The ranks of a column hold one data shard each, and FSDP shards over them. What counts samples goes over a column, so
-that nothing is counted twice; each column then says the same. What counts processes asks torch for ranks.
+Neighbouring ranks are a tensor group, neighbouring tensor groups a context group: they are given the same samples and
+make the same calls. The ranks at one place of all context groups are a column, and hold one data shard each. What
+counts samples goes over a column, so that nothing is counted twice; each column then says the same. What counts
+processes asks torch for ranks.
+
+FSDP shards over the ranks at one place of all tensor groups: those of a context group, too, each have a part of the
+gradient. Experts lie in a grid of their own: neighbouring ranks hold different ones, and FSDP shards over the others.
 """
 
 from __future__ import annotations
@@ -17,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flash.config.tree import ParallelConfig
 from flash.errors import ContractError
 
 T = TypeVar("T")
+
+UNDIVIDED = ParallelConfig()
+"""FSDP over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +35,38 @@ class TrainerMesh:
     """See the module's docstring. W = data shards."""
 
     device: torch.device
+    parallel: ParallelConfig
     fsdp: DeviceMesh
+    """The ranks that parameters are sharded over, this one among them."""
+    data: dist.ProcessGroup
     """The column of this rank."""
-    tensor: DeviceMesh | None
-    """Its row; None where it is alone in it."""
+    tensor: DeviceMesh | None = None
+    """Its tensor group; None where it is alone in it."""
+    context: DeviceMesh | None = None
+    """Its place in all tensor groups of its context group; None where there is one."""
+    experts: DeviceMesh | None = None
+    """All ranks as `fsdp` by `expert`; None where each has all experts."""
 
     @property
     def data_shards(self) -> int:
         """W: into how many parts a batch is dealt."""
-        return self.fsdp.size()
+        return self.fsdp.size() // self.parallel.context
 
     @property
     def data_shard(self) -> int:
         """Which of them this rank has."""
-        return self.fsdp.get_local_rank()
+        return self.fsdp.get_local_rank() // self.parallel.context
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its tensor group."""
-        return self.tensor is None or self.tensor.get_local_rank() == 0
+        """Whether this rank speaks for those with the same samples."""
+        return dist.get_rank() % self.parallel.ranks_per_shard == 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """[N] of each data shard to [W, N] on all."""
         row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.data_shards)]
-        dist.all_gather(rows, row, group=self.fsdp.get_group())
+        dist.all_gather(rows, row, group=self.data)
         return torch.stack(rows)
 
     def gather_ragged(self, values: Tensor, counts: Sequence[int]) -> Tensor:
@@ -65,7 +80,7 @@ class TrainerMesh:
     def gather_sums(self, rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Rows of numbers by name, added over all data shards, in the order of the names; one may lack some."""
         gathered: list[Mapping[str, Sequence[float]]] = [{}] * self.data_shards
-        dist.all_gather_object(gathered, rows, group=self.fsdp.get_group())
+        dist.all_gather_object(gathered, rows, group=self.data)
         names = sorted({name for one in gathered for name in one})
         return {
             name: [sum(column) for column in zip(*(one[name] for one in gathered if name in one), strict=True)]
@@ -77,32 +92,46 @@ class TrainerMesh:
         if self.data_shards == 1:
             return [values]
         gathered: list[Sequence[T]] = [()] * self.data_shards
-        dist.gather_object(values, gathered if self.data_shard == 0 else None, group=self.fsdp.get_group(), group_dst=0)
+        dist.gather_object(values, gathered if self.data_shard == 0 else None, group=self.data, group_dst=0)
         return gathered
 
     def add(self, sums: Tensor) -> None:
         """Add up over all data shards, in place."""
-        dist.all_reduce(sums, group=self.fsdp.get_group())
+        dist.all_reduce(sums, group=self.data)
 
 
-def trainer_mesh(device: Literal["cpu", "cuda"], tensor: int = 1, seconds: float | None = None) -> TrainerMesh:
-    """The grid of all ranks of the default process group, in rows of `tensor`.
+def trainer_mesh(
+    device: Literal["cpu", "cuda"], parallel: ParallelConfig = UNDIVIDED, seconds: float | None = None
+) -> TrainerMesh:
+    """The grids of all ranks of the default process group.
 
     `seconds` bounds a collective of a part of them; None: as long as torch has it.
     """
-    world, where = dist.get_world_size(), torch.device(device)
-    if tensor == 1:
-        return TrainerMesh(where, init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None)
-    grid = torch.arange(world).view(-1, tensor)
+    world, tensor, context, where = dist.get_world_size(), parallel.tensor, parallel.context, torch.device(device)
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    # Made here: those that `init_device_mesh` makes have a timeout of their own.
-    groups = [_mine(dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)) for ranks in (grid.T, grid)]
-    mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=("fsdp", "tensor"))
-    return TrainerMesh(where, mesh["fsdp"], mesh["tensor"])
 
+    def group(ranks: Tensor) -> dist.ProcessGroup:
+        # Made here: those that `init_device_mesh` makes have a timeout of their own.
+        made: tuple[Any, Any] = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        return made[0]
 
-def _mine(made: tuple[Any, Any]) -> dist.ProcessGroup:
-    return made[0]
+    def grid(inner: int, name: str) -> DeviceMesh:
+        ranks = torch.arange(world).view(-1, inner)
+        groups = [group(ranks.T), group(ranks)]
+        return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("fsdp", name))
+
+    if tensor == 1:
+        fsdp, of_tensor = init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None
+    else:
+        whole = grid(tensor, "tensor")
+        fsdp, of_tensor = whole["fsdp"], whole["tensor"]
+    data, of_context = fsdp.get_group(), None
+    if context > 1:
+        cube = torch.arange(world).view(-1, context, tensor)
+        data = group(cube.flatten(1).T)
+        of_context = DeviceMesh.from_group(group(cube.transpose(1, 2).flatten(0, 1)), device)
+    experts = grid(parallel.expert, "expert") if parallel.expert > 1 else None
+    return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts)
 
 
 def raise_together(fault: str, told: Tensor, what: str) -> None:

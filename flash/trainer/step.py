@@ -69,7 +69,7 @@ class Trainer:
         self._objective = make_objective(config.algorithm)
         self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
-        self.mesh = mesh = trainer_mesh(device, config.parallel.tensor, config.deadlines.collective)
+        self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective)
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         recompute = config.train.activation_checkpointing

@@ -399,6 +399,18 @@ def test_a_file_that_is_not_text_is_refused(project):
             "`parallel.tensor` (override): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
         ),
         (
+            ["cluster.trainer_ranks=2", "parallel.tensor=2", "parallel.context=2"],
+            "`parallel.context` (override): expected a divisor of cluster.trainer_ranks / parallel.tensor = 1, got 2",
+        ),
+        (
+            ["cluster.trainer_ranks=2", "parallel.context=2", "algorithm.rhythm={credit='local'}"],
+            "`parallel.context` (override): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
+        ),
+        (
+            ["cluster.trainer_ranks=6", "parallel.tensor=2", "parallel.expert=3"],
+            "`parallel.expert` (override): expected a divisor of cluster.trainer_ranks = 6 and a multiple of parallel",
+        ),
+        (
             ["cluster.gpus_per_node=2", "cluster.trainer_ranks=3"],
             "`cluster.trainer_ranks` (override): expected at most the 2 GPUs of a node, got 3",
         ),

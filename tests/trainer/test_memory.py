@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flash.config.tree import Config
+from flash.errors import ConfigError
 from flash.trainer.memory import MOMENTS, RankMemory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
@@ -37,6 +38,9 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of rows twice as long": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 8192}), 1),
         "of many": rank_memory(plain, 64),
         "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
+        "of halves of longer rows": rank_memory(
+            configured(folder, train={"max_tokens_per_microbatch": 4096}, parallel={"context": 2}), 2
+        ),
         "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1),
     }
 
@@ -68,6 +72,16 @@ def test_activations_grow_with_the_tokens_of_a_micro_batch(plans: dict[str, Rank
 def test_recomputed_activations_are_not_kept(plans: dict[str, RankMemory]) -> None:
     assert plans["recomputed"].at_work < plans["alone"].at_work
     assert plans["recomputed"].weights == plans["alone"].weights
+
+
+def test_ranks_that_divide_rows_have_their_part_of_the_activations(plans: dict[str, RankMemory]) -> None:
+    assert 0.45 < plans["of halves of longer rows"].at_work / plans["of longer rows"].at_work < 0.65
+    assert plans["of halves of longer rows"].weights == plans["of two"].weights
+
+
+def test_divided_layers_and_experts_are_not_planned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^parallel\.tensor, parallel\.expert: "):
+        rank_memory(configured(tmp_path, parallel={"expert": 2}), 2)
 
 
 def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:

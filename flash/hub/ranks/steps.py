@@ -1,5 +1,5 @@
 """Steps: what the hub does for the trainer ranks. A batch is formed, dealt to their data shards and
-committed. The ranks of a tensor group each fetch the one that is theirs together.
+committed. Ranks that train the same samples each fetch the one that is theirs together.
 
 Versions are announced, and between two steps the state is handed out for a checkpoint. Ranks that are behind the run,
 after a restart, are given the batches of that time; nothing of these steps is booked again. It owns no task: what must

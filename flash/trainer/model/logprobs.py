@@ -48,23 +48,29 @@ def token_logprobs(
 
     `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
     from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once; one
-    that sequences share does so once for each token that follows it. A collective where the model is sharded. `watch`
-    is told of every layer's attention.
+    that sequences share does so once for each token that follows it. A collective where the model is sharded; the ranks
+    of a context group, given the same sequences, are told the same. `watch` is told of every layer's attention.
 
     Raises:
         ConfigError: the model changes what comes out of its output layer, for example by a cap or a scale.
     """
-    row = packed_row(sequences, model.device).watched(watch)
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
+    row = packed_row(sequences, model.device).watched(watch).over(layer.context)
+    part = row.layout.part
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
     # Beside kept sets, the same token may be drawn from others.
     alike = row.layout.shared and kept is None
     asked = _distinct(sequences.computed.row_P[keep_T], target_T, scale_T) if alike else None
-    first_N = slice(None) if asked is None else asked.first_N
-    keep, target, scale = (torch.from_numpy(each[first_N]).to(model.device) for each in (keep_T, target_T, scale_T))
-    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.to(model.device))
-    rows = row.layout.row_P[keep]
+    first_N = np.arange(len(target_T)) if asked is None else asked.first_N
+    row_N = row.row_P[keep_T[first_N]]
+    held_M = part.holds(row_N)
+    place_M = first_N[held_M]
+    rows, target, scale = (
+        torch.from_numpy(each).to(model.device)
+        for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
+    )
+    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, model.device))
     with layer.selecting(selection):
         output = model(
             input_ids=row.input_U.unsqueeze(0),
@@ -79,7 +85,7 @@ def token_logprobs(
             f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer, "
             "which training does not support; choose another model"
         )
-    answer_T2 = output.logits[0]
+    answer_T2 = part.told(output.logits[0], row_N)
     if asked is not None:
         answer_T2 = answer_T2[torch.from_numpy(asked.place_T).to(model.device)]
     logp_T, entropy_T = answer_T2.unbind(-1)

@@ -1,6 +1,6 @@
 """The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
 
-Where ranks divide layers, they do so by transformers' own plan, below FSDP, which shards over the other ranks.
+Where ranks divide layers or experts, they do so by transformers' own plans, below FSDP, which shards over the others.
 
 Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of
 `flash.trainer.model.packed`. Everything that touches parameters is a collective: all ranks call it together.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -32,16 +33,33 @@ from transformers import (
     PreTrainedModel,
 )
 
-from flash.config.tree import ModelConfig
+from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
-from flash.foreign.transformers import divide_layers, keep_layers, layer_types, stored_tensors, takes_attention
+from flash.foreign.transformers import (
+    divide_layers,
+    keep_layers,
+    layer_types,
+    positions_by_length,
+    stored_tensors,
+    takes_attention,
+)
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
 
-DIVIDED = ("llama", "qwen2", "qwen3")
-"""Kinds of models whose gradients are, divided, those of one process: `tests/trainer/test_tensor.py` shows it."""
+DIVIDED = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Kinds of models whose gradients are, their layers divided, those of one process: `tests/trainer/test_parallel.py`
+shows it, as of those below."""
+MIXTURES = {
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""Kinds whose experts may be divided, and what says how many they are."""
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -194,7 +212,7 @@ def shard_model(
         )
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     model.set_attn_implementation(PACKED_ATTENTION)
-    replace_output_layer(model, wide=config.head_dtype == "float32")
+    replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
@@ -203,12 +221,13 @@ def shard_model(
 
 
 def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: bool) -> None:
-    if mesh.tensor is not None:
-        # Embedding and output layer stay whole, and their gradients are computed on each rank of a group.
-        check_divisible(model.config, mesh.tensor.size())
-        divide_layers(model, mesh.tensor)
-    # With one data shard there is nothing to free between forward and backward; resharding would only copy.
-    reshard = mesh.data_shards > 1
+    check_divisible(model.config, mesh.parallel)
+    # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
+    experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
+    # With one rank there is nothing to free between forward and backward; resharding would only copy.
+    reshard = mesh.fsdp.size() > 1
+    for module in experts:
+        _shard_experts(module, mesh, policy)
     whole = layer_types(model)
     for module in list(model.modules()):
         if type(module).__name__ in whole:
@@ -218,21 +237,55 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
 
 
-def check_divisible(described: PreTrainedConfig, ranks: int) -> None:
-    """Whether so many ranks can divide the layers of a model of this configuration.
+def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard what this rank has of a layer's experts over those that have the same.
+
+    They are given the tokens of all ranks that have others, so their gradient is a sum over these.
+    """
+    assert mesh.experts is not None
+    others = mesh.experts["fsdp"]
+    local = next(module.parameters()).shape[0] // mesh.parallel.expert
+    # Along a width where there are fewer experts than ranks.
+    along = Shard(1 if local % others.size() else 0)
+    sharded: Any = fully_shard(
+        module,
+        mesh=others,
+        mp_policy=replace(policy, cast_forward_inputs=False),
+        reshard_after_forward=others.size() > 1,
+        shard_placement_fn=lambda _: along,
+    )
+    sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
+    # Only nccl divides on the way. One rank has nothing to reduce, and would divide twice.
+    sharded.set_force_sum_reduction_for_comms(others.size() > 1)
+
+
+def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> None:
+    """Whether ranks can divide the layers, rows and experts of a model of this configuration.
 
     Raises:
-        ConfigError: heads or widths do not divide, or nothing has shown that it is exact for a model of this kind.
+        ConfigError: a count does not divide, or nothing has shown that it is exact for a model of this kind.
     """
     described = described.get_text_config()
-    if described.model_type not in DIVIDED:
+    kind, tensor, context, expert = described.model_type, parallel.tensor, parallel.context, parallel.expert
+    for key, ranks, exact in (("tensor", tensor, DIVIDED), ("expert", expert, MIXTURES)):
+        if ranks > 1 and kind not in exact:
+            known = ", ".join(exact)
+            raise ConfigError(
+                f"parallel.{key}: expected 1 for a {kind}; it is known to be exact for {known} alone, got {ranks}"
+            )
+    if tensor > 1 and expert == 1 and kind in MIXTURES:
+        raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
+    if context > 1 and (scaling := positions_by_length(described)) is not None:
         raise ConfigError(
-            f"parallel.tensor: expected 1 for a {described.model_type}; it is known to be exact for "
-            f"{', '.join(DIVIDED)} alone, got {ranks}"
+            f"parallel.context: expected 1 for a {kind} whose positions ({scaling}) depend on how long the longest "
+            f"sequence is, got {context}"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (count := getattr(described, name)) % ranks:
-            raise ConfigError(f"parallel.tensor: expected a divisor of the model's {name} = {count}, got {ranks}")
+    wanted = [("tensor", tensor, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
+    wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, MIXTURES.get(kind, ""))]
+    for key, ranks, name in wanted:
+        if ranks > 1 and (count := getattr(described, name)) % ranks:
+            of = f"{context} · parallel.tensor = {ranks}" if key == "context" and tensor > 1 else ranks
+            raise ConfigError(f"parallel.{key}: expected a divisor of the model's {name} = {count}, got {of}")
 
 
 def reshard(model: nn.Module) -> None:

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.trainer.kept import KeptTokens
 from flash.trainer.model.fused import fused
@@ -72,10 +74,12 @@ class KeptSets:
         )
         return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
 
-    def to(self, device: torch.device) -> KeptSets:
-        """The same elsewhere."""
+    def at(self, place_T: Int64Array, device: torch.device) -> KeptSets:
+        """Those of some of the positions, elsewhere."""
+        some_T = torch.from_numpy(place_T)
         token_N, bias_N, penalty_N, count_T, start_T = (
-            each.to(device) for each in (self.token_N, self.bias_N, self.penalty_N, self.count_T, self.start_T)
+            each.to(device)
+            for each in (self.token_N, self.bias_N, self.penalty_N, self.count_T[some_T], self.start_T[some_T])
         )
         return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.most)
 
@@ -120,12 +124,14 @@ class OutputLayer(nn.Module):
     inside the model's, where FSDP has gathered the parameters.
     """
 
-    def __init__(self, layer: nn.Linear, *, wide: bool) -> None:
+    def __init__(self, layer: nn.Linear, *, wide: bool, context: DeviceMesh | None = None) -> None:
         super().__init__()
         self.weight = layer.weight
         self.bias = layer.bias
         self.wide = wide
         """Whether logits are made in float32 from factors of less."""
+        self.context = context
+        """The ranks that rows are over, where they are; each answers for its own slice."""
         self.chunk_bytes = CHUNK_BYTES
         self._selection: Selection | None = None
 
@@ -158,10 +164,10 @@ class OutputLayer(nn.Module):
         return selection.answer
 
 
-def replace_output_layer(model: PreTrainedModel, *, wide: bool) -> None:
+def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceMesh | None = None) -> None:
     """Give a language model an `OutputLayer` with its own parameters. A model without an output layer stays as it is.
 
-    `wide`: logits are made in float32, whatever the dtype of the forward pass.
+    `wide`: logits are made in float32, whatever the dtype of the forward pass. `context`: the ranks that rows are over.
 
     Raises:
         ConfigError: the output layer is not a plain linear one.
@@ -174,7 +180,7 @@ def replace_output_layer(model: PreTrainedModel, *, wide: bool) -> None:
             f"model.path: the output layer of {type(model).__name__} is a {type(layer).__name__}; training computes "
             "log-probs from a plain linear one, choose another model"
         )
-    model.set_output_embeddings(OutputLayer(layer, wide=wide))
+    model.set_output_embeddings(OutputLayer(layer, wide=wide, context=context))
 
 
 def selected_logprobs(

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.torch import Attention, attend, attend_backward
+from flash.trainer.model.context import RowSlice
 from flash.trainer.model.prefixes import PackedSequences
 
 PACKED_ATTENTION = "packed"
@@ -148,6 +150,8 @@ class PackedLayout(msgspec.Struct, frozen=True):
     """int64: where each token of the sequences, one after the other, is computed."""
     shared: bool
     """Whether some tokens stand for those of several sequences; else the row is these, one after the other."""
+    part: RowSlice
+    """What this rank is given of the row."""
     watch: AttentionWatch | None = None
     """Is told of every layer's attention."""
 
@@ -159,7 +163,15 @@ class PackedRow(NamedTuple):
     """int64: token ids."""
     position_U: Tensor
     """int64: of each token in its sequences."""
+    row_P: Int64Array
+    """As in the layout."""
     layout: PackedLayout
+
+    def over(self, context: DeviceMesh | None) -> PackedRow:
+        """What this one of the ranks is given of the row."""
+        part = RowSlice(len(self.input_U), context)
+        layout = msgspec.structs.replace(self.layout, part=part)
+        return PackedRow(part.of(self.input_U), part.of(self.position_U), self.row_P, layout)
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
         """The same, while somebody looks on."""
@@ -185,8 +197,8 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     alone = [_among_themselves([own[place] for place in np.flatnonzero(kind_S == kind)], device) for kind in kinds]
     position_U = sequences.position_P[place_U]
     parts = [*alone, *_going_on(sequences, own, known_S, row_P, position_U, device)]
-    layout = PackedLayout(parts, _on(device, row_P), shared)
-    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), layout)
+    layout = PackedLayout(parts, _on(device, row_P), shared, RowSlice(len(place_U)))
+    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), row_P, layout)
 
 
 def _among_themselves(members: Sequence[Int64Array], device: torch.device) -> PackedPart:
@@ -257,7 +269,10 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row: query [1, H, U, D] to output [1, U, H, D]."""
+    """Causal attention within each sequence of a packed row: query [1, H, U, D] to output [1, U, H, D].
+
+    Where the row is over several ranks, they are given and answered their slices.
+    """
     if packed_layout is None:
         raise ConfigError(
             f"model.path: {class_name(module)} does not pass on what its attention is told of packed sequences; choose "
@@ -273,11 +288,12 @@ def packed_attention(
     if packed_layout.watch is not None:
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
-    query_UHD, key_UHD, value_UHD = (one[0].transpose(0, 1) for one in (query, key, value))
+    part = packed_layout.part
+    query_UHD, key_UHD, value_UHD = part.by_heads([one[0].transpose(0, 1) for one in (query, key, value)])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = packed_layout.parts
     answer_UHD: Any = _PackedAttention.apply(query_UHD, key_UHD, value_UHD, parts, scale, sliding_window)
-    return answer_UHD.unsqueeze(0), None
+    return part.by_tokens(answer_UHD).unsqueeze(0), None
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -132,12 +132,15 @@ def _alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Generator[None]:
-    """The model attends as transformers made it, masks included."""
+    """The model attends as transformers made it, masks included, and each rank to all tokens."""
+    layer: Any = model.get_output_embeddings()
+    context, layer.context = layer.context, None
     model.set_attn_implementation(default_attention(model))
     try:
         yield
     finally:
         model.set_attn_implementation(PACKED_ATTENTION)
+        layer.context = context
 
 
 def _gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:

@@ -1,0 +1,133 @@
+"""One of several gloo ranks that divide layers, rows or experts: trains, loads and saves. It writes what it saw."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flash.config.tree import Config
+from flash.trainer.model.model import DIVIDED, MIXTURES, named_full_tensors
+from flash.trainer.state import checkpoint, stored
+from flash.trainer.step import Trainer
+from tests.trainer.critic_cases import critic_gradient, set_head
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    gradient_of,
+    kept,
+    make_config,
+    moments_of,
+    part_of,
+    partly_kept,
+    weights_of,
+)
+
+
+class Layout(NamedTuple):
+    """How so many ranks divide models of these kinds."""
+
+    ranks: int
+    parallel: dict[str, int]
+    kinds: tuple[str, ...]
+
+
+DRAWN = "drawn"
+"""A llama, some of whose tokens were drawn from some tokens."""
+DENSE = tuple(kind for kind in DIVIDED if kind not in MIXTURES)
+LAYOUTS = {
+    "tensor": Layout(2, {"tensor": 2}, DENSE),
+    "context": Layout(2, {"context": 2}, (DRAWN, "qwen3", "qwen3_moe")),
+    "expert": Layout(2, {"expert": 2}, tuple(MIXTURES)),
+    "tensor and expert": Layout(2, {"tensor": 2, "expert": 2}, tuple(kind for kind in DIVIDED if kind in MIXTURES)),
+    # Of more ranks, which cost more, kinds whose layers have norms between divided parts.
+    "tensor, of 4": Layout(4, {"tensor": 2}, ("qwen3",)),
+    "context, of 4": Layout(4, {"context": 2}, ("qwen3",)),
+    "expert, of 4": Layout(4, {"expert": 2}, ("qwen3_moe",)),
+    "tensor and expert, of 4": Layout(4, {"tensor": 2, "expert": 2}, ("qwen3_moe",)),
+    "more than heads of keys": Layout(4, {"context": 4}, (DRAWN, "qwen3")),
+    "tensor and context": Layout(4, {"tensor": 2, "context": 2}, ("qwen3",)),
+    "experts over tensor groups": Layout(4, {"tensor": 2, "expert": 4}, ("qwen3_moe",)),
+    "experts over rows": Layout(4, {"context": 2, "expert": 4}, ("qwen3_moe",)),
+    "all": Layout(4, {"tensor": 2, "context": 2, "expert": 2}, ("qwen3_moe",)),
+}
+KINDS = sorted({kind for layout in LAYOUTS.values() for kind in layout.kinds})
+SAVED = {"tensor": "qwen3", "context": "qwen3", "expert": "qwen3_moe", "tensor and expert, of 4": "qwen3_moe"}
+"""Layouts whose checkpoints are looked at, and of which kind."""
+ALONE = "alone"
+"""Folder of what one process has saved."""
+TABLES: dict[str, Any] = {
+    "train": {
+        "learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 80, "async_ratio": 2.0,
+    },
+    "algorithm": {
+        "objective": "asyppo", "entropy_bonus": 0.2, "staleness": {"kind": "linear"},
+        "kl": {"coefficient": 0.3}, "corrections": [{"kind": "icepop", "low": 0.01}],
+    },
+    "critic": {"max_grad_norm": 1e9},
+}  # fmt: skip
+LESS = {"qwen2": {"max_grad_norm": 0.1}}
+AGAIN = ("qwen3", "qwen3_moe")
+"""Kinds that are computed again in the backward pass."""
+
+
+def configured(folder: Path, kind: str, **parallel: int) -> Config:
+    """All that a step can have beside rhythm."""
+    train = TABLES["train"] | {"activation_checkpointing": kind in AGAIN} | LESS.get(kind, {})
+    return make_config(folder / kind, **TABLES | {"train": train, "parallel": parallel})
+
+
+def trained(folder: Path, kind: str, **parallel: int) -> tuple[Trainer, dict[str, Any]]:
+    """A trainer after one step on its part of a batch whose groups share prompts, and what is seen of it."""
+    trainer, shard = Trainer(configured(folder, kind, **parallel)), aged_shard(prompt=8)
+    if kind == DRAWN:
+        shard = partly_kept(shard)
+    for index, critic in enumerate(trainer.critics):
+        set_head(critic, index)
+    trainer.version = shard.step
+    mine = list(range(len(shard.samples)))[trainer.mesh.data_shard :: trainer.mesh.data_shards]
+    metrics = trainer.train_step(part_of(shard, mine))
+    return trainer, {
+        "metrics": metrics,
+        "gradient": gradient_of(trainer),
+        "critics": [critic_gradient(critic) for critic in trainer.critics],
+        "published": {name: tensor.clone() for name, tensor in named_full_tensors(trainer.model)},
+        "canary": trainer.canaries.canary(trainer.model).logprobs,
+    }
+
+
+def state_of_all(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole."""
+    return weights_of(trainer) | moments_of(trainer)
+
+
+def saved_and_loaded(folder: Path, name: str, trainer: Trainer) -> dict[str, Any]:
+    """What a layout saves, and what it reads of one process."""
+    (folder / name).mkdir(exist_ok=True)
+    checkpoint.save(folder / name, trainer, kept(b"hub"), keep=1)
+    seen: dict[str, Any] = {"saved": state_of_all(trainer)}
+    alone = stored.newest_complete(folder / f"{ALONE} {SAVED[name]}")
+    assert alone is not None
+    checkpoint.load(alone, trainer)
+    return seen | {"loaded": state_of_all(trainer)}
+
+
+def main(folder: Path, ranks: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store-{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=300),
+    )
+    results: dict[tuple[str, str], Any] = {}
+    for name, layout in LAYOUTS.items():
+        for kind in layout.kinds if layout.ranks == ranks else ():
+            trainer, seen = trained(folder, kind, **layout.parallel)
+            again = saved_and_loaded(folder, name, trainer) if SAVED.get(name) == kind else {}
+            results[name, kind] = seen | again
+    torch.save(results, folder / f"results-{ranks}-{rank}.pt")
+    dist.destroy_process_group()
