@@ -146,8 +146,10 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
     return [_Sequence(sample.index, branches[number], turns[number], len(trained)) for number in trained]
 
 
-def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first.
+def pack(
+    samples: Sequence[ShardSample], *, min_version: int, max_tokens: int, together: bool = True
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first; or one of each sequence.
 
     A tree are sequences that begin alike, those of a group above all. It stays in one micro-batch if it can, for what
     it has in common is computed once in each; else it is cut where least is lost. A branch without a token to train is
@@ -164,6 +166,8 @@ def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
+    if not together:
+        return [_concatenate([sequence], min_version) for sequence in trained]
     order, known = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
     length = [trained[place].trajectory.length for place in order]
     batches: list[list[_Sequence]] = []

@@ -34,7 +34,14 @@ from transformers import (
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.foreign.transformers import divide_layers, keep_layers, layer_types, stored_tensors, takes_attention
+from flash.foreign.transformers import (
+    default_attention,
+    divide_layers,
+    keep_layers,
+    layer_types,
+    stored_tensors,
+    takes_attention,
+)
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
@@ -129,6 +136,8 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
         ConfigError: as `load_model`, or its layers cannot be divided.
     """
     model = empty_model(config)
+    if takes_attention(model):
+        model.set_attn_implementation(default_attention(model))
     names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
     return _fill(model, tensors, names)
@@ -180,20 +189,16 @@ def shard_model(
 ) -> PreTrainedModel:
     """Divide and shard in place, as a model of this kind: each decoder layer, then the rest.
 
-    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off. With `recompute`
-    a decoder layer's activations are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    Also selects packed attention where it can be replaced, lets the output layer answer with log-probs, and turns
+    dropout off. With `recompute` a decoder layer's activations are not kept for the backward pass (Chen et al. 2016,
+    arXiv 1604.06174).
 
     Raises:
-        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; its output
-            layer cannot; or its layers cannot be divided.
+        ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
     """
-    if not takes_attention(model):
-        raise ConfigError(
-            f"model.path: {type(model).__name__} does not use transformers' attention interface; "
-            "packed training needs it, choose another model"
-        )
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    model.set_attn_implementation(PACKED_ATTENTION)
+    if takes_attention(model):
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32")
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
@@ -209,9 +214,11 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
         divide_layers(model, mesh.tensor)
     # With one data shard there is nothing to free between forward and backward; resharding would only copy.
     reshard = mesh.data_shards > 1
-    whole = layer_types(model)
+    whole, within = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
-        if type(module).__name__ in whole:
+        # Of some models a part of a layer is named, too.
+        if type(module).__name__ in whole and module not in within:
+            within.update(module.modules())
             if recompute:
                 checkpoint(module)
             fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
