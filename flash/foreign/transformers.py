@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from json import loads
 from logging import ERROR, getLogger
 from pathlib import Path
 from shutil import copymode
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
+from transformers.utils.output_capturing import OutputRecorder
 
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
@@ -34,6 +36,9 @@ TOUCHED = (
     "transformers.conversion_mapping:get_model_conversion_mapping",
     "transformers.utils.hub:cached_file",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoePreTrainedModel._can_record_outputs",
+    "transformers.utils.output_capturing:OutputRecorder.target_class",
+    "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
 
@@ -128,6 +133,27 @@ def keep_layers(described: PreTrainedConfig, count: int) -> None:
     described.num_hidden_layers = count
     if getattr(described, "layer_types", None):
         described.layer_types = described.layer_types[:count]
+
+
+class ExpertRouter(NamedTuple):
+    """What chooses experts in a decoder layer."""
+
+    layer: int
+    module: nn.Module
+    experts: int
+
+
+def routers(model: PreTrainedModel) -> list[ExpertRouter]:
+    """Those of a model whose class says what its routers are; none where it has none, or says it of several kinds."""
+    recorded: Any = getattr(model, "_can_record_outputs", None) or {}
+    router, found = recorded.get("router_logits"), list[ExpertRouter]()
+    if not isinstance(router, OutputRecorder):
+        return found
+    for name, module in model.named_modules():
+        number = re.search(r"\blayers\.(\d+)\.", name)
+        if number and isinstance(module, router.target_class) and name.endswith(router.layer_name or ""):
+            found.append(ExpertRouter(int(number[1]), module, len(next(module.parameters()))))
+    return found
 
 
 def layer_number(attention: nn.Module) -> int | None:

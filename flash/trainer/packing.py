@@ -23,7 +23,7 @@ from flash.branches import Int64Array, in_common, sequences
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
 from flash.samples.slices import at_once
-from flash.sampling import PLAIN, Sampling
+from flash.sampling import PLAIN, Routes, Sampling, routed
 from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
@@ -67,6 +67,8 @@ class MicroBatch:
     """How each sequence was sampled."""
     kept: KeptTokens
     """What the action tokens were drawn from."""
+    routes: Routes | None = None
+    """Of all P, where engines told them."""
 
     @property
     def index_T(self) -> Int64Array:
@@ -226,6 +228,7 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         kinds_S=tuple(compress(micro.kinds_S, keep_S)),
         sampling_S=tuple(compress(micro.sampling_S, keep_S)),
         kept=micro.kept.only(keep_T),
+        routes=micro.routes and Routes.of(micro.routes.numbers()[keep_P]),
     )
 
 
@@ -258,6 +261,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
         sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
         kept=all_kept([_kept(*pair) for pair in zip(sequences, actions, strict=True)]),
+        routes=routed([sequence.trajectory.routes for sequence in sequences], lengths.tolist()),
     )
     _check_behaviour(micro, sequences)
     return micro

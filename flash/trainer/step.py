@@ -46,7 +46,7 @@ from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.model.model import empty_model, load_plain, load_sharded, reshard, shard_model
 from flash.trainer.model.packed import packs
-from flash.trainer.model.packing_check import attend_alone, check_packing
+from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
@@ -107,6 +107,8 @@ class Trainer:
         """Where there is a target: the coefficient of the bonus, and the policy's entropy in the last step."""
         if config.algorithm.entropy_target is not None:
             self.entropy = (config.algorithm.entropy_bonus, 0.0)
+        if config.rollout.routing_replay:
+            replay_routing(self.model)
         self._together = _share_rows(self.model, self.critics, self.reference, self._teacher)
         """Whether sequences share micro-batches, which all models are given."""
         self.version = 0

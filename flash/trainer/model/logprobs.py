@@ -66,6 +66,8 @@ def token_logprobs(
     keep, target, scale = (torch.from_numpy(each[first_N]).to(model.device) for each in (keep_T, target_T, scale_T))
     selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.to(model.device))
     rows = row.layout.row_P[keep]
+    if layer.replay is not None:
+        layer.replay.take(row.routes_ULK)
     with layer.selecting(selection), logits_unchanged(model):
         output = model(**given(model, row), logits_to_keep=rows)
     # The very tensor: whatever a model does to logits, it would have done to log-probs here. One that is kept from

@@ -29,6 +29,7 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import LogitChange, logit_change
 from flash.trainer.kept import KeptTokens
 from flash.trainer.model.fused import fused
+from flash.trainer.model.replay import RoutingReplay
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
@@ -133,6 +134,8 @@ class OutputLayer(nn.Module):
         self.change = change
         """What the model would do to logits, and is kept from."""
         self.chunk_bytes = CHUNK_BYTES
+        self.replay: RoutingReplay | None = None
+        """Where the model takes the experts that engines chose."""
         self._selection: Selection | None = None
 
     @contextmanager

@@ -165,6 +165,8 @@ class PackedRow(NamedTuple):
     position_U: Tensor
     """int64: of each token in its sequences."""
     layout: PackedLayout
+    routes_ULK: Tensor | None
+    """int32: the experts that engines chose; -1: not known."""
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
         """The same, while somebody looks on."""
@@ -205,7 +207,9 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     position_U = sequences.position_P[place_U]
     parts = [*alone, *_going_on(sequences, own, known_S, row_P, position_U, device)]
     layout = PackedLayout(parts, _on(device, row_P), shared)
-    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), layout)
+    routes = sequences.routes
+    routes_ULK = None if routes is None else torch.from_numpy(routes.numbers()[place_U]).to(device)
+    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), layout, routes_ULK)
 
 
 def _among_themselves(members: Sequence[Int64Array], device: torch.device) -> PackedPart:

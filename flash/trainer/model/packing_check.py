@@ -37,6 +37,7 @@ from flash.trainer.model.model import reshard
 from flash.trainer.model.output_layer import OutputLayer, Selection, changed
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, packs
 from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.model.replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
 
 LENGTHS = (9, 24, 5, 16)
@@ -101,6 +102,21 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
         log.warning(
             "model.path: %s %s; so it is given one sequence at a time, which is slower", class_name(model), told
         )
+
+
+@torch.no_grad()
+def replay_routing(model: PreTrainedModel) -> None:
+    """Have a model take the experts that engines chose, once it is seen that it can. A collective.
+
+    Raises:
+        ConfigError: it has no experts, or chooses them in a way that is not known.
+    """
+    layer = model.get_output_embeddings()
+    assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
+    layer.replay = RoutingReplay(model)
+    layer.replay.watches = True
+    _forward(model, [torch.arange(2, device=model.device)])
+    layer.replay.watches = False
 
 
 def attend_alone(model: PreTrainedModel) -> None:
