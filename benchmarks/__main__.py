@@ -38,7 +38,7 @@ MODULES = {
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
             *("grids", "join", "kept_sets", "kv_law", "loop_load", "mismatch", "model_service", "objective_cost"),
             *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "selection", "view_load"),
-            "weight_groups",
+            *("routing_replay", "weight_groups"),
         )
     },
     "credit": "benchmarks.real.credit",

@@ -87,6 +87,7 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
                 lost_tokens=0,
                 branches=(0,),
                 kept=next(kept),
+                routes=trajectory.routes and trajectory.routes.part(begin, end),
             )
         )
         acted += counts[number]

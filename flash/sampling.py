@@ -2,6 +2,7 @@
 
 Law: a token's log-prob, the engine's and the trainer's, is that of the distribution it was drawn from. Where tokens are
 left out, those that were not, the *kept set*, travel with each that was drawn: the trainer renormalises over them.
+Where a mixture's experts are chosen for a token, so can those that the engine chose: the trainer takes them.
 """
 
 from __future__ import annotations
@@ -109,3 +110,66 @@ def together(parts: Iterable[Kept]) -> Kept:
     """The sets of some tokens, then those of later ones."""
     parts = list(parts)
     return Kept(b"".join(part.ids for part in parts), b"".join(part.counts for part in parts))
+
+
+class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of each of some tokens, the experts that its engine chose in each decoder layer.
+
+    Layers without experts, and tokens of which the engine told nothing, have the number of which all bits are set.
+    """
+
+    ids: bytes
+    """uint8 or uint16, [tokens, layers, experts of a token]."""
+    layers: int
+    each: int
+    """Experts of a token."""
+    bits: int = 8
+
+    @classmethod
+    def of(cls, chosen: npt.NDArray[np.integer]) -> Routes:
+        """From numbers, [tokens, layers, experts of a token]; negative ones are not known."""
+        _, layers, each = chosen.shape
+        bits = 8 if chosen.max(initial=0) < 255 else 16
+        wide = np.where(chosen < 0, (1 << bits) - 1, chosen).astype(f"<u{bits // 8}")
+        return cls(wide.tobytes(), layers, each, bits)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens these are of."""
+        return len(self.ids) // self._row
+
+    @property
+    def _row(self) -> int:
+        return self.layers * self.each * self.bits // 8
+
+    def numbers(self) -> Int32Array:
+        """[tokens, layers, experts of a token]; -1: not known."""
+        flat = np.frombuffer(self.ids, dtype=f"<u{self.bits // 8}").astype(np.int32)
+        flat[flat == (1 << self.bits) - 1] = -1
+        return flat.reshape(-1, self.layers, self.each)
+
+    def part(self, start: int, stop: int) -> Routes:
+        """Those of the tokens [start, stop)."""
+        return msgspec.structs.replace(self, ids=self.ids[self._row * start : self._row * stop])
+
+    def padded(self, tokens: int) -> Routes:
+        """With tokens that nothing is known of, up to so many."""
+        return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row * tokens - len(self.ids)))
+
+    def fault(self, tokens: int) -> str | None:
+        """Why it cannot be that of so many tokens."""
+        if self.bits not in (8, 16) or self.layers < 1 or self.each < 1 or len(self.ids) != tokens * self._row:
+            return f"{tokens} tokens, and {len(self.ids)} bytes of experts of {self.layers} layers, {self.each} each"
+        return None
+
+
+def routed(parts: Sequence[Routes | None], tokens: Sequence[int]) -> Routes | None:
+    """The routes of some tokens, then those of later ones, `tokens` by part; None where no part has any."""
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    empty = msgspec.structs.replace(first, ids=b"")
+    whole = [(empty if part is None else part).padded(count) for part, count in zip(parts, tokens, strict=True)]
+    if any(part.bits != first.bits for part in whole):
+        return Routes.of(np.concatenate([part.numbers() for part in whole]))
+    return msgspec.structs.replace(first, ids=b"".join(part.ids for part in whole))

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.ages import recent
-from flash.sampling import PLAIN, Kept, Sampling
+from flash.sampling import PLAIN, Kept, Routes, Sampling
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -149,6 +149,8 @@ class Completion(msgspec.Struct, frozen=True):
     to end at did, and is its last."""
     kept: Kept | None = None
     """Where its sampling keeps some tokens only."""
+    routes: Routes | None = None
+    """Of the prompt and all tokens but the last, which the engine has not computed; where it is to tell."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -203,6 +205,8 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Where each branch begins in `token_ids`, ascending; in each something was sampled."""
     kept: Kept | None = None
     """Of its action tokens, where its sampling keeps some tokens only."""
+    routes: Routes | None = None
+    """Of all tokens, where engines tell which experts they chose."""
 
     def tokens(self) -> Int32Array:
         """The whole sequence, int32 [T]: a view of `token_ids`."""
@@ -235,7 +239,8 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     def size(self) -> int:
         """Bytes that it takes, about."""
         text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
-        return len(self.token_ids) + len(self.logprobs) + text + (self.kept.size if self.kept else 0)
+        told = (self.kept.size if self.kept else 0) + (len(self.routes.ids) if self.routes else 0)
+        return len(self.token_ids) + len(self.logprobs) + text + told
 
     def action_mask(self) -> BoolArray:
         """bool [T]: True where the policy sampled."""

@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 
 from msgspec.structs import replace
 
-from flash.sampling import together
+from flash.sampling import routed, together
 from flash.types import Span, Trajectory, VersionRun, append_versions
 
 
@@ -34,4 +34,5 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         reward=math.fsum(turn.reward for turn in turns),
         branches=begins,
         kept=together(part.kept for part in parts if part.kept is not None) if parts[0].kept else None,
+        routes=routed([part.routes for part in parts], [part.length for part in parts]),
     )

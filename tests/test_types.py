@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flash.branches import branch_tokens, divide_versions, sequences, spans_by_turn, trained_branches
-from flash.sampling import Kept, together
+from flash.sampling import Kept, Routes, together
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
 from tests.samples.cases import trajectory
@@ -53,7 +53,10 @@ def test_versions_that_were_divided_are_the_whole_again(runs: list[VersionRun], 
 def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[list[VersionRun]]) -> None:
     task = Task(1, 1, 0, 1)
     parts = [trajectory(task, 0, sum(run.count for run in each), versions=each) for each in runs]
-    parts = [replace(part, kept=kept_of(part.action_count, number)) for number, part in enumerate(parts)]
+    parts = [
+        replace(part, kept=kept_of(part.action_count, number), routes=Routes.of(np.full((part.length, 1, 2), number)))
+        for number, part in enumerate(parts)
+    ]
     whole = joined(parts)
     alone = sequences(whole)
     assert [one.tokens().tolist() for one in alone] == [part.tokens().tolist() for part in parts]
@@ -61,6 +64,7 @@ def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[lis
     assert [one.action_spans for one in alone] == [part.action_spans for part in parts]
     assert [one.branches for one in alone] == [(0,)] * len(parts)
     assert [one.kept for one in alone] == [part.kept for part in parts]
+    assert [one.routes for one in alone] == [part.routes for part in parts]
     assert branch_tokens(whole) == [part.action_count for part in parts]
     for version in range(5):
         trained = [part.trained_tokens(version) for part in parts]

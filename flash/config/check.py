@@ -342,6 +342,9 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"rollout.{name}", fault)
     if (coarse := config.unknown_sets(config.sampling)) is not None:
         yield ConfigProblem("rollout.top_k", coarse)
+    if rollout.routing_replay and config.gpus_per_node == 0:
+        message = "expected false without GPUs: vLLM's engine on the CPU does not tell which experts it chose"
+        yield ConfigProblem("rollout.routing_replay", message)
     members = rollout.group_size + rollout.extra_per_group
     if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
         message = (

@@ -166,6 +166,8 @@ class RolloutConfig(Section, frozen=True):
     """Added: `[[token, bias]]`."""
     repetition_penalty: Penalty = 1.0
     """Of the context's tokens."""
+    routing_replay: bool = False
+    """Train with the engine's experts; on GPUs."""
     seeded: bool | None = None
     """A seed per response, to [repeat a run](asynchrony.md#repeating-a-run), at a cost. None: on the CPU at α = 0."""
     retries: NonNegative = 2

@@ -261,6 +261,8 @@ class Attention(NamedTuple):
     causal: bool
     """Without a mask: each sees those up to its own place."""
     scale: float
+    cap: float | None = None
+    """Scores become cap · tanh(score / cap), of which no kernel knows."""
 
 
 WIDTHS = 8

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from json import loads
 from logging import ERROR, getLogger
 from pathlib import Path
 from shutil import copymode
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -28,6 +29,7 @@ from transformers.distributed.tensor_parallel import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
+from transformers.utils.output_capturing import OutputRecorder
 
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
@@ -36,6 +38,7 @@ TOUCHED = (
     "transformers:PreTrainedModel.get_output_embeddings",
     "transformers:PreTrainedModel.set_output_embeddings",
     "transformers:PreTrainedModel.get_correct_attn_implementation",
+    "transformers:PreTrainedConfig._attn_implementation",
     "transformers:AttentionInterface.register",
     "transformers:PreTrainedModel.tp_plan",
     "transformers:PreTrainedModel.ep_plan",
@@ -49,6 +52,9 @@ TOUCHED = (
     "transformers.conversion_mapping:get_model_conversion_mapping",
     "transformers.utils.hub:cached_file",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoePreTrainedModel._can_record_outputs",
+    "transformers.utils.output_capturing:OutputRecorder.target_class",
+    "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
 
@@ -63,9 +69,58 @@ def takes_attention(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
+def attention(model: PreTrainedModel) -> str | None:
+    """The name of the attention that the model calls."""
+    return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
+
+
 def default_attention(model: PreTrainedModel) -> str:
     """The attention that transformers gives a model of this class where nothing is asked for."""
-    return model.get_correct_attn_implementation(None)
+    # Its sdpa leaves caps out without a word.
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return model.get_correct_attn_implementation("eager" if capped else None)
+
+
+class LogitChange(NamedTuple):
+    """What a model does to the logits of its output layer: scales them, then takes cap · tanh(logit / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+def _changers(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
+    """What has a say in that: the attribute's owner, its name, and what it says where logits stay as they are."""
+    found: list[tuple[object, str, float | None]] = [
+        (model.config, "final_logit_softcapping", None),
+        (model.config, "logits_scaling", 1.0),
+        (model, "logit_scale", 1.0),
+        (model.base_model, "lm_head_multiplier", 1.0),
+    ]
+    return [one for one in found if isinstance(getattr(one[0], one[1], None), int | float)]
+
+
+def logit_change(model: PreTrainedModel) -> LogitChange:
+    """As far as it is known by the names of attributes; whether that is all, only the model's own forward pass says."""
+    said: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _changers(model)}
+    cap, scale = said.pop("final_logit_softcapping", None), 1.0
+    for name, value in said.items():
+        # Two families have this name for opposite things.
+        divides = name == "logits_scaling" and model.config.model_type.startswith("granite")
+        scale = scale / value if divides else scale * value
+    return LogitChange(scale, cap)
+
+
+@contextmanager
+def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
+    """The model hands on what its output layer says."""
+    kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _changers(model)]
+    try:
+        for owner, name, _, neutral in kept:
+            setattr(owner, name, neutral)
+        yield
+    finally:
+        for owner, name, value, _ in kept:
+            setattr(owner, name, value)
 
 
 def windows(model: PreTrainedModel) -> list[int]:
@@ -96,6 +151,27 @@ def keep_layers(described: PreTrainedConfig, count: int) -> None:
     described.num_hidden_layers = count
     if getattr(described, "layer_types", None):
         described.layer_types = described.layer_types[:count]
+
+
+class ExpertRouter(NamedTuple):
+    """What chooses experts in a decoder layer."""
+
+    layer: int
+    module: nn.Module
+    experts: int
+
+
+def routers(model: PreTrainedModel) -> list[ExpertRouter]:
+    """Those of a model whose class says what its routers are; none where it has none, or says it of several kinds."""
+    recorded: Any = getattr(model, "_can_record_outputs", None) or {}
+    router, found = recorded.get("router_logits"), list[ExpertRouter]()
+    if not isinstance(router, OutputRecorder):
+        return found
+    for name, module in model.named_modules():
+        number = re.search(r"\blayers\.(\d+)\.", name)
+        if number and isinstance(module, router.target_class) and name.endswith(router.layer_name or ""):
+            found.append(ExpertRouter(int(number[1]), module, len(next(module.parameters()))))
+    return found
 
 
 def layer_number(attention: nn.Module) -> int | None:

@@ -70,6 +70,8 @@ TOUCHED = (
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._ensure_worker_termination",
     "vllm.exceptions:VLLMClientError",
     "vllm.outputs:CompletionOutput.weight_versions",
+    "vllm.outputs:CompletionOutput.routed_experts",
+    "vllm.engine.arg_utils:AsyncEngineArgs.enable_return_routed_experts",
     "vllm.sampling_params:RequestOutputKind.DELTA",
     "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
     "vllm.sampling_params:SamplingParams.flat_logprobs",

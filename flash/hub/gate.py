@@ -282,6 +282,8 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
         return f"no kept sets, and drawn with top_k = {made.task.sampling.top_k}"
     if made.kept is not None and (fault := made.kept.fault(made.action_count)) is not None:
         return fault
+    if made.routes is not None and (fault := made.routes.fault(made.length)) is not None:
+        return fault
     if made.lost_tokens < 0:
         return f"{made.lost_tokens} lost tokens"
     if made.length and made.tokens().min() < 0:

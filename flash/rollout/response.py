@@ -66,7 +66,8 @@ class Response:
         append_versions(versions, last.versions)
         before = self._kept_until(at)
         kept = None if before is None or last.kept is None else together((before, last.kept))
-        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept)
+        # The last engine has computed all of it.
+        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
         return together(self._kept).part(0, tokens) if self._kept else None

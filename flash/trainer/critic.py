@@ -27,7 +27,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.model import load_sharded, reshard
-from flash.trainer.model.packed import PackedRow, packed_row
+from flash.trainer.model.packed import PackedRow, given, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, only
 
@@ -48,12 +48,7 @@ class ValueModel(nn.Module):
 
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
         """float32 [M, 1]: the value of the state that ends at each of these tokens of what this rank has of the row."""
-        output = self.backbone(
-            input_ids=row.input_U.unsqueeze(0),
-            position_ids=row.position_U.unsqueeze(0),
-            use_cache=False,
-            packed_layout=row.layout,
-        )
+        output = self.backbone(**given(self.backbone, row))
         return self.head(output.last_hidden_state[0, kept_M].float())
 
 
@@ -82,7 +77,7 @@ class Critic:
         """Load and shard the value model of `config.critic`, which must be there. `mesh`: the policy's.
 
         Raises:
-            ConfigError: the model cannot be loaded, or its attention cannot be packed.
+            ConfigError: the model cannot be loaded.
         """
         assert config.critic is not None, "a run without [critic] has no critic"
         self._config, self.mesh = config.critic, mesh

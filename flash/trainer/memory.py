@@ -23,6 +23,7 @@ from flash.foreign.transformers import layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import empty_model, shard_model
+from flash.trainer.model.packed import packs
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import make_optimizer
@@ -70,6 +71,11 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         with counted():
             policy = _made(config.model, config.model.path, mesh)
         weights = 4 * sum(_own(policy))
+        if not packs(policy):
+            # Each sequence is a micro-batch.
+            longest = min(config.train.max_tokens_per_microbatch, config.model.max_length)
+            train = msgspec.structs.replace(config.train, max_tokens_per_microbatch=longest)
+            config = msgspec.structs.replace(config, train=train)
         at_work = _at_work(config, mesh, policy, few)
         others = sum(_others(config, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())

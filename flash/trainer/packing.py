@@ -23,7 +23,7 @@ from flash.branches import Int64Array, in_common, sequences
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
 from flash.samples.slices import at_once
-from flash.sampling import PLAIN, Sampling
+from flash.sampling import PLAIN, Routes, Sampling, routed
 from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
@@ -67,6 +67,8 @@ class MicroBatch:
     """How each sequence was sampled."""
     kept: KeptTokens
     """What the action tokens were drawn from."""
+    routes: Routes | None = None
+    """Of all P, where engines told them."""
 
     @property
     def index_T(self) -> Int64Array:
@@ -146,8 +148,10 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
     return [_Sequence(sample.index, branches[number], turns[number], len(trained)) for number in trained]
 
 
-def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first.
+def pack(
+    samples: Sequence[ShardSample], *, min_version: int, max_tokens: int, together: bool = True
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first; or one of each sequence.
 
     A tree are sequences that begin alike, those of a group above all. It stays in one micro-batch if it can, for what
     it has in common is computed once in each; else it is cut where least is lost. A branch without a token to train is
@@ -164,6 +168,8 @@ def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
+    if not together:
+        return [_concatenate([sequence], min_version) for sequence in trained]
     order, known = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
     length = [trained[place].trajectory.length for place in order]
     batches: list[list[_Sequence]] = []
@@ -222,6 +228,7 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         kinds_S=tuple(compress(micro.kinds_S, keep_S)),
         sampling_S=tuple(compress(micro.sampling_S, keep_S)),
         kept=micro.kept.only(keep_T),
+        routes=micro.routes and Routes.of(micro.routes.numbers()[keep_P]),
     )
 
 
@@ -254,6 +261,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
         sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
         kept=all_kept([_kept(*pair) for pair in zip(sequences, actions, strict=True)]),
+        routes=routed([sequence.trajectory.routes for sequence in sequences], lengths.tolist()),
     )
     _check_behaviour(micro, sequences)
     return micro

@@ -61,8 +61,10 @@ class StepPlan:
         return [sum(counts) for counts in zip(*(one.shard_tokens for one in self.minibatches), strict=True)]
 
 
-def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh) -> StepPlan:
-    """Pack, check the laws, and agree on counts: one collective.
+def plan_step(
+    shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, together: bool = True
+) -> StepPlan:
+    """Pack, `together` or each sequence alone, check the laws, and agree on counts: one collective.
 
     Raises:
         ContractError: on every rank, when the batch of any breaks the age contract, its own counts, or is damaged.
@@ -75,7 +77,7 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: 
     critic_B = deal([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
         parts = [
-            pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch)
+            pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, together=together)
             for part in split_minibatches(shard, train.minibatches)
         ]
         age_T = trained_ages(shard.step, [micro for part in parts for micro in part])

@@ -45,7 +45,8 @@ from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.model.model import empty_model, load_plain, load_sharded, reshard, shard_model
-from flash.trainer.model.packing_check import check_packing
+from flash.trainer.model.packed import packs
+from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
@@ -106,6 +107,10 @@ class Trainer:
         """Where there is a target: the coefficient of the bonus, and the policy's entropy in the last step."""
         if config.algorithm.entropy_target is not None:
             self.entropy = (config.algorithm.entropy_bonus, 0.0)
+        if config.rollout.routing_replay:
+            replay_routing(self.model)
+        self._together = _share_rows(self.model, self.critics, self.reference, self._teacher)
+        """Whether sequences share micro-batches, which all models are given."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
@@ -136,7 +141,7 @@ class Trainer:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
-        plan = plan_step(shard, self._config, self._method, self.version, self.mesh)
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, together=self._together)
         along = self._along(plan)
         rhythm = None if along else self.rhythm
         models = Models(self.mesh, self.model, self.reference, self._teacher, self.critics, self.ewma, rhythm)
@@ -355,6 +360,15 @@ class Trainer:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)
+
+
+def _share_rows(policy: PreTrainedModel, critics: Sequence[Critic], *frozen: PreTrainedModel | None) -> bool:
+    """Whether all of them take several sequences at once. Critics begin as the policy, and attend as it does."""
+    backbones = [critic.model.backbone for critic in critics]
+    if not packs(policy):
+        for backbone in backbones:
+            attend_alone(backbone)
+    return all(packs(one) for one in (policy, *backbones, *frozen) if one is not None)
 
 
 @torch.no_grad()

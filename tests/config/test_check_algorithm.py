@@ -235,6 +235,7 @@ def resolve(*overrides: str) -> Config:
             "`rollout.stop_token_ids` (override): an engine on a GPU would die of more than 100: got 101",
         ),
         (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): is followed by the trainer"),
+        (["rollout.routing_replay=true"], "`rollout.routing_replay` (override): expected false without GPUs"),
         (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
         (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
         (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (override): no such key: an engine counts"),

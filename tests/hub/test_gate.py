@@ -12,7 +12,7 @@ from flash.config.waits import SILENT_S
 from flash.errors import ContractError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
-from flash.sampling import Kept
+from flash.sampling import Kept, Routes
 from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
 from tests.hub.test_hub import Driver, make_config
@@ -232,6 +232,7 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
         ({"token_ids": b"\xff" * 20}, "a token below 0"),
         ({"kept": Kept.of([5], [1])}, "3 sampled tokens, and kept sets of 1 with 1 tokens"),
         ({"kept": Kept(b"1", b"")}, "kept sets with parts of numbers"),
+        ({"routes": Routes(b"123", 2, 2)}, "5 tokens, and 3 bytes of experts of 2 layers"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1)]}, "a response in no branch"),
         ({"branches": ()}, r"branches that begin at \(\) of 5"),
         ({"branches": (1,)}, r"branches that begin at \(1,\) of 5"),

@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from flash.errors import EngineError
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest
-from flash.rollout.vllm.requests import TIES, Told, tail, told
+from flash.rollout.vllm.requests import TIES, Told, routes_of, tail, told
 from flash.sampling import Kept, Sampling
 
 VOCABULARY = 100
@@ -56,6 +56,14 @@ def test_law_4_pieces_that_vllm_has_put_together_say_what_they_said_alone() -> N
     alone = [told(flat, [token], HOW, VOCABULARY) for flat, token in zip(pieces, drawn, strict=True)]
     assert [one.logprobs[0] for one in alone] == expected.logprobs
     assert [one.kept for one in alone] == [expected.kept and expected.kept.part(at, at + 1) for at in range(4)]
+
+
+def test_experts_of_other_tokens_than_were_computed_are_an_error() -> None:
+    chosen = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    assert (routes_of(SimpleNamespace(routed_experts=chosen), 4).numbers() == chosen).all()
+    for told_of in (None, chosen[:3]):
+        with pytest.raises(EngineError, match="the experts of 4 tokens were to be told, got"):
+            routes_of(SimpleNamespace(routed_experts=told_of), 4)
 
 
 @pytest.mark.parametrize("drawn", [0, TIES + 2])

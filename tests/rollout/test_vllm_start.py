@@ -192,6 +192,15 @@ def test_an_argument_that_vllm_refuses_is_an_error_of_the_configuration() -> Non
     assert not isinstance(caught.value, ConfigError)
 
 
+def test_an_engine_tells_its_experts_where_the_run_replays_them() -> None:
+    config = make_config(gpus=4)
+    rollout = msgspec.structs.replace(config.rollout, routing_replay=True)
+    replayed = msgspec.structs.replace(config, rollout=rollout)
+    for one, asked in ((config, False), (replayed, True)):
+        assert engine_args(one, 0, [0]).get("enable_return_routed_experts", False) is asked
+        assert ("VLLM_USE_V2_MODEL_RUNNER" in engine_variables(one, {}, [0], 1)) is asked
+
+
 def test_importing_the_engine_needs_neither_torch_nor_vllm() -> None:
     code = "import sys, flash.rollout.vllm.engine; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

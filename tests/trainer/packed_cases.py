@@ -68,6 +68,46 @@ SIZES: dict[str, Any] = {
 }
 """Those of them that a configuration has are given to it."""
 
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
+    "falcon_mamba": {"state_size": 4},
+    "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "granite": {"logits_scaling": 8.0},
+    "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"], "logits_scaling": 8.0},
+    "hyperclovax": {"logits_scaling": 0.2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {"state_size": 4},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_next": _LINEAR,
+}
+"""What makes tiny ones of some kinds small, or all that there is to their kind part of them."""
+
 
 def tiny(kind: str, **options: Any) -> PreTrainedModel:
     """A random model of this kind, with weights larger than usual so that every error shows."""

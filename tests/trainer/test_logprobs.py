@@ -8,20 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma3TextConfig,
-    GraniteConfig,
-    PretrainedConfig,
-)
 
-from flash.config.tree import ModelConfig
-from flash.errors import ConfigError
-from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import shard_model
 from flash.trainer.model.output_layer import OutputLayer
 from tests.trainer import two_logprob_ranks
 from tests.trainer.packed_cases import (
@@ -136,33 +125,6 @@ def test_neither_whole_logits_nor_their_gradient_are_ever_held(tmp_path: Path, e
     assert whole.elements >= logits
     # What is largest is the embedding itself, or FSDP's buffer for all parameters of the root.
     assert ours.elements <= 1.1 * sum(value.numel() for value in model.parameters()) < logits / 4
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [CohereConfig, GraniteConfig, Gemma3TextConfig],
-    ids=["a scale (Cohere)", "a divisor (Granite)", "a cap (Gemma 3)"],
-)
-def test_a_model_that_changes_its_logits_is_refused(kind: type[PretrainedConfig]) -> None:
-    config = kind(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        **{"final_logit_softcapping": 30.0} if kind is Gemma3TextConfig else {},
-    )
-    model = shard_model(
-        AutoModelForCausalLM.from_config(config), trainer_mesh("cpu"), ModelConfig(path="", dtype="float32")
-    )
-    with pytest.raises(ConfigError, match=r"model\.path: .*ForCausalLM caps, scales"):
-        canary_logprobs(model, [1, 2, 3])
 
 
 def test_the_canary_is_the_plain_log_prob_of_each_next_token(any_model: Path) -> None:

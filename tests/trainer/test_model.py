@@ -76,13 +76,6 @@ def test_weights_that_mean_nothing_without_their_scales_are_refused(
         load_sharded(ModelConfig(path=str(folder)), trainer_mesh("cpu"))
 
 
-def test_a_model_without_the_attention_interface_is_refused(tied_model: Path) -> None:
-    model = load_model(ModelConfig(path=str(tied_model)))
-    model._supports_attention_backend = False
-    with pytest.raises(ConfigError, match="attention interface"):
-        shard_model(model, trainer_mesh("cpu"), FLOAT32)
-
-
 def test_a_model_with_an_output_layer_of_another_kind_is_refused(untied_model: Path) -> None:
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

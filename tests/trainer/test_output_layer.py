@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flash.foreign.transformers import LogitChange
 from flash.trainer.kept import KeptTokens
-from flash.trainer.model.output_layer import KeptSets, OutputLayer, Selection, selected_logprobs
+from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection, selected_logprobs
 
 VOCABULARY, WIDTH = 23, 6
 ROW = VOCABULARY * 8
@@ -67,6 +68,10 @@ def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Te
         if name in ("hidden_TD", "weight_VD") or (name == "bias_V" and value is not None)
     }
     logits_TV = leaves["hidden_TD"] @ leaves["weight_VD"].T + leaves.get("bias_V", 0.0)
+    change = factors.get("change", UNCHANGED)
+    logits_TV = logits_TV * change.scale
+    if change.cap is not None:
+        logits_TV = change.cap * (logits_TV / change.cap).tanh()
     drawn_TV = as_drawn(factors.get("kept"), logits_TV)
     log_share_TV = (drawn_TV / factors["temperature_T"][:, None]).log_softmax(-1)
     logp_T = log_share_TV.gather(-1, factors["target_T"][:, None])[:, 0]
@@ -95,10 +100,11 @@ def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * ROW, 7 * ROW, 100 * ROW])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 10])
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("change", [UNCHANGED, LogitChange(scale=0.4), LogitChange(scale=1.5, cap=2.0)])
 def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(
-    tokens: int, chunk_bytes: int, kept: bool
+    tokens: int, chunk_bytes: int, kept: bool, change: LogitChange
 ) -> None:
-    given = factors(tokens, hot=0.3)
+    given = factors(tokens, hot=0.3) | {"change": change}
     if kept:
         given["kept"] = some_kept(given["target_T"])
     grads = random_grads(tokens)

@@ -19,7 +19,7 @@ import numpy as np
 
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.sampling import Kept, together
+from flash.sampling import Kept, Routes, routed, together
 from flash.types import (
     Completion,
     Observation,
@@ -83,6 +83,8 @@ class Branch:
         self.spans: list[Span] = []
         self.versions: list[VersionRun] = []
         self.kept: list[Kept] = []
+        self.routes: Routes | None = None
+        """Of its first tokens."""
 
     def until(self, responses: int) -> int:
         """Tokens up to the end of so many responses; all, where there are no more."""
@@ -187,6 +189,7 @@ class Transcript:
         if self._begins:
             origin, kept = self.branches[self.branch], self._responses
             self.branches.append(Branch(origin.tokens[: origin.until(kept)], origin.ends[:kept], origin.form))
+            self.branches[-1].routes = origin.routes and origin.routes.part(0, origin.until(kept))
             self.branch = len(self.branches) - 1
         if not self._responses:
             self.branches[self.branch].form = self._form
@@ -207,6 +210,11 @@ class Transcript:
         append_versions(branch.versions, completion.versions)
         if completion.kept is not None:
             branch.kept.append(completion.kept)
+        if completion.routes is not None:
+            # What was computed before went into what was sampled before.
+            known = 0 if branch.routes is None else branch.routes.tokens
+            later = completion.routes.part(known, completion.routes.tokens)
+            branch.routes = routed([branch.routes, later], [known, later.tokens])
         self.spoke = branch
         self._responses = len(branch.ends)
         self.sampled += len(completion.token_ids)
@@ -240,6 +248,7 @@ class Transcript:
             lost_tokens=lost_tokens,
             branches=tuple(begins),
             kept=together(kept) if kept else None,
+            routes=routed([branch.routes for branch in branches], [len(branch.tokens) for branch in branches]),
         )
 
 

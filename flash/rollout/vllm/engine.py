@@ -33,7 +33,16 @@ from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
-from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, check_prompt, finish_of, tail, told, version_runs
+from flash.rollout.vllm.requests import (
+    GOOD_ENDS,
+    SamplingParameters,
+    check_prompt,
+    finish_of,
+    routes_of,
+    tail,
+    told,
+    version_runs,
+)
 from flash.rollout.vllm.start import configure, engine_environment
 from flash.sampling import Kept, together
 from flash.types import Completion, Published
@@ -191,7 +200,9 @@ class VLLMEngine:
         finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = [(span.version, span.start) for span in piece.weight_versions or ()]
         whole = together(kept) if kept else None
-        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole)
+        tells = self._config.rollout.routing_replay
+        routes = routes_of(piece, len(request.prompt) + len(token_ids) - 1) if tells else None
+        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole, routes)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`.

@@ -12,7 +12,7 @@ from flash.config.section import HIGHEST_TOP_K
 from flash.errors import EngineError, EngineRefusal
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest
-from flash.sampling import Kept, Sampling
+from flash.sampling import Kept, Routes, Sampling
 from flash.types import VersionRun
 
 GOOD_ENDS = ("stop", "length")
@@ -96,6 +96,19 @@ def told(flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: in
         )
     kept &= ids != np.repeat(ids[starts], ends - starts)
     return Told(logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64)))
+
+
+def routes_of(piece: Any, computed: int) -> Routes:
+    """The experts of the tokens that were computed for a response, from its last piece: vLLM's `CompletionOutput`.
+
+    Raises:
+        EngineError: it tells of other tokens.
+    """
+    chosen = piece.routed_experts
+    if chosen is None or len(chosen) != computed:
+        count = "none" if chosen is None else len(chosen)
+        raise EngineError(f"the experts of {computed} tokens were to be told, got those of {count}")
+    return Routes.of(chosen)
 
 
 def check_prompt(prompt: Sequence[int], longest: int) -> None:

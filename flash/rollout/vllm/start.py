@@ -141,6 +141,8 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.rollout.routing_replay:
+        args["enable_return_routed_experts"] = True
     if config.gpus_per_node == 0 and config.seeded:
         # A prompt that is prefilled in parts has vLLM turn its generator back, which torch's for the CPU cannot: the
         # engine would die.
@@ -190,6 +192,9 @@ def engine_variables(
         "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
+    if config.rollout.routing_replay:
+        # The first runner does not tell of experts.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if SCRATCH in inherited:
         # Its sockets, which it would leave in /tmp.
         variables["VLLM_RPC_BASE_PATH"] = inherited[SCRATCH]

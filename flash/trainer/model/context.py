@@ -91,6 +91,13 @@ class RowSlice:
         parts = exchanged.flatten(0, 1)[: self.tokens].split(widths, -1)
         return [part.unflatten(-1, (-1, one.shape[2])) for part, one in zip(parts, states, strict=True)]
 
+    def heads(self, values_H: Tensor) -> Tensor:
+        """[H / C] of something for each head, as `by_heads` gives them out."""
+        if self.context is None:
+            return values_H
+        wide = values_H.repeat_interleave(math.lcm(len(values_H), self.ranks) // len(values_H))
+        return wide.chunk(self.ranks)[self.context.get_local_rank()]
+
     def by_tokens(self, states_UHD: Tensor) -> Tensor:
         """[U, H / C, D] to [L, H, D]."""
         if self.context is None:

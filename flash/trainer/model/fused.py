@@ -16,9 +16,10 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from flash.foreign.torch import keep_kernels
+from flash.foreign.transformers import routers
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -53,11 +54,15 @@ def _compiled(call: Any) -> Any:
     return torch.compile(call)
 
 
-def fuse_layers(model: nn.Module, *, cuda: bool) -> None:
-    """The same for a model's norms and MLPs, in place. To be called before the model is sharded."""
+def fuse_layers(model: PreTrainedModel, *, cuda: bool) -> None:
+    """The same for a model's norms and MLPs, in place. To be called before the model is sharded.
+
+    Not for what chooses experts: each token's way is another one, and may be told (`flash.trainer.model.replay`).
+    """
     if not cuda or not can_fuse():
         return
     keep_kernels(KERNELS)
+    choosing = {router.module for router in routers(model)}
     for module in model.modules():
-        if type(module).__name__.endswith(KINDS):
+        if type(module).__name__.endswith(KINDS) and choosing.isdisjoint(module.modules()):
             module.compile()

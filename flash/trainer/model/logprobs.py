@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
-from flash.trainer.model.output_layer import KeptSets, OutputLayer, Selection
-from flash.trainer.model.packed import AttentionWatch, class_name, packed_row
+from flash.foreign.transformers import logits_unchanged
+from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
+from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
 from flash.trainer.model.prefixes import PackedSequences
 
 Float64Array = npt.NDArray[np.float64]
@@ -71,25 +72,27 @@ def token_logprobs(
         for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
     selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, model.device))
-    with layer.selecting(selection):
-        output = model(
-            input_ids=row.input_U.unsqueeze(0),
-            position_ids=row.position_U.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=rows,
-            packed_layout=row.layout,
-        )
-    # The very tensor: whatever a model does to logits, it would have done to log-probs here.
-    if selection.answer is None or output.logits is not selection.answer:
-        raise ConfigError(
-            f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer, "
-            "which training does not support; choose another model"
-        )
+    if layer.replay is not None:
+        layer.replay.take(row.routes_ULK)
+    with layer.selecting(selection), logits_unchanged(model):
+        output = model(**given(model, row), logits_to_keep=rows)
+    # The very tensor: whatever a model does to logits, it would have done to log-probs here. One that is kept from
+    # doing what it does may still divide by 1; `check_packing` has seen that this is all.
+    if selection.answer is None or (layer.change == UNCHANGED and output.logits is not selection.answer):
+        raise changes_logits(model)
     answer_T2 = part.told(output.logits[0], row_N)
     if asked is not None:
         answer_T2 = answer_T2[torch.from_numpy(asked.place_T).to(model.device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
+
+
+def changes_logits(model: PreTrainedModel) -> ConfigError:
+    """What to say of a model whose log-probs are not those of its output layer."""
+    return ConfigError(
+        f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer in a way "
+        "that training does not know; choose another model"
+    )
 
 
 class _Distinct(NamedTuple):

@@ -36,6 +36,7 @@ from transformers import (
 from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
 from flash.foreign.transformers import (
+    default_attention,
     divide_layers,
     keep_layers,
     layer_types,
@@ -147,6 +148,8 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
         ConfigError: as `load_model`, or its layers cannot be divided.
     """
     model = empty_model(config)
+    if takes_attention(model):
+        model.set_attn_implementation(default_attention(model))
     names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
     return _fill(model, tensors, names)
@@ -198,20 +201,16 @@ def shard_model(
 ) -> PreTrainedModel:
     """Divide and shard in place, as a model of this kind: each decoder layer, then the rest.
 
-    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off. With `recompute`
-    a decoder layer's activations are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    Also selects packed attention where it can be replaced, lets the output layer answer with log-probs, and turns
+    dropout off. With `recompute` a decoder layer's activations are not kept for the backward pass (Chen et al. 2016,
+    arXiv 1604.06174).
 
     Raises:
-        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; its output
-            layer cannot; or its layers cannot be divided.
+        ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
     """
-    if not takes_attention(model):
-        raise ConfigError(
-            f"model.path: {type(model).__name__} does not use transformers' attention interface; "
-            "packed training needs it, choose another model"
-        )
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    model.set_attn_implementation(PACKED_ATTENTION)
+    if takes_attention(model):
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
@@ -228,9 +227,11 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     reshard = mesh.fsdp.size() > 1
     for module in experts:
         _shard_experts(module, mesh, policy)
-    whole = layer_types(model)
+    whole, within = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
-        if type(module).__name__ in whole:
+        # Of some models a part of a layer is named, too.
+        if type(module).__name__ in whole and module not in within:
+            within.update(module.modules())
             if recompute:
                 checkpoint(module)
             fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)

@@ -28,13 +28,18 @@ from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
+from flash.foreign.transformers import LogitChange, logit_change
 from flash.trainer.kept import KeptTokens
 from flash.trainer.model.fused import fused
+from flash.trainer.model.replay import RoutingReplay
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
 weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary of
 150,000 these are 440."""
+
+
+UNCHANGED = LogitChange()
 
 
 LEFT_OUT = -1e9
@@ -124,7 +129,9 @@ class OutputLayer(nn.Module):
     inside the model's, where FSDP has gathered the parameters.
     """
 
-    def __init__(self, layer: nn.Linear, *, wide: bool, context: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, layer: nn.Linear, *, wide: bool, context: DeviceMesh | None = None, change: LogitChange = UNCHANGED
+    ) -> None:
         super().__init__()
         self.weight = layer.weight
         self.bias = layer.bias
@@ -132,7 +139,11 @@ class OutputLayer(nn.Module):
         """Whether logits are made in float32 from factors of less."""
         self.context = context
         """The ranks that rows are over, where they are; each answers for its own slice."""
+        self.change = change
+        """What the model would do to logits, and is kept from."""
         self.chunk_bytes = CHUNK_BYTES
+        self.replay: RoutingReplay | None = None
+        """Where the model takes the experts that engines chose."""
         self._selection: Selection | None = None
 
     @contextmanager
@@ -148,6 +159,7 @@ class OutputLayer(nn.Module):
         """[1, T, D] to [1, T, 2]."""
         selection = self._selection
         assert selection is not None, "call the model through token_logprobs"
+        assert hidden.shape[1] == len(selection.target_T), "the model hands on other positions than are asked for"
         logp_T, entropy_T = selected_logprobs(
             hidden[0],
             self.weight,
@@ -157,6 +169,7 @@ class OutputLayer(nn.Module):
             kept=selection.kept,
             entropy_gradient=selection.entropy_gradient,
             wide=self.wide,
+            change=self.change,
             chunk_bytes=self.chunk_bytes,
         )
         # No view: FSDP warns of outputs that are views.
@@ -180,7 +193,7 @@ def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceM
             f"model.path: the output layer of {type(model).__name__} is a {type(layer).__name__}; training computes "
             "log-probs from a plain linear one, choose another model"
         )
-    model.set_output_embeddings(OutputLayer(layer, wide=wide, context=context))
+    model.set_output_embeddings(OutputLayer(layer, wide=wide, context=context, change=logit_change(model)))
 
 
 def selected_logprobs(
@@ -193,18 +206,20 @@ def selected_logprobs(
     entropy_gradient: bool,
     kept: KeptSets | None = None,
     wide: bool = False,
+    change: LogitChange = UNCHANGED,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under p = softmax((hidden · weightᵀ + bias) / temperature), and the entropy of p in nats.
 
-    p is over the tokens that are `kept`, where that says something.
+    p is over the tokens that are `kept`, where that says something. What a model does to logits, the `change`, comes
+    before all that is done to them when tokens are drawn.
 
     The product is made in the dtype of its factors, or, where it is to be `wide`, in float32; everything after it is in
     float32 (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The
     entropy has a gradient only where asked for.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, chunk_bytes
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, change, chunk_bytes
     )
 
 
@@ -222,6 +237,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         kept: KeptSets | None,
         entropy_gradient: bool,
         wide: bool,
+        change: LogitChange,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
@@ -230,13 +246,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
         answers = fused(_answers, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
-            logits_CV = product(hidden_TD[rows], weight_VD, bias_V)
+            logits_CV = changed(product(hidden_TD[rows], weight_VD, bias_V), change)
             if kept is not None:
                 logits_CV = kept.only(logits_CV, rows, target_T[rows]).logits_CV
             logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature_T1[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
         ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
-        ctx.product, ctx.kept = product, kept
+        ctx.product, ctx.kept, ctx.change = product, kept, change
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -251,7 +267,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
-            logits_CV = ctx.product(hidden_TD[rows], weight_VD, bias_V)
+            logits_CV = changed(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
+            slope = _slope(logits_CV, ctx.change)
             kept = None if ctx.kept is None else ctx.kept.only(logits_CV, rows, target_T[rows])
             if kept is not None:
                 logits_CV = kept.logits_CV
@@ -267,6 +284,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             if kept is not None:
                 drawn_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
                 narrow_CV.scatter_(-1, kept.token_CW, drawn_CW.to(narrow_CV.dtype))
+            if ctx.change != UNCHANGED:
+                narrow_CV *= slope
             if grad_bias_V is not None:
                 grad_bias_V += narrow_CV.sum(0, dtype=grad_bias_V.dtype)
             if grad_hidden_TD is not None:
@@ -275,7 +294,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
         sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
-        return (*grads, *[None] * 6)
+        return (*grads, *[None] * 7)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -299,6 +318,19 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
         logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
         return logits_CV if bias_V is None else logits_CV.add_(bias_V)
     return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
+
+
+def changed(logits_CV: Tensor, change: LogitChange) -> Tensor:
+    """What a model makes of the logits of its output layer, wide; without a change, the same tensor."""
+    if change == UNCHANGED:
+        return logits_CV
+    scaled_CV = logits_CV.to(_wide(logits_CV)) * change.scale
+    return scaled_CV if change.cap is None else scaled_CV.div_(change.cap).tanh_().mul_(change.cap)
+
+
+def _slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
+    """By how much they go up where those of the output layer do."""
+    return change.scale if change.cap is None else (1 - (changed_CV / change.cap).square_()).mul_(change.scale)
 
 
 def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:

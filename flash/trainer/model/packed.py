@@ -7,6 +7,8 @@ sequence's own tokens attend to one another causally, and those of all sequences
 to these, however deep in the tree. So no key is there twice and none is masked, and fast kernels apply. They want
 padded batches: sequences are taken together by their number of own tokens, to pad little.
 
+A model that attends by itself, since something else in it passes between tokens, is given one sequence at a time.
+
 Shape legend: P = packed tokens of the sequences, U = those that are computed, S = sequences of a part, or families that
 go on from the same tokens, Q = most tokens of one that ask, K = tokens that they ask, M = slots of the padded batch,
 H = heads, D = width of a head.
@@ -25,10 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
-from flash.foreign.torch import Attention, attend, attend_backward
+from flash.foreign.torch import Attention
+from flash.foreign.transformers import attention
+from flash.trainer.model.attention import attend, attend_backward
 from flash.trainer.model.context import RowSlice
 from flash.trainer.model.prefixes import PackedSequences
 
@@ -166,16 +171,33 @@ class PackedRow(NamedTuple):
     row_P: Int64Array
     """As in the layout."""
     layout: PackedLayout
+    routes_ULK: Tensor | None
+    """int32: the experts that engines chose; -1: not known."""
 
     def over(self, context: DeviceMesh | None) -> PackedRow:
         """What this one of the ranks is given of the row."""
         part = RowSlice(len(self.input_U), context)
         layout = msgspec.structs.replace(self.layout, part=part)
-        return PackedRow(part.of(self.input_U), part.of(self.position_U), self.row_P, layout)
+        routes = None if self.routes_ULK is None else part.of(self.routes_ULK)
+        return PackedRow(part.of(self.input_U), part.of(self.position_U), self.row_P, layout, routes)
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
         """The same, while somebody looks on."""
         return self._replace(layout=msgspec.structs.replace(self.layout, watch=watch))
+
+
+def packs(model: PreTrainedModel) -> bool:
+    """Whether sequences share a row of this model: it attends as is said here, and not by itself."""
+    return attention(model) == PACKED_ATTENTION
+
+
+def given(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
+    """What a model is called with, to make no more of a row than hidden states."""
+    ids = {"input_ids": row.input_U.unsqueeze(0), "use_cache": False}
+    if packs(model):
+        return ids | {"position_ids": row.position_U.unsqueeze(0), "packed_layout": row.layout}
+    assert [part.sequences for part in row.layout.parts] == [1], "a model that attends by itself has one sequence"
+    return ids
 
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
@@ -198,7 +220,9 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     position_U = sequences.position_P[place_U]
     parts = [*alone, *_going_on(sequences, own, known_S, row_P, position_U, device)]
     layout = PackedLayout(parts, _on(device, row_P), shared, RowSlice(len(place_U)))
-    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), row_P, layout)
+    routes = sequences.routes
+    routes_ULK = None if routes is None else torch.from_numpy(routes.numbers()[place_U]).to(device)
+    return PackedRow(_on(device, sequences.input_P[place_U]), _on(device, position_U), row_P, layout, routes_ULK)
 
 
 def _among_themselves(members: Sequence[Int64Array], device: torch.device) -> PackedPart:
@@ -274,26 +298,35 @@ def packed_attention(
     Where the row is over several ranks, they are given and answered their slices.
     """
     if packed_layout is None:
-        raise ConfigError(
-            f"model.path: {class_name(module)} does not pass on what its attention is told of packed sequences; choose "
-            "another model"
-        )
+        raise ConfigError(f"{class_name(module)} does not pass on what its attention is told of packed sequences")
     if attention_mask is not None:
-        raise ConfigError(
-            f"model.path: {class_name(module)} makes a mask of its own for its attention, which packed training would "
-            "have to ignore; choose another model"
-        )
-    if other.get("softcap") is not None or other.get("s_aux") is not None:
-        raise ConfigError(f"model.path: {class_name(module)} uses capped or sink attention, which is not supported")
+        raise ConfigError(f"{class_name(module)} makes a mask of its own for its attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how, sinks_H = _Scores(scale, sliding_window, other.get("softcap")), other.get("s_aux")
     if packed_layout.watch is not None:
+        if how.cap is not None or sinks_H is not None:
+            raise ConfigError(
+                f"algorithm.rhythm: {class_name(module)} caps its attention or lets it go into sinks, which nothing "
+                "that looks on knows of; choose another model"
+            )
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
     part = packed_layout.part
     query_UHD, key_UHD, value_UHD = part.by_heads([one[0].transpose(0, 1) for one in (query, key, value)])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = packed_layout.parts
-    answer_UHD: Any = _PackedAttention.apply(query_UHD, key_UHD, value_UHD, parts, scale, sliding_window)
+    sinks_H = None if sinks_H is None else part.heads(sinks_H)
+    answer_UHD: Any = _PackedAttention.apply(query_UHD, key_UHD, value_UHD, sinks_H, packed_layout.parts, how)
     return part.by_tokens(answer_UHD).unsqueeze(0), None
+
+
+class _Scores(NamedTuple):
+    """What a layer does to what it compares."""
+
+    scale: float
+    window: int | None
+    cap: float | None
+
+    def of(self, part: PackedPart) -> Attention:
+        return Attention(part.mask(self.window), part.causal, self.scale, self.cap)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -308,44 +341,51 @@ class _PackedAttention(torch.autograd.Function):
         query_UHD: Tensor,
         key_UHD: Tensor,
         value_UHD: Tensor,
+        sinks_H: Tensor | None,
         parts: Sequence[PackedPart],
-        scale: float,
-        window: int | None,
+        how: _Scores,
     ) -> Tensor:
         tokens, heads, _ = query_UHD.shape
         wide = torch.promote_types(value_UHD.dtype, torch.float32)
         answer_UHD = value_UHD.new_empty((tokens, heads, value_UHD.shape[2]), dtype=wide)
         weight_UH = value_UHD.new_empty((tokens, heads), dtype=wide)
         for part in parts:
-            call = Attention(part.mask(window), part.causal, scale)
             padded = _padded(part, (query_UHD, key_UHD, value_UHD))
-            answer_MHD, weight_MH = map(_slots, attend(*padded, call))
+            answer_MHD, weight_MH = map(_slots, attend(*padded, how.of(part)))
             if not part.causal:
                 answer_MHD, weight_MH = _merged(
                     part.asking.take(answer_UHD), part.asking.take(weight_UH), answer_MHD, weight_MH
                 )
             part.asking.put(answer_UHD, answer_MHD)
             part.asking.put(weight_UH, weight_MH)
+        if sinks_H is not None:
+            # A token more that all see, with a score of its own and nothing to say.
+            all_UH = torch.logaddexp(weight_UH, sinks_H.to(wide))
+            answer_UHD *= (weight_UH - all_UH).exp_()[..., None]
+            weight_UH = all_UH
         answer_UHD = answer_UHD.to(value_UHD.dtype)
-        ctx.save_for_backward(query_UHD, key_UHD, value_UHD, answer_UHD, weight_UH)
-        ctx.parts, ctx.scale, ctx.window = parts, scale, window
+        ctx.save_for_backward(query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, weight_UH)
+        ctx.parts, ctx.how = parts, how
         return answer_UHD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_UHD,), (*states, answer_UHD, weight_UH) = grads, ctx.saved_tensors
+        (grad_UHD,), (*states, sinks_H, answer_UHD, weight_UH) = grads, ctx.saved_tensors
         totals = [torch.zeros(one.shape, dtype=weight_UH.dtype, device=one.device) for one in states]
         for part in ctx.parts:
             padded = _padded(part, states)
             # Kernels take the merged answer and weight for their own, so each gives its part of the gradient of all.
             grad, answer = (_batch(part, part.asking, one).to(padded[0].dtype) for one in (grad_UHD, answer_UHD))
             weight = _batch(part, part.asking, weight_UH)
-            call = Attention(part.mask(ctx.window), part.causal, ctx.scale)
-            parted = attend_backward(grad, *padded, answer, weight, call)
+            parted = attend_backward(grad, *padded, answer, weight, ctx.how.of(part))
             for total, places, one in zip(totals, (part.asking, part.asked, part.asked), parted, strict=True):
                 places.add(total, _slots(one))
-        return *(total.to(one.dtype) for total, one in zip(totals, states, strict=True)), None, None, None
+        grad_H = None
+        if sinks_H is not None:
+            earned_UH = (grad_UHD.to(weight_UH) * answer_UHD).sum(-1)
+            grad_H = ((sinks_H.to(weight_UH) - weight_UH).exp_() * -earned_UH).sum(0).to(sinks_H.dtype)
+        return *(total.to(one.dtype) for total, one in zip(totals, states, strict=True)), grad_H, None, None
 
 
 def _merged(one_MHD: Tensor, one_MH: Tensor, other_MHD: Tensor, other_MH: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,15 @@ token to token, such as a recurrent state, a convolution, or a window or chunk t
 mask, is not, and would train on log-probs that no policy has. So some sequences of random tokens go through the model
 once in one row, and once alone with the model's own attention. One is longer than every window that
 `model.max_length` lets matter. A few of them are also trained on, both ways: the gradient of attention is our own
-(`flash.foreign.torch`), and a kernel that is asked wrongly for it would say nothing.
+(`flash.foreign.torch`), and a kernel that is asked wrongly for it would say nothing. A model that fails at any of this
+is trained on one sequence at a time, as transformers made it.
 
 Every rank calls this together, on the same tokens. Shape legend: P = packed tokens, T = predicted tokens.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import re
@@ -22,16 +24,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.foreign.torch import collective_failed
 from flash.foreign.transformers import default_attention, windows
-from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.logprobs import changes_logits, token_logprobs
 from flash.trainer.model.model import reshard
-from flash.trainer.model.packed import PACKED_ATTENTION, class_name
+from flash.trainer.model.output_layer import OutputLayer, Selection, changed
+from flash.trainer.model.packed import PACKED_ATTENTION, class_name, packs
 from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.model.replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
 
 LENGTHS = (9, 24, 5, 16)
@@ -51,49 +57,151 @@ LITTLE = 0.05
 """Share of the whole gradient's norm below which that of a kind is taken for as much: it is mostly rounding."""
 
 
+FAULTS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError, RuntimeError)
+"""What models stop with: they are other people's code. Other ranks and memory, which also end so, are not."""
+PROBE = 64.0
+"""The largest of the logits that a model is shown, to see what it does to them: beyond every known cap."""
+
+log = logging.getLogger("flash")
+
+
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, config: Config) -> None:
-    """Compare a model, prepared by `shard_model`, packed and alone.
+    """Compare a model, prepared by `shard_model`, packed and alone. A collective.
+
+    Where that differs the model attends by itself from here on, so it is given one sequence at a time
+    (`flash.trainer.model.packed.packs`), and the log says why.
 
     Raises:
-        ConfigError: it says something else of packed sequences, or cannot say anything of them or in this precision.
+        ConfigError: it cannot say anything of sequences, or in this precision; what it says of a token depends on
+            later ones; it changes logits in a way that its output layer does not know; or it needs one sequence at a
+            time and rows are over several ranks.
     """
     sequences = _sequences(model, config)
     # Each goes on as the next one begins, from its middle.
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
-        gap = _gap(*(way(model, [*sequences, *forked]) for way in (_packed, _alone)))
-        alike = gap <= TOLERANCE[config.model.dtype]
-        few = [*sequences[1:3], forked[1], *sequences[len(LENGTHS) :]]
-        kind, error = _gradient_gap(model, few) if alike else ("", 0.0)
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        # Models are other people's code. Not RuntimeError: that may be a lost rank or too little memory.
+        _check_logits(model)
+        alone = _alone(model, [*sequences, *forked])
+    except FAULTS as error:
+        raise _stopped(model, config, error) from error
+    halves = [len(ids) // 2 for ids in sequences]
+    begun, other = (
+        [logp_T[:half] for logp_T, half in zip(some, halves, strict=False)] for some in (alone, alone[len(halves) :])
+    )
+    if _gap(begun[: len(other)], other) > TOLERANCE[config.model.dtype]:
         raise ConfigError(
-            f"model.path: {class_name(model)} cannot be trained on packed sequences, it stops at them with "
-            f"{type(error).__name__}: {error}. Choose another model"
-        ) from error
-    except RuntimeError as error:
-        if "dtype" not in str(error):
-            raise
-        raise ConfigError(
+            f"model.path: what {class_name(model)} says of a token depends on later ones, or is no number; choose "
+            "another model"
+        )
+    reason = _why_alone(model, config, sequences, forked, alone)
+    if not _on_any_rank(model, reason is not None):
+        return
+    told = reason or "differs on another rank"
+    layer = model.get_output_embeddings()
+    if isinstance(layer, OutputLayer) and layer.context is not None:
+        raise ConfigError(f"parallel.context: expected 1 with this model.path: {class_name(model)} {told}")
+    attend_alone(model)
+    if dist.get_rank() == 0:
+        log.warning(
+            "model.path: %s %s; so it is given one sequence at a time, which is slower", class_name(model), told
+        )
+
+
+@torch.no_grad()
+def replay_routing(model: PreTrainedModel) -> None:
+    """Have a model take the experts that engines chose, once it is seen that it can. A collective.
+
+    Raises:
+        ConfigError: it has no experts, or chooses them in a way that is not known.
+    """
+    layer = model.get_output_embeddings()
+    assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
+    layer.replay = RoutingReplay(model)
+    layer.replay.watches = True
+    _forward(model, [torch.arange(2, device=model.device)])
+    layer.replay.watches = False
+
+
+def attend_alone(model: PreTrainedModel) -> None:
+    """Have it attend as transformers made it, masks included, so that it needs one sequence at a time."""
+    if packs(model):
+        model.set_attn_implementation(default_attention(model))
+
+
+def _stopped(model: PreTrainedModel, config: Config, error: Exception) -> Exception:
+    """What to raise where a model stops at a sequence alone."""
+    if isinstance(error, ConfigError) or _not_its_own(error):
+        return error
+    if isinstance(error, RuntimeError) and re.search("dtype|scalar type", str(error)):
+        return ConfigError(
             f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and stops: {error}. "
             'Set model.dtype = "float32", or choose another model'
-        ) from error
-    if alike:
-        if error <= GRADIENT_TOLERANCE[config.model.dtype]:
-            return
-        raise ConfigError(
-            f"model.path: {class_name(model)} is given another gradient by packed sequences than by each of them "
-            f"alone: that of {kind} differs by {error:.0%}. The kernels that compute attention on this device do not "
-            "suit it; choose another model.dtype, or another model"
         )
-    layer = _first_difference(model, sequences) or "a layer that could not be found"
-    raise ConfigError(
-        f"model.path: {class_name(model)} gives packed sequences other log-probs than each of them "
-        f"alone: they differ by {gap:.3g} nats. The first layer to differ is {layer}, which carries something from one "
-        "sequence to the next, or limits what a token sees in a way that packed training does not know. Choose another "
-        "model"
+    return ConfigError(
+        f"model.path: {class_name(model)} cannot be trained, it stops at a sequence with {type(error).__name__}: "
+        f"{error}. Choose another model"
     )
+
+
+def _not_its_own(error: Exception) -> bool:
+    return collective_failed(error) or isinstance(error, torch.OutOfMemoryError)
+
+
+def _check_logits(model: PreTrainedModel) -> None:
+    """Whether the model does with logits what its output layer says that it does: it is shown some in their place."""
+    layer = model.get_output_embeddings()
+    assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
+    probe = torch.linspace(-PROBE, PROBE, int(layer.weight.shape[0]), device=model.device).view(1, 1, -1)
+    selection = Selection(torch.zeros(1, dtype=torch.int64, device=model.device), torch.ones(1), entropy_gradient=False)
+    shown = layer.register_forward_hook(lambda *_: probe)
+    try:
+        with _own_attention(model), layer.selecting(selection):
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+            said = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+    finally:
+        shown.remove()
+        reshard(model)
+    known = changed(probe, layer.change)
+    if said.shape != known.shape or not torch.allclose(said.float(), known, rtol=1e-4, atol=1e-5):
+        raise changes_logits(model)
+
+
+def _why_alone(
+    model: PreTrainedModel,
+    config: Config,
+    sequences: Sequence[Tensor],
+    forked: Sequence[Tensor],
+    alone: Sequence[Tensor],
+) -> str | None:
+    """Why sequences cannot share a row of this model; None: they can."""
+    if not packs(model):
+        return "does not use transformers' attention interface"
+    try:
+        gap = _gap(_packed(model, [*sequences, *forked]), alone)
+        if gap > TOLERANCE[config.model.dtype]:
+            layer = _first_difference(model, sequences) or "a layer that could not be found"
+            return (
+                f"gives packed sequences other log-probs than each of them alone, by {gap:.3g} nats; the first layer "
+                f"to differ is {layer}"
+            )
+        kind, error = _gradient_gap(model, [*sequences[1:3], forked[1], *sequences[len(LENGTHS) :]])
+    except (ConfigError, *FAULTS) as error:
+        if _not_its_own(error):
+            raise
+        model.zero_grad()
+        reshard(model)
+        return f"stops at packed sequences: {type(error).__name__}: {error}"
+    if error > GRADIENT_TOLERANCE[config.model.dtype]:
+        return f"is given another gradient by packed sequences than by each of them alone, {error:.0%} for {kind}"
+    return None
+
+
+def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
+    """Whether any has found so: what they then do is the same on all."""
+    flag = torch.tensor([float(found)], device=model.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
@@ -135,11 +243,13 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
     """The model attends as transformers made it, masks included, and each rank to all tokens."""
     layer: Any = model.get_output_embeddings()
     context, layer.context = layer.context, None
-    model.set_attn_implementation(default_attention(model))
+    shared = packs(model)
+    attend_alone(model)
     try:
         yield
     finally:
-        model.set_attn_implementation(PACKED_ATTENTION)
+        if shared:
+            model.set_attn_implementation(PACKED_ATTENTION)
         layer.context = context
 
 
@@ -149,7 +259,7 @@ def _gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
     Rounding that sends a token to another expert hits that token alone; what leaks reaches its neighbours.
     """
     gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
-    return max(float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps)
+    return max((float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps if len(gap_T) > 1), default=0.0)
 
 
 def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[str, float]:

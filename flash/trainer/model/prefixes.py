@@ -17,6 +17,7 @@ import numpy as np
 
 from flash.branches import Int64Array, in_common
 from flash.samples.slices import at_once
+from flash.sampling import Routes
 
 
 class Computed(NamedTuple):
@@ -51,6 +52,11 @@ class PackedSequences(Protocol):
         """As `shared_prefixes` of the sequences."""
         ...
 
+    @property
+    def routes(self) -> Routes | None:
+        """The experts that engines chose for each token, where they told."""
+        ...
+
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
     """Compute what sequences begin with alike once, where the first of them in order of tokens has it."""
@@ -78,6 +84,7 @@ class Sequences(NamedTuple):
     position_P: Int64Array
     offset_S: Int64Array
     computed: Computed
+    routes: Routes | None = None
 
 
 def in_one_row(sequences: Sequence[Int64Array]) -> Sequences:

@@ -1,0 +1,129 @@
+"""How each kind of model is trained, and how exactly: a tiny one of every causal language model of transformers.
+
+`PYTHONPATH=. python scripts/architectures.py [KIND …]` gives each the sequences of a small tree, as the trainer would:
+packed in a row where its check allows that, else one at a time. Log-probs and gradients are held to those of the model
+as transformers made it, in float32. Without KINDs, rows go to benchmarks/results/architectures.json.
+
+    way: packed, alone, refused (the trainer does not take it), none (no tiny one could be made, or run at all)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from flash.errors import ConfigError
+from flash.foreign.torch import alone
+from flash.foreign.transformers import default_attention, takes_attention
+from flash.trainer.mesh import trainer_mesh
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import shard_model
+from flash.trainer.model.packed import packs
+from flash.trainer.model.packing_check import check_packing
+from tests.trainer.packed_cases import OPTIONS, one_by_one, packed_batch, random_sequences, tiny
+from tests.trainer.trainer_cases import make_config
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "architectures.json"
+LENGTHS = (9, 5, 21)
+"""Of the sequences; the last is longer than `WINDOW`, and another begins as it does."""
+WINDOW = 8
+SECONDS = 120
+"""Longest time for a kind."""
+
+
+def compare(kind: str, **options: Any) -> dict[str, Any]:
+    """A row of the table."""
+    windows = {
+        name: WINDOW
+        for name in ("sliding_window", "attention_chunk_size")
+        if getattr(CONFIG_MAPPING[kind](), name, None)
+    }
+    row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
+    try:
+        plain = tiny(kind, **windows | OPTIONS.get(kind, {}) | options).eval()
+        if takes_attention(plain):
+            plain.set_attn_implementation(default_attention(plain))
+        sequences = random_sequences(plain.config.get_text_config().vocab_size, LENGTHS)
+        sequences.append(torch.cat([sequences[-1][:12], sequences[0]]))
+        expected_T, expected = _learned(plain, one_by_one(plain, sequences)[0])
+    except Exception as error:  # whatever other people's code stops with is what the row says
+        return row | {"way": "none", "why": _said(error)}
+    config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
+    config = replace(config, model=replace(config.model, max_length=64))
+    model = deepcopy(plain)
+    try:
+        check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
+        rows = [sequences] if packs(model) else [[one] for one in sequences]
+        logp_T, found = _learned(
+            model, torch.cat([token_logprobs(model, **packed_batch(some)).logp_T for some in rows])
+        )
+    except ConfigError as error:
+        return row | {"way": "refused", "why": _said(error)}
+    total = torch.stack([one.norm() for one in expected.values()]).norm()
+    gap = torch.stack([(found[name] - one).norm() for name, one in expected.items()]).norm()
+    return row | {
+        "way": "packed" if packs(model) else "alone",
+        "logprob_error": float((logp_T - expected_T).abs().max()),
+        "gradient_error": float(gap / total),
+    }
+
+
+def _windows(kind: str) -> dict[str, int]:
+    """Short ones, where the kind has any."""
+    known = CONFIG_MAPPING[kind]()
+    return {name: WINDOW for name in ("sliding_window", "attention_chunk_size") if getattr(known, name, None)}
+
+
+def _learned(model: PreTrainedModel, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The log-probs, and the gradient of a loss that weighs each of them."""
+    (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
+    grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return logp_T.detach(), {
+        name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in grads.items()
+    }
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError(f"not done after {SECONDS} s")
+
+
+def main() -> int:
+    """Print the rows; 1 where a model that is trained is not exact."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="as in config.json's model_type; all by default")
+    kinds = parser.parse_args().kinds
+    known = sorted(kind for kind, made in CONFIG_MAPPING.items() if made in MODEL_FOR_CAUSAL_LM_MAPPING)
+    logging.getLogger("flash").setLevel(logging.ERROR)
+    signal.signal(signal.SIGALRM, _late)
+    rows: list[dict[str, Any]] = []
+    with alone("gloo"):
+        for kind in kinds or known:
+            signal.alarm(SECONDS)
+            rows.append(compare(kind))
+            signal.alarm(0)
+            sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{dict(Counter(row['way'] for row in rows))}\n")
+    if not kinds:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return int(any(row.get("gradient_error", 0.0) > 1e-3 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

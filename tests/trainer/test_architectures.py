@@ -1,0 +1,42 @@
+"""Kinds of models are trained as transformers made them, packed or alone: scripts/architectures.py has them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scripts.architectures import compare
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "options"),
+    [
+        ("cohere2", "packed", {}),
+        ("gemma2", "packed", {}),
+        ("gemma2", "packed", {"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("gpt_oss", "packed", {"num_key_value_heads": 2}),
+        ("granite", "packed", {}),
+        ("mimo_v2_flash", "packed", {}),
+        ("nanochat", "packed", {}),
+        ("qwen3_moe", "packed", {}),
+        ("falcon_h1", "alone", {}),
+        ("falcon_mamba", "alone", {}),
+        ("lfm2_moe", "alone", {}),
+        ("llama4_text", "alone", {}),
+        ("minimax", "alone", {}),
+        ("nemotron", "alone", {}),
+        ("nemotron_h", "alone", {}),
+        ("phimoe", "alone", {"sliding_window": 8}),
+        ("qwen3_5_text", "alone", {}),
+        ("qwen3_next", "alone", {}),
+        ("bert", "refused", {}),
+    ],
+    ids=str,
+)
+def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, options: dict[str, Any]) -> None:
+    row = compare(kind, **options)
+    assert row["way"] == way, row
+    if way != "refused":
+        assert row["logprob_error"] < 1e-4
+        assert row["gradient_error"] < 1e-5
