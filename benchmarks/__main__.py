@@ -36,7 +36,17 @@ MODULES = {
         name: f"benchmarks.real.{name}"
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *("grids", "join", "kept_sets", "kv_law", "loop_load", "mismatch", "model_service", "objective_cost"),
+            *(
+                "grids",
+                "join",
+                "kept_sets",
+                "kv_law",
+                "loop_load",
+                "lora",
+                "mismatch",
+                "model_service",
+                "objective_cost",
+            ),
             *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "selection", "view_load"),
             *("routing_replay", "weight_groups"),
         )

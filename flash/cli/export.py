@@ -17,6 +17,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("export", help="write a run's weights as a Hugging Face model folder")
     parser.add_argument("weights", type=Path, metavar="RUN_DIR|CHECKPOINT", help="of a run, its newest weights")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--merge", action="store_true", help="of a run with [lora], the whole model, not its adapters")
     return parser
 
 
@@ -28,6 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A checkpoint lies in RUN_DIR/checkpoints.
     directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
     config = load([directory.config], of_run(str(named)))
-    chosen = export_model(str(named), config, folder)
-    sys.stdout.write(f"{folder}: the weights of {chosen}, with their tokenizer; model.path may name it, as may vLLM\n")
+    chosen = export_model(str(named), config, folder, merged=arguments.merge)
+    what, use = "the weights of", "model.path may name it, as may vLLM"
+    if config.lora is not None and not arguments.merge:
+        what, use = "the adapters of", f"peft loads them on {config.model.path}, as may vLLM; --merge writes the model"
+    sys.stdout.write(f"{folder}: {what} {chosen}, with their tokenizer; {use}\n")
     return 0

@@ -67,8 +67,9 @@ def _ranks(config: Config) -> int:
 
 def _trainer(config: Config, memory: RankMemory) -> str:
     tokens = config.train.max_tokens_per_microbatch
+    kept = "float32" if config.lora is None else f"{config.model.dtype}, adapters in float32"
     rows = [
-        ("weights", memory.weights, "float32, its part"),
+        ("weights", memory.weights, f"{kept}, its part"),
         ("gradients", memory.gradients, ""),
         ("moments", memory.moments, "of AdamW"),
         ("others", memory.others, "critics, reference, average of the weights"),

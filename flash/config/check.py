@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flash.ages import window
-from flash.config.check_algorithm import algorithm_rule, sft_rule
+from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule
 from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
@@ -390,6 +390,10 @@ def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
     """There is something to simulate."""
     if config.simulate is None:
         yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
+    if config.adapters > 1:
+        yield ConfigProblem(
+            "rollout.swap", "expected another one than drain: adapters ([lora]) side by side are not simulated"
+        )
     if config.rollout.selection == "pass_rate":
         yield ConfigProblem("rollout.selection", "simulated problems do not come again: expected `uniform`")
 
@@ -401,6 +405,7 @@ RULES: tuple[Rule, ...] = (
     age_rule,
     rollout_rule,
     algorithm_rule,
+    lora_rule,
     environment_rule,
     model_rule,
     fetch_rule,

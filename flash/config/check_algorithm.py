@@ -1,4 +1,4 @@
-"""What well-typed `[algorithm]`, `[critic]` and `[sft]` tables can still get wrong: what fails, or does nothing.
+"""What well-typed `[algorithm]`, `[critic]`, `[lora]`, `[sft]` tables can still get wrong: what fails, or does nothing.
 
 Each rule looks at one matter and yields its problems. An option without an effect is refused: whoever set it meant
 something by it.
@@ -63,6 +63,26 @@ def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
     yield from _teacher(config)
     yield from _shaping(config)
     yield from _rhythm(config)
+
+
+def lora_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Adapters are whole on each rank, travel by tcp, and are multiplied in a dtype that engines have kernels for."""
+    if config.lora is None:
+        return
+    if config.gpus_per_node > 0 and config.model.dtype == "float32":
+        message = "expected bfloat16 or float16: vLLM's kernels for adapters ([lora]) on GPUs take no float32"
+        yield ConfigProblem("model.dtype", message)
+    for name in config.parallel.__struct_fields__:
+        if (ranks := getattr(config.parallel, name)) > 1:
+            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {ranks}"
+            yield ConfigProblem(f"parallel.{name}", message)
+    if config.algorithm.kl is not None and config.algorithm.kl.refresh is not None:
+        yield ConfigProblem(
+            "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base stays the reference"
+        )
+    if config.weights_backend != "tcp":
+        message = f"expected tcp or auto, as adapters ([lora]) travel by nothing else, got {config.weights_backend}"
+        yield ConfigProblem("weights.backend", message)
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:

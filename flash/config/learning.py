@@ -1,4 +1,4 @@
-"""The tables `[train]`, `[algorithm]`, `[critic]` and `[sft]`: what a step is, and what it optimises."""
+"""The tables `[train]`, `[lora]`, `[algorithm]`, `[critic]`, `[sft]`: what a step is, what it trains and optimises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
 from algorithms.teacher import Teacher
 from flash.ages import max_age
-from flash.config.section import BelowOne, Fraction, LearningRate, NonNegative, Positive, PositiveFloat, Section
+from flash.config.section import (
+    BelowOne,
+    Fraction,
+    LearningRate,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Texts,
+)
 
 
 class TrainConfig(Section, frozen=True):
@@ -63,6 +72,17 @@ class TrainConfig(Section, frozen=True):
     def max_age(self) -> int:
         """The most versions that a trained token may be old."""
         return max_age(self.async_ratio, self.max_token_age)
+
+
+class LoraConfig(Section, frozen=True):
+    """[Adapters](weights.md#lora) are trained, and the weights of the model stay. Without the table all are trained."""
+
+    rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    """Width of an adapter."""
+    alpha: PositiveFloat = 32.0
+    """What an adapter makes counts alpha / rank times."""
+    targets: Texts = ()
+    """Last names of its layers, such as `q_proj`. Empty: all linear ones but the output layer."""
 
 
 class AlgorithmConfig(Section, frozen=True):

@@ -23,6 +23,7 @@ REFUSED: dict[str, str] = {
     "rollout.group_size": COUNTED,
     "rollout.extra_per_group": COUNTED,
     "tiny_model.*": MADE,
+    "lora.*": MADE,
     "critic.tiny_layers": MADE,
     "train.optimizer": "its moments are those of that one",
 }

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from flash.config.learning import AlgorithmConfig, CriticConfig, SftConfig, TrainConfig
+from flash.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, SftConfig, TrainConfig
 from flash.config.observe import AlarmsConfig, ObserveConfig, TrackConfig
 from flash.config.section import (
     BelowOne,
@@ -33,6 +33,9 @@ from flash.config.section import (
 )
 from flash.config.simulate import SimulateConfig
 from flash.sampling import Sampling
+
+MOST_ADAPTERS = 8
+"""Versions beside each other in an engine, each of which takes its memory whether it is there or not."""
 
 
 class RunConfig(Section, frozen=True):
@@ -331,6 +334,7 @@ class Config(Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
     sft: SftConfig | None = None
@@ -366,7 +370,7 @@ class Config(Section, frozen=True):
         """`weights.backend`, with `auto` resolved for this hardware."""
         if self.weights.backend != "auto":
             return self.weights.backend
-        if self.gpus_per_node == 0:
+        if self.gpus_per_node == 0 or self.lora is not None:
             return "tcp"
         return "ipc" if self.engine.share_gpus else "nccl"
 
@@ -386,6 +390,13 @@ class Config(Section, frozen=True):
         """Why it is not known which tokens this sampling keeps."""
         model, drafted = self.model, "speculative_config" in self.engine.vllm
         return unknown_sets(sampling, dtype=model.dtype, head_dtype=model.head_dtype, drafted=drafted)
+
+    @property
+    def adapters(self) -> int:
+        """Versions of its adapters that an engine holds at once; where it is one, the next takes its place. 0: none."""
+        if self.lora is None:
+            return 0
+        return min(self.train.max_age + 1, MOST_ADAPTERS) if self.rollout.swap == "drain" else 1
 
     def trainer_ranks_on(self, node: int) -> int:
         """Trainer processes on this node."""

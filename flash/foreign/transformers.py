@@ -12,11 +12,12 @@ from shutil import copymode
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import (
@@ -146,6 +147,25 @@ def layer_count(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Last names of the model's linear layers, but for its output layer: those that adapters are usually put on."""
+    output = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
+    """The model at a folder or hub id with parameters on the meta device, which take no memory; buffers are real.
+
+    With `layers`, it has the first so many of its decoder layers. Raises what transformers does.
+    """
+    described = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir(), trust_remote_code=trusted)
+    if layers is not None:
+        keep_layers(described.get_text_config(), layers)
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=trusted)
+
+
 def keep_layers(described: PreTrainedConfig, count: int) -> None:
     """Describe a model of so many decoder layers, the first of those it had."""
     described.num_hidden_layers = count
@@ -258,7 +278,7 @@ def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch
 def open_weights(folder: Path) -> None:
     """Let who may read a model's configuration read its weights, which safetensors writes for their owner alone."""
     for file in folder.glob("*.safetensors"):
-        copymode(folder / "config.json", file)
+        copymode(next(folder.glob("*config.json")), file)
 
 
 @contextmanager

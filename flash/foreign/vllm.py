@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 TOUCHED = (
     "vllm.envs:VLLM_ALLOW_INSECURE_SERIALIZATION",
@@ -100,6 +100,8 @@ TOUCHED = (
     "vllm.distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
     "vllm.distributed.weight_transfer.base:WeightTransferInitRequest",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest",
+    "vllm.config.lora:MaxLoRARanks",
+    "vllm.lora.request:LoRARequest",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
 )
 """`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
@@ -122,6 +124,19 @@ TOUCHED_BY_WORKERS = (
     "vllm.v1.worker.gpu_worker:Worker.device",
     "vllm.v1.worker.gpu_worker:Worker.get_model",
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager",
+    "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
+    "vllm.lora.worker_manager:WorkerLoRAManager.lora_config",
+    "vllm.lora.model_manager:LoRAModelManager.model",
+    "vllm.lora.model_manager:LoRAModelManager.modules",
+    "vllm.lora.model_manager:LoRAModelManager.lora_index_to_id",
+    "vllm.lora.model_manager:LoRAModelManager.add_adapter",
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter",
+    "vllm.lora.model_manager:LoRAModelManager.remove_adapter",
+    "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+    "vllm.lora.peft_helper:PEFTHelper",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.lora_a_stacked",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.lora_b_stacked",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head",
@@ -490,26 +505,46 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
 
-async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> str | None:
-    """Load new weights while paused; tokens sampled from then on carry the label.
+async def update_weights(
+    llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
+) -> str | None:
+    """Load new weights while paused, or, with a number, an adapter; tokens sampled from then on carry the label.
 
-    Returns the first worker's reason why our receiver could not, in which case there is no new label.
+    Adapters that are dropped leave. Returns the first worker's reason why our receiver could not, in which case there
+    is no new label.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info))
-    await llm.finish_weight_update()
-    failures = await ask_workers(llm, "flash_load_failure")
+    if adapter:
+        failures = await ask_workers(llm, "flash_put_adapter", update_info, adapter, [*dropped])
+    else:
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info))
+        await llm.finish_weight_update()
+        failures = await ask_workers(llm, "flash_load_failure")
     failure = next((one for one in failures if one is not None), None)
     if failure is None:
         await llm.update_weight_version(label)
     return failure
 
 
-async def held_fingerprints(llm: Any) -> list[list[int]]:
-    """Of the weights that each worker holds."""
-    return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint")]
+def room_for_rank(rank: int) -> int:
+    """The least of the ranks that engines can be made for that holds adapters of this one."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return min(room for room in get_args(MaxLoRARanks) if room >= rank)
+
+
+def adapter_request(name: str, number: int) -> Any:
+    """What has a request run under an adapter that the workers hold; blocks of its cache are found by the name, too."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, "held by the workers")
+
+
+async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
+    """Of the weights that each worker holds, or of the adapter of this number."""
+    return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
 async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:

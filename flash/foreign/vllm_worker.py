@@ -1,11 +1,12 @@
-"""vLLM beyond what it documents, inside its worker: how new weights are put in place. Importing this imports vLLM.
+"""vLLM beyond what it documents, inside its worker: how new weights and adapters are put in place. Importing this
+imports vLLM.
 
 What is touched here is listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -28,6 +31,8 @@ __all__ = [
     "around_steps",
     "begin_reload",
     "end_reload",
+    "held_adapter",
+    "put_adapter",
 ]
 
 
@@ -67,9 +72,49 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
-        for layer in model.modules():
-            if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
-                layer._apply_head = WideHead()  # pyright: ignore[reportPrivateUsage]
+        _widen_head(model, model_config, anew=True)
+
+
+def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], dropped: Sequence[int]) -> None:
+    """Hold an adapter under this number, in place of one that has it and of those that are dropped.
+
+    The tensors have the names of peft's files, and what they make counts once. vLLM would read a folder.
+    """
+    manager: Any = worker.model_runner.lora_manager
+    held: Any = manager._adapter_manager
+    renamed = getattr(held.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        number,
+        tensors,
+        PEFTHelper(r=1, lora_alpha=1, target_modules=[]),  # of which vLLM takes the ratio
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if renamed is None else renamed.get_rename_mapper(),
+        skip_prefixes=getattr(held.model, "lora_skip_prefixes", None),
+    )
+    for old in (number, *dropped):
+        held.remove_adapter(old)
+    held.add_adapter(adapter)
+    held.activate_adapter(number)
+    if worker.device.type == "cpu":
+        _widen_head(held.model, worker.model_config, anew=False)
+
+
+def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
+    """The tensors that a worker multiplies by for an adapter, with zeros around them."""
+    held: Any = worker.model_runner.lora_manager._adapter_manager
+    slot = held.lora_index_to_id.index(number)
+    for layer in held.modules.values():
+        for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+            yield stacked[slot]
+
+
+def _widen_head(model: torch.nn.Module, model_config: Any, *, anew: bool) -> None:
+    """Give the model a `WideHead` where its output layer is in another dtype; `anew`: that layer has new weights."""
+    for layer in model.modules():
+        if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
+            head: Any = layer._apply_head  # pyright: ignore[reportPrivateUsage]
+            layer._apply_head = WideHead() if anew or not isinstance(head, WideHead) else head  # pyright: ignore[reportPrivateUsage]
 
 
 class WideHead:

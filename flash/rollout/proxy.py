@@ -41,8 +41,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
     max_sequences: int
     """Most requests that an engine holds at once."""
-    swap: Literal["recompute", "keep", "abort", "drain"]
-    """What a swap does to running requests; see `rollout.swap`."""
+    swap: Literal["recompute", "keep", "abort", "drain", "beside"]
+    """What a swap does to running requests; see `rollout.swap`. `beside`: nothing, they end under their version."""
     bind_groups: bool
     """All requests of a group go to one engine."""
     swap_s: float

@@ -38,7 +38,7 @@ def proxy_settings(config: Config) -> ProxySettings:
     """The part of the configuration that the proxy uses."""
     return ProxySettings(
         max_sequences=config.engine.max_sequences,
-        swap=config.rollout.swap,
+        swap="beside" if config.adapters > 1 else config.rollout.swap,
         bind_groups=not config.rollout.replicate_prompts,
         swap_s=config.deadlines.swap,
         drain_s=config.deadlines.generate,

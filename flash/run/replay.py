@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 USED = (
-    *("algorithm.", "critic.", "model.", "train."),
+    *("algorithm.", "critic.", "lora.", "model.", "train."),
     *("rollout.max_new_tokens", "run.seed", "run.steps"),
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus", "cluster.trainer_ranks"),
 )

@@ -102,6 +102,7 @@ def alone(config: Config, *, steps: int, batch: int) -> Config:
         weights=replace(config.weights, backend="tcp"),
         cluster=replace(config.cluster, nodes=1, trainer_nodes=1, trainer_ranks=1),
         parallel=ParallelConfig(),
+        lora=None,
     )
 
 

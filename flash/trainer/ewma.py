@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash.trainer.model.model import reshard
+from flash.trainer.model.model import reshard, trained
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
-    """The average at version 0: a copy of the sharded parameters, by name."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """The average at version 0: a copy of the trained parameters, sharded alike, by name."""
+    return {name: parameter.detach().clone() for name, parameter in trained(model)}
 
 
 @torch.no_grad()
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
     """Take in the weights of `version`, the next after those that the average holds."""
     share = (1 - decay) / (1 - decay ** (version + 1))
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         _local(average[name]).lerp_(_local(parameter), share)
 
 
@@ -50,7 +50,7 @@ def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[Non
 def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
     """Swap contents, one parameter at a time, so that no second copy of the model is held."""
     reshard(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         mine, other = _local(parameter), _local(average[name])
         held = mine.clone()
         mine.copy_(other)

@@ -7,6 +7,7 @@ Shape legend: T = action tokens of a micro-batch, M = critics, W = data shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from algorithms.gae import discounted_sums, gae, monte_carlo
 from algorithms.kl import kl
 from flash.config.tree import Config
 from flash.errors import ContractError
+from flash.foreign.peft import without_adapters
 from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
@@ -91,6 +93,7 @@ class Models:
     mesh: TrainerMesh
     policy: PreTrainedModel
     reference: PreTrainedModel | None
+    """The policy itself, where its base is meant."""
     teacher: PreTrainedModel | None
     critics: Sequence[Critic]
     ewma: Mapping[str, Tensor] | None
@@ -198,7 +201,9 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     starts = _each(plan.minibatches, start)
     if first or models.rhythm is not None:
         reshard(models.policy)
-    references, teachers = over(models.reference), over(models.teacher)
+    with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
+        references = over(models.reference)
+    teachers = over(models.teacher)
     if models.ewma is None:
         averages = over(None)
     else:

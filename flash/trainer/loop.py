@@ -19,7 +19,7 @@ from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
 from flash.profile.recording import RankProfile
-from flash.trainer.model.model import named_full_tensors
+from flash.trainer.model.adapters import engine_tensors
 from flash.trainer.state import checkpoint
 from flash.trainer.state.stored import FileEntry
 from flash.trainer.step import Trainer
@@ -110,7 +110,7 @@ class TrainerLoop:
                 published = Published(version, self._config.weights_backend, update_info, canary)
                 self._call(p.PublishRequest(published), waits.taken_s(self._config))
 
-            self._publisher.publish(version, named_full_tensors(trainer.model), announce)
+            self._publisher.publish(version, engine_tensors(trainer.model, self._config.lora), announce)
 
     def _checkpoint(self) -> None:
         with self._doing("checkpoint"):

@@ -21,6 +21,7 @@ from flash.errors import ConfigError
 from flash.foreign.torch import absent_ranks, counted
 from flash.foreign.transformers import layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
+from flash.trainer.model.adapters import empty_policy
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import empty_model, shard_model
 from flash.trainer.model.packed import packs
@@ -41,8 +42,9 @@ class RankMemory:
     parameters: int
     """Of the whole policy: a number, no bytes."""
     weights: int
-    """This rank's part, in float32."""
+    """This rank's part: float32, but for a base under adapters."""
     gradients: int
+    """Of what is trained."""
     moments: int
     others: int
     """Critics with their gradients and moments, reference, teacher, an average of the weights: this rank's parts."""
@@ -69,8 +71,8 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     with absent_ranks(ranks):
         mesh = trainer_mesh("cpu", config.parallel)
         with counted():
-            policy = _made(config.model, config.model.path, mesh)
-        weights = 4 * sum(_own(policy))
+            policy = _policy(config, mesh)
+        weights, trained = _bytes(policy), _bytes(policy, trained=True)
         if not packs(policy):
             # Each sequence is a micro-batch.
             longest = min(config.train.max_tokens_per_microbatch, config.model.max_length)
@@ -79,7 +81,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         at_work = _at_work(config, mesh, policy, few)
         others = sum(_others(config, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
-    return RankMemory(numbers, weights, weights, MOMENTS * weights, others, at_work)
+    return RankMemory(numbers, weights, trained, MOMENTS * trained, others, at_work)
 
 
 def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
@@ -106,7 +108,9 @@ def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
     target_T = np.arange(len(keep_T))
     with counted() as count:
         recompute = config.train.activation_checkpointing
-        model = _made(config.model, config.model.path, mesh, recompute=recompute, layers=layers)
+        # torch counts no model of which a part is frozen; adapters need the activations of a whole one, and few more.
+        whole = msgspec.structs.replace(config, lora=None)
+        model = _policy(whole, mesh, recompute=recompute, layers=layers)
         optimizer = make_optimizer(model, config.train)
         for micro_batches in (1, 2):
             for _ in range(micro_batches):
@@ -115,7 +119,7 @@ def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
                 result.logp_T.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = 4 * (2 + MOMENTS) * sum(_own(model))
+        kept = _bytes(model) + (1 + MOMENTS) * _bytes(model, trained=True)
     return max(count.most() - kept, 0)
 
 
@@ -124,31 +128,36 @@ def _others(config: Config, mesh: TrainerMesh) -> list[int]:
     method = method_of(config, make_objective(config.algorithm))
     found: list[int] = []
     with counted():
-        policy = _made(config.model, config.model.path, mesh)
         if method.proximal == "ewma":
-            found.append(4 * sum(_own(policy)))
+            found.append(_bytes(_policy(config, mesh), trained=True))
         kl, teacher = config.algorithm.kl, config.algorithm.teacher
         frozen = [kl.reference or config.model.path] if kl is not None else []
+        if config.lora is not None and frozen == [config.model.path]:
+            frozen = []  # the policy without its adapters
         frozen += [teacher.path] if teacher is not None else []
-        found += [4 * sum(_own(_made(config.model, path, mesh))) for path in frozen]
+        found += [_bytes(_made(config.model, path, mesh)) for path in frozen]
         if method.critics:
             assert config.critic is not None
             critic = _made(config.model, config.critic.path or config.model.path, mesh)
-            found += [4 * (2 + MOMENTS) * sum(_own(critic))] * method.critics
+            found += [(2 + MOMENTS) * _bytes(critic)] * method.critics
     return found
 
 
-def _made(
-    model: ModelConfig, path: str, mesh: TrainerMesh, *, recompute: bool = False, layers: int | None = None
+def _policy(
+    config: Config, mesh: TrainerMesh, *, recompute: bool = False, layers: int | None = None
 ) -> PreTrainedModel:
+    return shard_model(empty_policy(config, layers), mesh, config.model, recompute=recompute).to_empty(device="cpu")
+
+
+def _made(model: ModelConfig, path: str, mesh: TrainerMesh) -> PreTrainedModel:
     named = msgspec.structs.replace(model, path=path)
-    made = empty_model(named, layers=layers)
-    return shard_model(made, mesh, named, recompute=recompute).to_empty(device="cpu")
+    return shard_model(empty_model(named), mesh, named).to_empty(device="cpu")
 
 
-def _own(model: nn.Module) -> list[int]:
-    """Numbers of each parameter that this rank holds."""
-    return [getattr(one, "_local_tensor", one).numel() for one in model.parameters()]
+def _bytes(model: nn.Module, *, trained: bool = False) -> int:
+    """Of this rank's part of all parameters, or of those that are trained."""
+    parts = (getattr(one, "_local_tensor", one) for one in model.parameters() if one.requires_grad or not trained)
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,11 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters, or `Muon`, for which `model` is a language model.
+    """AdamW over what is trained, or `Muon`, for which `model` is a language model.
 
     On the CPU AdamW passes once over memory, where torch's default makes some ten passes.
     """
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[Any] = parameters
     kind = torch.optim.AdamW
     if train.optimizer == "muon":

@@ -10,6 +10,7 @@ Shape legend: T = action tokens of a micro-batch, N = trained tokens of a miniba
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -42,9 +43,10 @@ from flash.trainer.firstpass import (
 from flash.trainer.lag import LagPass, lags_behind
 from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
+from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
-from flash.trainer.model.model import empty_model, load_plain, load_sharded, reshard, shard_model
+from flash.trainer.model.model import load_plain, load_sharded, reshard, shard_model
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
@@ -74,9 +76,13 @@ class Trainer:
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         recompute = config.train.activation_checkpointing
-        self.model = shard_model(empty_model(config.model), mesh, config.model, recompute=recompute)
-        self.model.load_state_dict(plain.state_dict(), assign=True)
+        self.model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute)
+        fill_policy(self.model, plain, config.run.seed)
+        self.base: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
+        """Of the weights at `model.path`, where adapters are trained and these stay."""
         del plain
+        if config.lora is not None:
+            gc.collect()  # FSDP's circles hold the base in float32
         check_packing(self.model, config)
         self.canaries = CanaryMaker(text, self.model, config)
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
@@ -99,7 +105,7 @@ class Trainer:
         if config.algorithm.lag is not None and lags_behind(config.train):
             self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, mesh)
         kl, teacher = config.algorithm.kl, config.algorithm.teacher
-        self.reference = kl and _load_frozen(config, mesh, "algorithm.kl.reference", kl.reference or config.model.path)
+        self.reference = kl and _load_reference(config, mesh, self.model, kl.reference or config.model.path)
         """What a KL pulls to, sharded like the policy; with `kl.refresh`, what that was some steps ago."""
         _check_refreshed(self.reference, self.model, config)
         self._teacher = teacher and _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
@@ -377,6 +383,13 @@ def _look_once(options: Rhythm, model: PreTrainedModel) -> RhythmPass:
     rhythm = RhythmPass(options, model, lambda micro, watch: attend(model, micro, watch))
     reshard(model)
     return rhythm
+
+
+def _load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The reference policy of a KL, or the policy itself, where its base is meant."""
+    if config.lora is not None and path == config.model.path:
+        return policy
+    return _load_frozen(config, mesh, "algorithm.kl.reference", path)
 
 
 def _load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTrainedModel:

@@ -17,13 +17,13 @@ from flash.types import Canary
 class LoadedWeights:
     """Follows what one engine holds, version by version.
 
-    Where a single worker holds exactly what was published first, it has to from then on. Where it does not (tensor
-    parallel shards, quantised or otherwise derived weights, tensors that the engine does not load), its weights have to
-    change whenever the published ones do.
+    Where a single worker holds exactly what was published first, it has to from then on, and from the first version on
+    if that is known (`exact`). Where it does not (tensor parallel shards, quantised or otherwise derived weights,
+    tensors that the engine does not load), its weights have to change whenever the published ones do.
     """
 
-    def __init__(self) -> None:
-        self._exact: bool | None = None
+    def __init__(self, *, exact: bool | None = None) -> None:
+        self._exact = exact
         self._published: list[int] = []
         self._held: list[list[int]] = []
 

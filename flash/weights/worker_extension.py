@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.profiler import record_function
 
+from flash.errors import FlashError
 from flash.profile.order import ENDING
 from flash.profile.recording import Recording
 from flash.weights.fingerprint import Fingerprint
+from flash.weights.tcp import TcpSource, pull
 
 _loaded: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 """Fingerprints of what layers of a CPU engine were last given, before its kernels packed it beyond recognition."""
@@ -93,10 +95,28 @@ _profiles: list[WorkerProfile] = []
 class WorkerExtension:
     """Methods have names of their own: vLLM refuses those that its workers have."""
 
-    def flash_fingerprint(self) -> list[int]:
-        """Of the weights that this worker holds."""
+    def flash_fingerprint(self, adapter: int) -> list[int]:
+        """Of the weights that this worker holds, or of an adapter as it computes with it."""
+        from flash.foreign.vllm_worker import held_adapter
+
         worker: Any = self
-        return held_fingerprint(worker.get_model())
+        if not adapter:
+            return held_fingerprint(worker.get_model())
+        fingerprint = Fingerprint()
+        for tensor in held_adapter(worker, adapter):
+            fingerprint.add(tensor)
+        return fingerprint.sums
+
+    def flash_put_adapter(self, source: dict[str, Any], number: int, dropped: list[int]) -> str | None:
+        """Pull a version of the adapters and hold it under a number; why it could not, None: it could."""
+        from flash.foreign.vllm_worker import put_adapter
+
+        try:
+            tensors = dict(pull(TcpSource(**source)))
+        except FlashError as error:
+            return str(error)
+        put_adapter(self, number, tensors, dropped)
+        return None
 
     def flash_load_failure(self) -> str | None:
         """Why this worker could not load the last version; None if it could."""

@@ -79,6 +79,18 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.kl={estimator='k1', coefficient=0.1}"],
             "`algorithm.kl.estimator` (override): k1 in the loss pulls nowhere",
         ),
+        (
+            ["lora.rank=8", "parallel.tensor=2", "cluster.trainer_ranks=2"],
+            "`parallel.tensor` (override): expected 1, as layers that ranks divide take no adapters ([lora]), got 2",
+        ),
+        (
+            ["lora.rank=8", "cluster.gpus_per_node=2", "model.dtype=float32"],
+            "`model.dtype` (override): expected bfloat16 or float16: vLLM's kernels for adapters ([lora])",
+        ),
+        (
+            ["lora.rank=8", "cluster.gpus_per_node=2", "weights.backend=nccl"],
+            "`weights.backend` (override): expected tcp or auto, as adapters ([lora]) travel by nothing else, got nccl",
+        ),
         (["algorithm.advantage=gae"], "`critic`: is missing: advantage 'gae' takes its values from a critic"),
         (["critic={}"], "`critic` (override): has no effect: algorithm.advantage is 'group'"),
         (

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import chat_templates, forking, torch, transformers, vllm, vllm_parsers
+from flash.foreign import chat_templates, forking, peft, torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -23,9 +23,10 @@ TOUCHED = [
     *torch.TOUCHED,
     *forking.TOUCHED,
     *transformers.TOUCHED,
+    *peft.TOUCHED,
     *chat_templates.TOUCHED,
 ]
-LIBRARIES = ("vllm", "torch", "transformers", "uvicorn", "aiodocker")
+LIBRARIES = ("vllm", "torch", "transformers", "peft", "uvicorn", "aiodocker")
 
 
 def has(owner: Any, name: str) -> bool:

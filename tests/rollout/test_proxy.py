@@ -22,7 +22,7 @@ from flash.rollout.routing import SUSPECTED
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Completion, Published, VersionRun
 
-Mode = Literal["recompute", "keep", "abort", "drain"]
+Mode = Literal["recompute", "keep", "abort", "drain", "beside"]
 MODES: list[Mode] = ["recompute", "keep", "abort", "drain"]
 SLOTS = 4
 SWAP_S = 0.5
@@ -540,7 +540,7 @@ def test_a_swap_with_a_full_queue_loses_nothing(swap: Mode) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("swap", ["recompute", "keep", "abort"])
+@pytest.mark.parametrize("swap", ["recompute", "keep", "abort", "beside"])
 def test_a_pause_with_a_full_queue_takes_no_longer_than_the_step_in_flight(swap: Mode) -> None:
     async def scenario() -> None:
         house = House(engine(), swap=swap)

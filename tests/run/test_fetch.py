@@ -270,7 +270,7 @@ def test_commands_that_take_a_model_take_a_file_which_they_make_into_its_folder(
     folder = tmp_path / "tiny.hf"
     assert chosen_model(str(file)) == str(folder)
     config = msgspec.convert({"run": {"name": "r"}, "model": {"path": str(folder)}, "env": {"path": "m:E"}}, Config)
-    assert export_model(str(file), config, tmp_path / "exported") == str(folder)
+    assert export_model(str(file), config, tmp_path / "exported", merged=False) == str(folder)
     assert weights(tmp_path / "exported") == weights(folder)
 
 

@@ -16,6 +16,7 @@ from flash.branches import trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
+from flash.trainer.model.model import trained
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
@@ -267,7 +268,7 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     share = 1 - trainer.optimizer.param_groups[0]["betas"][0]
     return {
         name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
-        for name, parameter in trainer.model.named_parameters()
+        for name, parameter in trained(trainer.model)
     }
 
 
@@ -275,7 +276,7 @@ def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Of AdamW, by their kinds and parameters."""
     return {
         f"{moment} of {name}": whole(trainer.optimizer.state[parameter][moment]).clone()
-        for name, parameter in trainer.model.named_parameters()
+        for name, parameter in trained(trainer.model)
         for moment in ("exp_avg", "exp_avg_sq")
     }
 

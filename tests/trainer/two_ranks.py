@@ -72,6 +72,10 @@ CASES: dict[str, dict[str, Any]] = {
         "split": "uneven", "aged": True,
         "algorithm": {"lag": {"budget": 8.0}}, "train": {"minibatches": 2},
     },
+    "adapters": {
+        "split": "uneven", "aged": True, "lora": {"rank": 4}, "algorithm": {"kl": {"coefficient": 0.3}},
+        "train": {"minibatches": 2},
+    },
     "ewma": {
         "split": "uneven", "aged": True,
         "algorithm": {"options": {"proximal": "ewma"}}, "train": {"minibatches": 2},
@@ -103,11 +107,9 @@ CASES: dict[str, dict[str, Any]] = {
 def case_config(model: Path, case: dict[str, Any]) -> Any:
     train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40, "async_ratio": 2.0}
     tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
-    if "critic" in case:
-        tables["critic"] = case["critic"]
     if "teacher" in tables["algorithm"]:
         tables["algorithm"] = tables["algorithm"] | {"teacher": case["algorithm"]["teacher"] | {"path": str(model)}}
-    return make_config(model, **tables)
+    return make_config(model, **tables, **{name: case[name] for name in ("critic", "lora") if name in case})
 
 
 def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:

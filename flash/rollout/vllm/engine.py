@@ -31,6 +31,7 @@ from flash.errors import (
 )
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.vllm.adapters import Adapter, Adapters
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
 from flash.rollout.vllm.requests import (
@@ -89,7 +90,9 @@ class VLLMEngine:
         self._salt = FIRST_VERSION
         """The version that will compute what is asked now: that of a swap from its pause on."""
         self._joined: dict[str, Any] | None = None
-        self._loaded = LoadedWeights()
+        self._adapters = Adapters(config.adapters)
+        # Of adapters one worker has nothing but what was published.
+        self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters()
         self._closing = False
@@ -166,10 +169,12 @@ class VLLMEngine:
         finished = False
         queue: Any = None
         self._steps.begins(anyio.current_time())
+        adapter = self._adapters.begins()
         try:
             # The salt keeps the prefixes of older weights apart, where a swap kept them.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
-            queue = await llm.add_request(request_id, prompt, self._sampling.of(request, vocabulary))
+            parameters = self._sampling.of(request, vocabulary)
+            queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.asked)
             vllm.continue_text(llm, queue, request.prompt, tail(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.briefly(llm, queue) if request.sampling.keeps else None
@@ -186,7 +191,7 @@ class VLLMEngine:
                     forget()
                 if output.finished:
                     break
-                versions = version_runs(starts(), start, len(token_ids))
+                versions = version_runs(adapter.labels or starts(), start, len(token_ids))
                 yield Progress(piece.token_ids, new.logprobs, versions, new.kept)
             finished = True
         except Exception as error:  # vLLM's errors have no common base: all of them become ours here
@@ -195,10 +200,11 @@ class VLLMEngine:
             self._steps.ends()
             if not finished:
                 await self._abort(request_id, queue, request.lost)
+            self._adapters.ends(adapter)
         if piece.finish_reason not in GOOD_ENDS:  # as all requests of an engine that is closed
             self._check_alive()
         finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
-        spans = [(span.version, span.start) for span in piece.weight_versions or ()]
+        spans = adapter.labels or [(span.version, span.start) for span in piece.weight_versions or ()]
         whole = together(kept) if kept else None
         tells = self._config.rollout.routing_replay
         routes = routes_of(piece, len(request.prompt) + len(token_ids) - 1) if tells else None
@@ -212,12 +218,14 @@ class VLLMEngine:
         """
         self._check_alive()
         version = published.version
-        observed, held = list[float](), list[list[int]]()
+        observed, held, adapter = list[float](), list[list[int]](), self._adapters.newest
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
-            with self._waiting(self._config.deadlines.swap, waited_for, look_at):
-                observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
+            emptying = waits.emptying_s(self._config) if self._adapters.beside else 0.0
+            with self._waiting(emptying + self._config.deadlines.swap, waited_for, look_at):
+                tokens = published.canary.token_ids
+                observed, held, adapter = await self._swap(info, version, tokens, keep_cache=keep_cache)
         except FlashError:
             raise
         except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
@@ -229,6 +237,7 @@ class VLLMEngine:
         self._loaded.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(published.canary, observed, engine=self._index, version=version)
         self._version = version
+        self._salt, self._adapters.newest = version, adapter
         return gap
 
     async def adopt(self, version: int) -> None:
@@ -348,20 +357,26 @@ class VLLMEngine:
 
     async def _swap(
         self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
-    ) -> tuple[list[float], list[list[int]]]:
-        """Pause, load, resume; returns the engine's log-probs of the canary, and the fingerprint of each worker."""
-        llm = self._llm
-        # Sent in this turn of the loop: what is asked from now on comes behind the pause, and meets the new weights.
-        self._salt = version
-        await vllm.pause(llm, keep_cache=keep_cache)
+    ) -> tuple[list[float], list[list[int]], Adapter]:
+        """Pause, load, resume; returns the engine's log-probs of the canary, the fingerprint of each worker, and what
+        requests of this version run under.
+
+        Beside other adapters one is loaded without a pause, and serves when it has been looked at.
+        """
+        llm, pauses = self._llm, not self._adapters.beside
+        adapter, dropped = await self._adapters.placed(version)
+        if pauses:
+            # Sent in this turn of the loop: what is asked from now on comes behind it, and meets the new weights.
+            self._salt, self._adapters.newest = version, adapter
+            await vllm.pause(llm, keep_cache=keep_cache)
         # Not before: the pause waits for the step in flight, which may hang.
         self._steps.pauses()
-        if not keep_cache:
+        if pauses and not keep_cache:
             self._gauge.all_put_back()
         if info.init is not None and info.init != self._joined:
             await vllm.join_transfer(llm, info.init)
             self._joined = info.init
-        failure = await vllm.update_weights(llm, info.update, str(version))
+        failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
         if failure is not None:
             raise self._load_error(failure, version)
         # Asked before the resume, so that it runs in the first step.
@@ -369,13 +384,15 @@ class VLLMEngine:
             f"{self._index}.canary.{version}",
             {"type": "token", "prompt_token_ids": list(canary)},
             vllm.scoring_parameters(),
+            lora_request=adapter.asked,
             priority=CANARY_PRIORITY,
         )
-        await llm.resume_generation()
+        if pauses:
+            await llm.resume_generation()
         output = await queue.get()
         positions = output.prompt_logprobs
         observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
-        return observed, await vllm.held_fingerprints(llm)
+        return observed, await vllm.held_fingerprints(llm, adapter.number), adapter
 
     async def _abort(self, request_id: str, queue: Any, lost: Callable[[int], None]) -> None:
         """Free a request's place in the engine, also when the one who asked was cancelled; tell what it had sampled."""

@@ -23,6 +23,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm
 from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.rollout.vllm.adapters import adapter_arguments
 from flash.rollout.vllm.requests import MOST_LOGPROBS
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import RECEIVER
@@ -147,6 +148,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         # A prompt that is prefilled in parts has vLLM turn its generator back, which torch's for the CPU cannot: the
         # engine would die.
         args["enable_chunked_prefill"] = False
+    args |= adapter_arguments(config)
     if config.gpus_per_node == 0:
         # Prompts are shared by whole blocks; vLLM's 128 on the CPU are more than most prompts have.
         blocks = {"block_size": CPU_BLOCK}

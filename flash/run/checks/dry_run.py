@@ -16,7 +16,7 @@ import msgspec
 
 from flash.config.check_machine import is_hub_id
 from flash.config.machine import count_gpus
-from flash.config.tree import Config, ModelConfig, ParallelConfig
+from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.rollout.episode.rehearsal import rehearse
@@ -107,7 +107,7 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
             yield _of_folder(config, folder), f"{path} will be made, with one token per character"
     else:
-        yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model, config.parallel)}"
+        yield ready_tokenizer(config), f"{config.model.path}, {_described(config)}"
 
 
 def _of_folder(config: Config, folder: str) -> Tokenizer:
@@ -115,18 +115,21 @@ def _of_folder(config: Config, folder: str) -> Tokenizer:
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 
 
-def _described(model: ModelConfig, parallel: ParallelConfig) -> str:
+def _described(config: Config) -> str:
     """The model's class and size, by its configuration alone.
 
     Raises:
-        ConfigError: transformers knows no such causal language model, or ranks cannot divide it.
+        ConfigError: transformers knows no such causal language model, ranks cannot divide its layers, or it lacks those
+            that adapters are for.
     """
-    from flash.trainer.model.model import check_divisible, empty_model
+    from flash.trainer.model.adapters import empty_policy
+    from flash.trainer.model.model import check_divisible, trained
 
-    made = empty_model(model)
-    check_divisible(made.config, parallel)
-    size = sum(parameter.numel() for parameter in made.parameters())
-    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
+    made = empty_policy(config)
+    check_divisible(made.config, config.parallel)
+    size, own = (sum(one.numel() for one in some) for some in (made.parameters(), dict(trained(made)).values()))
+    part = "" if config.lora is None else f", {own / 1e6:.3g}M of them in adapters"
+    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters{part}"
 
 
 def _short(text: str) -> str:

@@ -248,10 +248,10 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
     except FlashError:
         return  # told elsewhere
     kl = config.algorithm.kl
-    wanted = ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
+    wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
     if fault := lacking_extras(checkpoint, held, wanted):
-        yield ConfigProblem("algorithm.objective", fault)
+        yield ConfigProblem("lora" if "[lora]" in fault else "algorithm.objective", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
             if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -117,12 +118,14 @@ def model_folder(named: str, config: Config) -> Generator[str]:
         yield chosen
         return
     with tempfile.TemporaryDirectory(prefix="flash-checkpoint-") as folder:
-        _write_out(Path(chosen), config, Path(folder))
+        _write_out(Path(chosen), config, Path(folder), merged=True)
         yield folder
 
 
-def export_model(named: str, config: Config, folder: Path) -> str:
+def export_model(named: str, config: Config, folder: Path, *, merged: bool) -> str:
     """Write the weights that are meant as a model folder of Hugging Face's form, whole or not at all; what they were.
+
+    Of a run with adapters a folder of peft's form, unless they are to be `merged` into their base.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
@@ -132,7 +135,7 @@ def export_model(named: str, config: Config, folder: Path) -> str:
     try:
         prepare(aside)
         if (chosen / MANIFEST).is_file():
-            _write_out(chosen, config, aside)
+            _write_out(chosen, config, aside, merged=merged)
         else:
             shutil.copytree(chosen, aside, dirs_exist_ok=True)
         for file in aside.iterdir():
@@ -154,26 +157,45 @@ def _no_model(path: Path) -> str:
     return f"{path} is neither a model (it has no config.json) nor a checkpoint nor a run"
 
 
-def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
-    import torch.distributed.checkpoint.state_dict_loader as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
+def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
+    from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.trainer.model.model import load_model
-    from flash.trainer.state.checkpoint import STATE
+    from flash.trainer.model.adapters import add_adapters, merge, write_adapters
+    from flash.trainer.model.model import empty_model, load_model, trained
 
     make_fetched(config)
     with without_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        model = load_model(config.model)
-        try:
-            # Of all that the checkpoint holds only these are read, into the model's own tensors.
-            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"{checkpoint} holds other weights than {config.model.path}, which model.path names: {error}"
-            ) from error
-        model.save_pretrained(folder)
+        if config.lora is None:
+            model = load_model(config.model)
+            # Into the model's own tensors.
+            _read(checkpoint, model.state_dict(), config)
+            model.save_pretrained(folder)
+        else:
+            adapted = add_adapters(empty_model(config.model), config.model, config.lora)
+            tensors = {name: parameter.new_zeros(parameter.shape, device="cpu") for name, parameter in trained(adapted)}
+            _read(checkpoint, tensors, config)
+            if merged:
+                model = load_model(config.model)
+                merge(model, tensors, config.lora)
+                model.save_pretrained(folder)
+            else:
+                write_adapters(folder, described_in(adapted), tensors)
         open_weights(folder)
     HfTokenizer(config.model).inner.save_pretrained(str(folder))
+
+
+def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
+    """Of all that a checkpoint holds these tensors of the policy alone."""
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from flash.trainer.state.checkpoint import STATE
+
+    try:
+        dcp.load({"model": tensors}, checkpoint_id=checkpoint / STATE, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{checkpoint} holds other weights than {config.model.path}, which model.path names: {error}"
+        ) from error

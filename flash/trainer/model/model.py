@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
@@ -38,11 +37,11 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import (
     default_attention,
     divide_layers,
-    keep_layers,
     layer_types,
     positions_by_length,
     stored_tensors,
     takes_attention,
+    without_weights,
 )
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
@@ -91,20 +90,14 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
         ConfigError: as `load_model`.
     """
     try:
-        described = _described(config)
-        if layers is not None:
-            keep_layers(described.get_text_config(), layers)
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                described, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
+        _described(config)
+        model = without_weights(config.path, trusted=config.trust_remote_code, layers=layers)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
     model.tie_weights()
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(
-            config.path, local_files_only=Path(config.path).is_dir()
-        )
+        local = Path(config.path).is_dir()
+        model.generation_config = GenerationConfig.from_pretrained(config.path, local_files_only=local)
     return model
 
 
@@ -306,10 +299,15 @@ def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face name and full float32 tensor of each parameter, on every rank, one at a time.
+    """Name in the model and full float32 tensor of each parameter that is trained, on every rank, one at a time.
 
     A tied output layer is the input embedding and is not repeated.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are: all, or those of its adapters."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

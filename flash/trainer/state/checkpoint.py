@@ -90,7 +90,7 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy)
+        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy, trainer.base)
         manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
@@ -112,6 +112,11 @@ def load(path: Path, trainer: Trainer) -> None:
     """
     state = _state(trainer)
     manifest = _read(path, state, _extras(trainer))
+    if manifest.base != trainer.base:
+        raise CheckpointError(
+            f"{path} holds adapters of another model than model.path names now: go on with the one that they were "
+            "trained on, or start a new run"
+        )
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
         _put_state(critic.model, critic.optimizer, state[name])
@@ -143,7 +148,7 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import DTensor
 
-    held: dict[str, Any] = get_model_state_dict(trainer.model)
+    held = _without_frozen(trainer.model, get_model_state_dict(trainer.model))
     weights = {name: torch.zeros_like(value) for name, value in held.items()}
     _read(path, {"model": weights})
     return {
@@ -172,15 +177,21 @@ def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = No
 def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: int = EXPORTED_BYTES) -> None:
     """Write a Hugging Face folder (config, safetensors, tokenizer), whole or not at all. Called by all ranks.
 
+    Of a model with adapters these alone, as peft reads them.
+
     Raises:
         CheckpointError: on every rank, when rank 0 could not write. An earlier export is untouched.
     """
     import torch.distributed as dist
     from safetensors.torch import save_file
 
+    from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights
     from flash.trainer.model.model import kept_buffers, named_full_tensors
 
+    if (adapters := described_in(model)) is not None:
+        _export_adapters(model, adapters, tokenizer, folder)
+        return
     first, aside = dist.get_rank() == 0, aside_of(folder)
     named: chain[tuple[str, Tensor]] = chain(model.named_parameters(), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
@@ -232,6 +243,32 @@ def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]
     return {f"model-{at:05d}-of-{len(parts):05d}.safetensors": names for at, names in enumerate(parts, 1)}
 
 
+def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, folder: Path) -> None:
+    import torch.distributed as dist
+
+    from flash.trainer.model.adapters import write_adapters
+    from flash.trainer.model.model import named_full_tensors
+
+    rank, aside = dist.get_rank(), aside_of(folder)
+    tensors = {name: tensor.cpu() for name, tensor in named_full_tensors(model) if rank == 0}
+
+    def write() -> None:
+        prepare(aside)
+        tokenizer.save_pretrained(aside)
+        write_adapters(aside, described, tensors)
+        for file in _files(aside):
+            sync(file)
+        replace(aside, folder)
+
+    try:
+        _together(lambda: write() if rank == 0 else None, folder)
+    except CheckpointError as error:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        remedy = f"; {NOT_WRITABLE}" if refused(str(error)) else ""
+        raise CheckpointError(f"cannot export the adapters to {error}{remedy}") from error
+
+
 def _write_state(folder: Path, trainer: Trainer) -> None:
     """Weights and moments, each rank its own shards, forced to the disk."""
     import torch.distributed.checkpoint.state_dict_saver as dcp
@@ -276,14 +313,23 @@ def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         # torch fills an empty optimizer by taking a step with zero gradients, and counts it.
         for entry in optimizer.state.values():
             entry["step"].zero_()
-    return {"model": weights, "optimizer": moments}
+    return {"model": _without_frozen(model, weights), "optimizer": moments}
+
+
+def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """A model's state without what stays as it is at `model.path`."""
+    every = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in every if not parameter.requires_grad}
+    return {name: value for name, value in weights.items() if name not in frozen}
 
 
 def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    weights, moments = state["model"], state["optimizer"]
+    partly = StateDictOptions(strict=False)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=partly)
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)  # a run may be resumed with others than the checkpoint holds
 
@@ -292,6 +338,7 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
     rhythm = _rhythm_heads(trainer) is not None
     kept = {"critic": len(trainer.critics), "ewma": int(trainer.ewma is not None), "rhythm": int(rhythm)}
     kept["reference"] = int(trainer.refreshes)
+    kept["lora"] = int(trainer.base != ())
     return tuple(name for name in EXTRAS for _ in range(kept[name]))
 
 
@@ -388,7 +435,8 @@ def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
 
 def _space(folder: Path, trainer: Trainer) -> str:
     """What a checkpoint needs (float32 weights, two moments of each trained one) and what the disk has."""
-    tensors = 3 * list(trainer.model.parameters()) + list((trainer.ewma or {}).values())
+    own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    tensors = 3 * own + list((trainer.ewma or {}).values())
     for critic in trainer.critics:
         tensors += 3 * list(critic.model.parameters())
     needed = 4 * sum(tensor.numel() for tensor in tensors)

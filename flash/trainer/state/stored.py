@@ -36,6 +36,7 @@ READ_SIZE = 1 << 20
 
 
 EXTRAS = {
+    "lora": "adapters in place of weights (the [lora] table)",
     "critic": "a critic (the [critic] table)",
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
     "reference": "a reference that is refreshed (algorithm.kl.refresh)",
@@ -69,6 +70,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """With `algorithm.lag`: see `flash.trainer.lag.LagPass`."""
     entropy: tuple[float, float] | None = None
     """With `algorithm.entropy_target`: as of `Trainer.entropy`."""
+    base: tuple[int, ...] = ()
+    """Where it holds adapters, the fingerprint of the weights that they go with."""
 
 
 class Choice(NamedTuple):

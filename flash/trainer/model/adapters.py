@@ -1,0 +1,133 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): a model's weights W stay; of W + alpha / rank · B A, A and B are trained.
+
+The base has the dtype of the run, to which passes would round it anyway; adapters, their gradients and moments are
+float32. B begins as 0, so that version 0 is the base, to the bit. Without its adapters the policy is its base, and so a
+reference that costs nothing. Beyond this file an adapted model is one of which a part is trained.
+
+Adapters are whole on each rank but for what FSDP shards; names and files are peft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from flash.config.learning import LoraConfig
+from flash.config.tree import Config, ModelConfig
+from flash.errors import ConfigError
+from flash.foreign import peft
+from flash.foreign.transformers import linear_layers, open_weights
+from flash.trainer.model.model import empty_model, kept_buffers, named_full_tensors
+from flash.weights.fingerprint import Fingerprint
+
+WEIGHTS = "adapter_model.safetensors"
+"""What peft calls the file."""
+
+
+def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
+    """What `empty_model` makes, with adapters where the run trains them.
+
+    Raises:
+        ConfigError: as `empty_model`, or the model has none of the layers that `lora.targets` names.
+    """
+    model = empty_model(config.model, layers)
+    return model if config.lora is None else add_adapters(model, config.model, config.lora)
+
+
+def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfig) -> PreTrainedModel:
+    """Put adapters without content into an empty model, and have nothing else of it trained.
+
+    Raises:
+        ConfigError: the model has no layer of a name in `lora.targets`.
+    """
+    names = linear_layers(model)
+    if unknown := [target for target in lora.targets if target not in names]:
+        known = f"the linear layers of {type(model).__name__} are {', '.join(names)}"
+        raise ConfigError(f"lora.targets: there is no {', '.join(map(repr, unknown))}; {known}")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, described.dtype))
+    targets = lora.targets or names
+    peft.insert(model, peft.settings(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets))
+    return model
+
+
+def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
+    """Give a sharded policy the weights of a model that `load_plain` has made.
+
+    Of adapters, A is drawn with the seed, as peft would draw it, and B is 0.
+    """
+    state: dict[str, Any] = plain.state_dict()
+    if peft.described_in(model) is None:
+        model.load_state_dict(state, assign=True)
+        return
+    found: dict[str, Any] = {name: state.pop(_base_name(name)) for name, _ in kept_buffers(model)}
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            found[name] = state.pop(_base_name(name)).to(parameter.dtype)
+            continue
+        # Not by nn.init, whose draws follow from what a process has drawn before.
+        whole = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).div_(parameter.shape[1] ** 0.5)
+        whole = whole if ".lora_A." in name else torch.zeros_like(whole)
+        assert isinstance(parameter, DTensor), "the policy is sharded"
+        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        found[name] = part.to(parameter.device_mesh.device_type)
+    model.load_state_dict(found, strict=False, assign=True)
+
+
+def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
+    """Of a sharded model's parameters, on all ranks together."""
+    fingerprint = Fingerprint()
+    for parameter in model.parameters():
+        fingerprint.add(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+    parts: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, fingerprint.sums)
+    whole = Fingerprint()
+    for part in parts:
+        whole.join(part)
+    return tuple(whole.sums)
+
+
+def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[str, Tensor]]:
+    """What engines load of a version: `named_full_tensors`, or the adapters, under the names of peft's files.
+
+    B is multiplied by alpha / rank, so that an engine holds what was published, bit for bit.
+    """
+    if lora is None:
+        yield from named_full_tensors(model)
+        return
+    for name, tensor in named_full_tensors(model):
+        yield peft.file_name(name), tensor * (lora.alpha / lora.rank) if ".lora_B." in name else tensor
+
+
+def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write what peft's `PeftModel.from_pretrained` reads."""
+    from safetensors.torch import save_file
+
+    described.inference_mode = True
+    peft.save(folder, described)
+    named = {peft.file_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    open_weights(folder)
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
+    """Add adapters, under their names in the model, to the weights of their base, in place."""
+    for name, down in tensors.items():
+        layer, found, rest = name.partition(".lora_A.")
+        if found:
+            weight = model.get_parameter(f"{layer}.weight")
+            weight += (lora.alpha / lora.rank) * (tensors[f"{layer}.lora_B.{rest}"] @ down)
+
+
+def _base_name(name: str) -> str:
+    """What a tensor of an adapted model is called in its base."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,215 @@
+"""Adapters are trained, and nothing else; each against what the same weights do without them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flash.config.learning import LoraConfig
+from flash.config.tree import ModelConfig
+from flash.errors import CheckpointError, ConfigError
+from flash.run.models.models import export_model
+from flash.trainer.model.adapters import add_adapters, engine_tensors, merge
+from flash.trainer.model.canary import canary_logprobs
+from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained
+from flash.trainer.state import checkpoint, stored
+from flash.trainer.step import Trainer
+from tests.trainer.test_checkpoint import HUB, TOKENIZER, same_weights, train
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    gradient_of,
+    kept,
+    local,
+    make_config,
+    random_shard,
+    relative_error,
+    weights_of,
+    write_model,
+)
+
+LORA = LoraConfig(rank=4, alpha=6.0)
+TABLE: dict[str, Any] = {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}
+TOKENS = [3, 17, 5, 29, 8, 11, 2, 33]
+
+
+def adapted(model: Path, **tables: Any) -> Trainer:
+    return Trainer(make_config(model, **TABLE | tables))
+
+
+def stirred(model: Path, **tables: Any) -> Trainer:
+    """One whose adapters have something to say."""
+    trainer = adapted(model, **tables)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trained(trainer.model):
+            if ".lora_B." in name:
+                local(parameter).copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return trainer
+
+
+def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named_full_tensors(trainer.model)}
+
+
+def merged(trainer: Trainer, model: Path) -> PreTrainedModel:
+    whole = load_model(ModelConfig(path=str(model)))
+    merge(whole, tensors_of(trainer), LORA)
+    return whole
+
+
+def logprobs(model: Any) -> list[float]:
+    with torch.no_grad():
+        rows = model(torch.tensor([TOKENS])).logits[0].float().log_softmax(-1)
+    return [float(rows[place, token]) for place, token in enumerate(TOKENS[1:])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_version_0_is_the_base_to_the_bit_in_the_dtype_of_the_run(model: Path, dtype: str) -> None:
+    table = {"path": str(model), "dtype": dtype, "max_length": 64}
+    ours, plain = (Trainer(make_config(model, model=table, **tables)) for tables in (TABLE, {}))
+    assert canary_logprobs(ours.model, TOKENS) == canary_logprobs(plain.model, TOKENS)
+    own, others = {}, {}
+    for name, parameter in ours.model.named_parameters():
+        (own if parameter.requires_grad else others)[name] = parameter.dtype
+    assert {*own.values()} == {torch.float32}
+    assert {*others.values()} == {getattr(torch, dtype)}
+    assert len(own) == 2 * 7 * 2, "A and B of seven layers of each of two"
+    assert all(".layers." in name for name in own), "not of the output layer"
+
+
+def test_all_that_is_trained_are_adapters_and_the_gradient_is_that_of_the_weights_they_change(
+    model: Path, tmp_path: Path
+) -> None:
+    """dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a model that is trained whole."""
+    trainer, shard = stirred(model), random_shard()
+    before, base = tensors_of(trainer), weights_of(trainer)
+    whole = shutil.copytree(model, tmp_path / "whole")
+    merged(trainer, model).save_pretrained(whole)
+    reference = Trainer(make_config(whole))
+    metrics, expected = trainer.train_step(shard), reference.train_step(shard)
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    gradient, found, scale = gradient_of(reference), gradient_of(trainer), LORA.alpha / LORA.rank
+    wanted: dict[str, Tensor] = {}
+    for name in found:
+        layer, _, rest = name.partition(".lora_")
+        slope, end = gradient[f"{layer}.weight"], rest.partition(".")[2]
+        down, up = (before[f"{layer}.lora_{side}.{end}"] for side in "AB")
+        wanted[name] = scale * (up.T @ slope if rest.startswith("A") else slope @ down.T)
+    assert len(found) == 28
+    assert relative_error(found, wanted) < 1e-5
+    assert metrics["grad_norm"] == pytest.approx(sum(float(g.square().sum()) for g in wanted.values()) ** 0.5, rel=1e-5)
+    after = weights_of(trainer)
+    assert {name for name in base if not torch.equal(base[name], after[name])} == {*found}
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_reference_of_a_kl_is_the_base_and_no_second_model(tied_model: Path, tmp_path: Path, place: str) -> None:
+    copy = shutil.copytree(tied_model, tmp_path / "copy")
+    kl = {"coefficient": 0.3, "estimator": "k2", "place": place}
+    train = {"async_ratio": 2.0}
+    ours = stirred(tied_model, algorithm={"kl": kl}, train=train)
+    others = stirred(tied_model, algorithm={"kl": kl | {"reference": str(copy)}}, train=train)
+    assert ours.reference is ours.model
+    shard = aged_shard()
+    for trainer in (ours, others):
+        trainer.version = shard.step
+    assert ours.train_step(shard) == others.train_step(shard)
+    assert same_weights(ours, others)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_continues_identically(model: Path, tmp_path: Path) -> None:
+    tables: dict[str, Any] = {
+        "algorithm": {"advantage": "gae", "options": {"proximal": "ewma"}},
+        "critic": {"learning_rate": 1e-3},
+    }
+    original = adapted(model, **tables)
+    train(original, 2)
+    path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
+    manifest = stored.read_manifest(path)
+    assert manifest.extras == ("lora", "critic", "ewma")
+    assert manifest.base == original.base != (0, 0)
+    restored = adapted(model, **tables)
+    train(restored, 1)
+    checkpoint.load(path, restored)
+    assert same_weights(original, restored)
+    found = checkpoint.read_weights(path, restored)
+    assert found.keys() == tensors_of(restored).keys()
+    train(original, 1)
+    train(restored, 1)
+    assert same_weights(original, restored)
+    written = [*FileSystemReader(path / "state").read_metadata().state_dict_metadata]
+    policy = [name for name in written if name.startswith(("model.", "optimizer.state."))]
+    assert len(policy) == 28 + 28 * 3, "each A and B, with its two moments and their count"
+    assert all(".lora_" in name for name in policy)
+
+
+def test_adapters_go_with_the_weights_that_they_were_trained_on(tied_model: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
+    plain = Trainer(make_config(tied_model))
+    with pytest.raises(CheckpointError, match=r"holds adapters in place of weights \(the \[lora\] table\), which this"):
+        checkpoint.load(path, plain)
+    other = write_model(tmp_path / "other", tied=True, initializer_range=0.2)
+    with pytest.raises(CheckpointError, match=r"adapters of another model than model\.path names now"):
+        checkpoint.load(path, adapted(other))
+
+
+def test_an_export_loads_in_peft_and_a_merged_one_in_transformers(model: Path, tmp_path: Path) -> None:
+    trainer = stirred(model)
+    TOKENIZER.save_pretrained(model)
+    checkpoint.export_hf(trainer.model, TOKENIZER, tmp_path / "of the run")
+    path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
+    config = make_config(model, **TABLE)
+    for merged_too in (False, True):
+        export_model(str(path), config, tmp_path / f"exported {merged_too}", merged=merged_too)
+    expected = canary_logprobs(trainer.model, TOKENS)
+    assert expected != pytest.approx(logprobs(load_model(config.model)), abs=1e-2)
+    assert logprobs(merged(trainer, model)) == pytest.approx(expected, abs=1e-5)
+    for name in ("of the run", "exported False"):
+        assert not (tmp_path / name / "config.json").exists()
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        assert logprobs(PeftModel.from_pretrained(base, str(tmp_path / name))) == pytest.approx(expected, abs=1e-5)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exported True", dtype=torch.float32)
+    assert logprobs(whole) == pytest.approx(expected, abs=1e-5)
+
+
+def test_engines_are_given_what_peft_names_and_scales(tied_model: Path) -> None:
+    trainer = stirred(tied_model)
+    own, given = tensors_of(trainer), dict(engine_tensors(trainer.model, LORA))
+    assert dict(engine_tensors(trainer.model, None)).keys() == own.keys()
+    name = "model.layers.1.mlp.up_proj.lora_{}.weight"
+    for side, scale in (("A", 1.0), ("B", LORA.alpha / LORA.rank)):
+        mine = own[name.format(f"{side}.default")]
+        assert torch.equal(given["base_model.model." + name.format(side)], mine * scale)
+
+
+def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_path: Path) -> None:
+    """SmolLM2-135M's shape, the smallest of pretrained ones: of larger models less. Nothing is allocated."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    folder = tmp_path / "model"
+    write_model(folder, tied=True, num_hidden_layers=1)
+    shape = {**sizes, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152}
+    described = AutoModelForCausalLM.from_pretrained(folder).config
+    described.update(shape)
+    described.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
+    described.save_pretrained(folder)
+    named = ModelConfig(path=str(folder))
+    model = add_adapters(empty_model(named), named, LoraConfig())
+    share = sum(tensor.numel() for _, tensor in trained(model)) / sum(tensor.numel() for tensor in model.parameters())
+    assert 0.03 < share < 0.05
+
+
+def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(tied_model: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"lora.targets: there is no 'qkv_proj'; .* Qwen3ForCausalLM are down_proj, gat"
+    ):
+        adapted(tied_model, lora={"targets": ["q_proj", "qkv_proj"]})
+    few = adapted(tied_model, lora={"targets": ["q_proj"]})
+    assert {name.split(".")[4] for name, _ in trained(few.model)} == {"q_proj"}
