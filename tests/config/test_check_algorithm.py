@@ -81,7 +81,7 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["lora.rank=8", "parallel.tensor=2", "cluster.trainer_ranks=2"],
-            "`parallel.tensor` (override): expected 1, as layers that ranks divide take no adapters ([lora]), got 2",
+            "`parallel.tensor` (override): expected 1, as what ranks divide takes no adapters ([lora]), got 2",
         ),
         (
             ["lora.rank=8", "cluster.gpus_per_node=2", "model.dtype=float32"],
