@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flash.ages import window
-from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule
+from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule, undivided_rule
 from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
@@ -425,6 +425,7 @@ RULES: tuple[Rule, ...] = (
 
 SFT_RULES: tuple[Rule, ...] = (
     sft_rule,
+    undivided_rule,
     model_rule,
     fetch_rule,
     length_rule,

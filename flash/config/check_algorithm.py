@@ -7,7 +7,6 @@ something by it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -72,10 +71,7 @@ def lora_rule(config: Config) -> Iterator[ConfigProblem]:
     if config.gpus_per_node > 0 and config.model.dtype == "float32":
         message = "expected bfloat16 or float16: vLLM's kernels for adapters ([lora]) on GPUs take no float32"
         yield ConfigProblem("model.dtype", message)
-    for name in config.parallel.__struct_fields__:
-        if (ranks := getattr(config.parallel, name)) > 1:
-            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {ranks}"
-            yield ConfigProblem(f"parallel.{name}", message)
+    yield from undivided_rule(config)
     if config.algorithm.kl is not None and config.algorithm.kl.refresh is not None:
         yield ConfigProblem(
             "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base stays the reference"
@@ -83,6 +79,14 @@ def lora_rule(config: Config) -> Iterator[ConfigProblem]:
     if config.weights_backend != "tcp":
         message = f"expected tcp or auto, as adapters ([lora]) travel by nothing else, got {config.weights_backend}"
         yield ConfigProblem("weights.backend", message)
+
+
+def undivided_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Adapters are whole on each rank but for what FSDP shards."""
+    for name in config.parallel.__struct_fields__:
+        if config.lora is not None and (ranks := getattr(config.parallel, name)) > 1:
+            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {ranks}"
+            yield ConfigProblem(f"parallel.{name}", message)
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
@@ -113,7 +117,7 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
     corrected = corrected or config.train.allow_uncorrected
     for name in COARSE:
-        if config.engine.vllm.get(name, "auto") != "auto" and not corrected:
+        if config.engine.vllm.get(name, "auto") not in ("auto", config.model.dtype) and not corrected:
             message = (
                 f"engines draw from a coarser policy than is trained, which `{algorithm.objective}` does not correct "
                 "for: use an objective that does, a correction by weight ('token_tis'), or train.allow_uncorrected"
@@ -186,7 +190,7 @@ def _disagreement(config: Config, objective: Objective, advantage: Advantage) ->
         yield ConfigProblem("algorithm.advantage", message)
     elif config.critic is not None and config.critic.count == 1:
         yield ConfigProblem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
-    if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
+    if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0 and algorithm.entropy_target is None:
         message = "has no effect: algorithm.entropy_bonus is 0; expected more beside it"
         yield ConfigProblem("algorithm.options.filter_highest", message)
 
@@ -268,19 +272,17 @@ def supervised(config: Config) -> Config:
         return config
     train, checkpoint = replace(config.train, async_ratio=0.0, max_token_age=None), config.checkpoint
     config = replace(config, train=train, checkpoint=replace(checkpoint, batches="none"))
-    return replace(
-        config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=replace(config.alarms, entropy=None)
-    )
+    alarms, rollout = config.alarms, replace(config.rollout, routing_replay=False)
+    stop, kept = (tuple(one for one in some if one != "entropy") for some in (alarms.stop, alarms.checkpoint))
+    alarms = replace(alarms, entropy=None, stop=stop, checkpoint=kept)
+    return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 
 
 def sft_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The files are there, and all ranks, which are on one machine, have a part of each minibatch."""
-    assert config.sft is not None
-    for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
-        if path is not None and not Path(path).is_file():
-            yield ConfigProblem(key, f"there is no file {path}: expected one of JSON lines")
-    if config.cluster.nodes > 1:
-        yield ConfigProblem("cluster.nodes", f"expected 1: `flash sft` trains on one node, got {config.cluster.nodes}")
+    """All ranks are on one machine, and have a part of each minibatch."""
+    for name in ("nodes", "trainer_nodes"):
+        if (nodes := getattr(config.cluster, name)) > 1:
+            yield ConfigProblem(f"cluster.{name}", f"expected 1: `flash sft` trains on one node, got {nodes}")
     ranks, gpus, train = config.cluster.trainer_ranks, config.gpus_per_node, config.train
     if 0 < gpus < ranks:
         yield ConfigProblem("cluster.trainer_ranks", f"expected at most the {gpus} GPUs of a node, got {ranks}")

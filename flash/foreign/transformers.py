@@ -147,11 +147,16 @@ def layer_count(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
+ABSORBED = "kv_b_proj"
+"""Of latent attention (DeepSeek): engines multiply it into other weights when they load it, beside which an adapter of
+it would be held and never used."""
+
+
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Last names of the model's linear layers, but for its output layer: those that adapters are usually put on."""
+    """Last names of the model's linear layers that adapters may be put on: not its output layer, nor `ABSORBED`."""
     output = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
-    return sorted({name.rpartition(".")[2] for name in linear})
+    return sorted({name.rpartition(".")[2] for name in linear} - {ABSORBED})
 
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
@@ -190,7 +195,9 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
     for name, module in model.named_modules():
         number = re.search(r"\blayers\.(\d+)\.", name)
         if number and isinstance(module, router.target_class) and name.endswith(router.layer_name or ""):
-            found.append(ExpertRouter(int(number[1]), module, len(next(module.parameters()))))
+            found.append(
+                ExpertRouter(int(number[1]), module, len(next(one for one in module.parameters() if one.dim() == 2)))
+            )
     return found
 
 

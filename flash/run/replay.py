@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 USED = (
     *("algorithm.", "critic.", "lora.", "model.", "train."),
-    *("rollout.max_new_tokens", "run.seed", "run.steps"),
+    *("rollout.max_new_tokens", "rollout.routing_replay", "run.seed", "run.steps"),
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus", "cluster.trainer_ranks"),
 )
 """Keys, or how they begin, that a replay follows, except for `BATCHES`."""

@@ -178,12 +178,12 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     """The forward passes, model by model."""
     first = asks_policy(plan, config, method)
 
-    def over(model: PreTrainedModel | None) -> list[list[Tensor | None]]:
+    def over(model: PreTrainedModel | None, *, routed: bool = True) -> list[list[Tensor | None]]:
         if model is None:
             return _each(plan.minibatches, lambda _: None)
 
         def says(micro: MicroBatch) -> Tensor | None:
-            return policy_logprobs(model, micro).logp_T
+            return policy_logprobs(model, micro if routed else replace(micro, routes=None)).logp_T
 
         found = _each(plan.minibatches, says)
         reshard(model)
@@ -202,7 +202,8 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     if first or models.rhythm is not None:
         reshard(models.policy)
     with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
-        references = over(models.reference)
+        # Also where it is the policy itself, it chooses its own experts.
+        references = over(models.reference, routed=False)
     teachers = over(models.teacher)
     if models.ewma is None:
         averages = over(None)

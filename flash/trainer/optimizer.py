@@ -104,8 +104,8 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def _ends(model: Any) -> list[nn.Module]:
-    """Embedding and output layer, whose rows are tokens."""
-    return [model.get_input_embeddings(), model.get_output_embeddings()]
+    """Embeddings and output layer, whose rows are tokens or places."""
+    return [*(one for one in model.modules() if isinstance(one, nn.Embedding)), model.get_output_embeddings()]
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

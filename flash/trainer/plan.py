@@ -62,7 +62,7 @@ class StepPlan:
 
 
 def plan_step(
-    shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, together: bool = True
+    shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, together: bool
 ) -> StepPlan:
     """Pack, `together` or each sequence alone, check the laws, and agree on counts: one collective.
 

@@ -77,12 +77,14 @@ class Trainer:
         text = draw_canary(plain, config)
         recompute = config.train.activation_checkpointing
         self.model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute)
-        fill_policy(self.model, plain, config.run.seed)
         self.base: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
         """Of the weights at `model.path`, where adapters are trained and these stay."""
+        fill_policy(self.model, plain, config.run.seed)
         del plain
         if config.lora is not None:
             gc.collect()  # FSDP's circles hold the base in float32
+            if device == "cuda":
+                torch.cuda.empty_cache()  # an engine may share the card
         check_packing(self.model, config)
         self.canaries = CanaryMaker(text, self.model, config)
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
@@ -99,6 +101,8 @@ class Trainer:
         self.rhythm: RhythmPass | None = None
         """Where advantages follow the policy's attention."""
         if config.algorithm.rhythm is not None:
+            if not packs(self.model):
+                raise ConfigError("algorithm.rhythm: expected none with this model.path, which attends by itself")
             self.rhythm = _look_once(config.algorithm.rhythm, self.model)
         self.lag: LagPass | None = None
         """Where learning rates are held to a budget of divergence."""
@@ -115,7 +119,7 @@ class Trainer:
             self.entropy = (config.algorithm.entropy_bonus, 0.0)
         if config.rollout.routing_replay:
             replay_routing(self.model)
-        self._together = _share_rows(self.model, self.critics, self.reference, self._teacher)
+        self._together = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
         """Whether sequences share micro-batches, which all models are given."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
@@ -196,7 +200,7 @@ class Trainer:
         Raises:
             ContractError: as `train_step`.
         """
-        plan = plan_step(shard, self._config, self._method, self.version, self.mesh)
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, together=self._together)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for micro in (micro for minibatch in plan.minibatches for micro in minibatch.micro_batches):
             logp_T = policy_logprobs(self.model, micro).logp_T.double()
@@ -368,13 +372,23 @@ class Trainer:
         return torch.from_numpy(array).to(self.model.device)
 
 
-def _share_rows(policy: PreTrainedModel, critics: Sequence[Critic], *frozen: PreTrainedModel | None) -> bool:
-    """Whether all of them take several sequences at once. Critics begin as the policy, and attend as it does."""
+def _share_rows(
+    mesh: TrainerMesh, policy: PreTrainedModel, critics: Sequence[Critic], *frozen: PreTrainedModel | None
+) -> bool:
+    """Whether all of them take several sequences at once. Critics of the policy's kind attend as it does.
+
+    Raises:
+        ConfigError: critics do not, and rows are over several ranks.
+    """
     backbones = [critic.model.backbone for critic in critics]
-    if not packs(policy):
-        for backbone in backbones:
+    for backbone in backbones:
+        if not packs(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
+            # Nothing has looked whether it may share a row.
             attend_alone(backbone)
-    return all(packs(one) for one in (policy, *backbones, *frozen) if one is not None)
+    together = all(packs(one) for one in (policy, *backbones, *frozen) if one is not None)
+    if not together and mesh.context is not None:
+        raise ConfigError("parallel.context: expected 1 with this critic.path, which is given one sequence at a time")
+    return together
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.run.checks.preflight import sft_problems
 from flash.run.sft.course import Course, look, with_steps
 from flash.run.sft.rows import Rows
 from flash.types import Message
@@ -211,8 +212,7 @@ def test_a_batch_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sft.data=nothing.jsonl", "sft.data.*no file nothing.jsonl"),
-        ("sft.held_out=nothing.jsonl", "sft.held_out.*no file"),
+        ("cluster.trainer_nodes=2", "trains on one node"),
         ("cluster.nodes=2", "trains on one node"),
         ("cluster.trainer_ranks=4", "at least 4, a row for each"),
         ("sft.epochs=0", "sft.epochs"),
@@ -221,6 +221,12 @@ def test_a_batch_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> N
 def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, override)
+
+
+@pytest.mark.parametrize("key", ["sft.data", "sft.held_out"])
+def test_rows_that_are_gone_keep_a_run_from_starting_but_not_from_being_exported(tmp_path: Path, key: str) -> None:
+    told = {problem.key: problem.message for problem in sft_problems(config_of(tmp_path, f"{key}=nothing.jsonl"))}
+    assert "nothing.jsonl cannot be read" in told[key]
 
 
 def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_what_biases_the_choice_of_experts_is_read(tmp_path: Path, kind: str, lo
 FLOAT32 = ModelConfig(path="", dtype="float32")
 
 
+def test_what_a_model_holds_still_itself_is_of_a_version_all_the_same(untied_model: Path) -> None:
+    model = sharded(untied_model)
+    still, _ = next(model.named_parameters())
+    model.get_parameter(still).requires_grad_(False)
+    assert still in dict(named_full_tensors(model))
+
+
 def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_model(ModelConfig(path=str(tmp_path)))

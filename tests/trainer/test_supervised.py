@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from flash.config.check_algorithm import supervised
+from flash.trainer.model.packing_check import attend_alone
 from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.trainer_cases import gradient_of, make_config, random_shard, reference_model, relative_error
@@ -44,3 +45,12 @@ def test_the_gradient_and_the_loss_are_those_of_cross_entropy(model: Path, minib
     assert relative_error(gradient_of(trainer), expected) < 1e-5
     assert metrics["nll_mean"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_the_loss_of_a_model_that_attends_by_itself_is_the_same(model: Path) -> None:
+    trainer = Trainer(supervised(make_config(model, sft={"data": "rows.jsonl"})))
+    shard = random_shard()
+    together = trainer.mean_loss(shard)
+    attend_alone(trainer.model)
+    trainer._together = False  # pyright: ignore[reportPrivateUsage]
+    assert trainer.mean_loss(shard) == pytest.approx(together, rel=1e-5)

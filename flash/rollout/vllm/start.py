@@ -68,8 +68,9 @@ def configure(
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        arguments = engine_args(config, index, gpus)
         try:
-            made = partial(_build, maker(engine_args(config, index, gpus)), stepped)
+            made = partial(_build, maker(arguments), stepped)
             if config.weights_backend == "ipc":
                 vllm.take_typed_answers()
         except vllm.NoAttentionError as error:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,7 +24,10 @@ from flash.run.models.fetch import fetch, source_of
 from flash.run.models.hugging_face import hub_fault
 from flash.run.models.making import making
 from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
-from flash.trainer.state.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
+from flash.trainer.state.stored import MANIFEST, aside_of, newest_complete, prepare, read_manifest, replace, sync
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def make_missing_model(config: Config) -> None:
@@ -167,6 +170,10 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     make_fetched(config)
     with without_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        held = read_manifest(checkpoint)
+        if ("lora" in held.extras) != (config.lora is not None):
+            what, wanted = ("adapters", "an") if "lora" in held.extras else ("a whole model", "no")
+            raise CheckpointError(f"{checkpoint} holds {what}: expected {wanted} [lora] table in the configuration")
         if config.lora is None:
             model = load_model(config.model)
             # Into the model's own tensors.
@@ -178,12 +185,24 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             _read(checkpoint, tensors, config)
             if merged:
                 model = load_model(config.model)
+                _check_base(checkpoint, model, config)
                 merge(model, tensors, config.lora)
                 model.save_pretrained(folder)
             else:
                 write_adapters(folder, described_in(adapted), tensors)
         open_weights(folder)
     HfTokenizer(config.model).inner.save_pretrained(str(folder))
+
+
+def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> None:
+    """Adapters are merged into what they were trained beside."""
+    from flash.weights.fingerprint import Fingerprint
+
+    fingerprint = Fingerprint()
+    for parameter in model.parameters():
+        fingerprint.add(parameter)
+    if tuple(fingerprint.sums) != read_manifest(checkpoint).base:
+        raise CheckpointError(f"{checkpoint} holds adapters of another model than {config.model.path}")
 
 
 def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:

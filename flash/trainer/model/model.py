@@ -34,6 +34,7 @@ from transformers import (
 
 from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
+from flash.foreign.peft import described_in
 from flash.foreign.transformers import (
     default_attention,
     divide_layers,
@@ -238,15 +239,21 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     """
     assert mesh.experts is not None
     others = mesh.experts["fsdp"]
-    local = next(module.parameters()).shape[0] // mesh.parallel.expert
-    # Along a width where there are fewer experts than ranks.
-    along = Shard(1 if local % others.size() else 0)
+
+    def along(parameter: nn.Parameter) -> Shard:
+        # Along a width where experts do not divide: FSDP divides no width unevenly.
+        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        for place, size in enumerate(shape):
+            if size % others.size() == 0:
+                return Shard(place)
+        raise ConfigError(f"parallel.expert: {others.size()} ranks cannot divide weights of {tuple(shape)} of experts")
+
     sharded: Any = fully_shard(
         module,
         mesh=others,
         mp_policy=replace(policy, cast_forward_inputs=False),
         reshard_after_forward=others.size() > 1,
-        shard_placement_fn=lambda _: along,
+        shard_placement_fn=along,
     )
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
     # Only nccl divides on the way. One rank has nothing to reduce, and would divide twice.
@@ -277,7 +284,11 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
     wanted = [("tensor", tensor, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, MIXTURES.get(kind, ""))]
     for key, ranks, name in wanted:
-        if ranks > 1 and (count := getattr(described, name)) % ranks:
+        if ranks == 1:
+            continue
+        if (count := getattr(described, name, None)) is None:
+            raise ConfigError(f"parallel.{key}: expected 1 for a {kind}, which has no {name}, got {ranks}")
+        if count % ranks:
             of = f"{context} · parallel.tensor = {ranks}" if key == "context" and tensor > 1 else ranks
             raise ConfigError(f"parallel.{key}: expected a divisor of the model's {name} = {count}, got {of}")
 
@@ -299,7 +310,7 @@ def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name in the model and full float32 tensor of each parameter that is trained, on every rank, one at a time.
+    """Name in the model and full float32 tensor of each parameter of a version, on every rank, one at a time.
 
     A tied output layer is the input embedding and is not repeated.
     """
@@ -309,5 +320,6 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are: all, or those of its adapters."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """The parameters that a version is: all, or those of its adapters. Some models hold one still themselves."""
+    adapted = described_in(model) is not None
+    return [(name, one) for name, one in model.named_parameters() if one.requires_grad or not adapted]

@@ -187,13 +187,13 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
 
     from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights
-    from flash.trainer.model.model import kept_buffers, named_full_tensors
+    from flash.trainer.model.model import kept_buffers, named_full_tensors, trained
 
     if (adapters := described_in(model)) is not None:
         _export_adapters(model, adapters, tokenizer, folder)
         return
     first, aside = dist.get_rank() == 0, aside_of(folder)
-    named: chain[tuple[str, Tensor]] = chain(model.named_parameters(), kept_buffers(model))
+    named: chain[tuple[str, Tensor]] = chain(trained(model), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
     files = _weight_files(sizes, most_bytes)
     tensors = chain(named_full_tensors(model), kept_buffers(model))
@@ -317,7 +317,11 @@ def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """A model's state without what stays as it is at `model.path`."""
+    """A model's state, of one with adapters without what stays as it is at `model.path`."""
+    from flash.foreign.peft import described_in
+
+    if described_in(model) is None:
+        return weights
     every = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in every if not parameter.requires_grad}
     return {name: value for name, value in weights.items() if name not in frozen}
