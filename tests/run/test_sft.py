@@ -223,10 +223,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
         config_of(tmp_path, override)
 
 
-@pytest.mark.parametrize("key", ["sft.data", "sft.held_out"])
-def test_rows_that_are_gone_keep_a_run_from_starting_but_not_from_being_exported(tmp_path: Path, key: str) -> None:
-    told = {problem.key: problem.message for problem in sft_problems(config_of(tmp_path, f"{key}=nothing.jsonl"))}
-    assert "nothing.jsonl cannot be read" in told[key]
+@pytest.mark.parametrize("name", ["data", "held_out"])
+def test_rows_that_are_gone_keep_a_run_from_starting(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path)
+    assert config.sft is not None
+    gone = msgspec.structs.replace(config, sft=msgspec.structs.replace(config.sft, **{name: "nothing.jsonl"}))
+    told = {problem.key: problem.message for problem in sft_problems(gone)}
+    assert "nothing.jsonl cannot be read" in told[f"sft.{name}"]
 
 
 def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:
