@@ -30,7 +30,7 @@ async def judge(completion: str, answer: str) -> float:
         "temperature": 0,
         "max_tokens": 8,
     }
-    key = {"Authorization": f"Bearer {os.environ.get('JUDGE_KEY', '')}"}
+    key = {"Authorization": f"Bearer {os.environ['JUDGE_KEY']}"} if "JUDGE_KEY" in os.environ else {}
     async with httpx.AsyncClient(timeout=None) as client:  # the environment's own deadline ends it
         reply = await client.post(f"{os.environ['JUDGE_URL']}/chat/completions", json=asked, headers=key)
     said = reply.raise_for_status().json()["choices"][0]["message"]["content"]

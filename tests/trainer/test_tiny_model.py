@@ -159,7 +159,7 @@ def test_what_is_not_ours_is_refused_and_kept(tmp_path, kind):
         (path / "config.json").write_text("{}")
     else:
         path.write_text("{}")
-    with pytest.raises(ConfigError, match=f"was not made by .*{FINGERPRINT}"):
+    with pytest.raises(ConfigError, match=f"no tiny model of ours .*{FINGERPRINT}"):
         make(path)
     kept = path / "config.json" if kind == "folder" else path
     assert kept.read_text() == "{}"

@@ -26,6 +26,7 @@ EVALUATION = ColumnGroup(
             label="held out",
             title="eval",
             chart="held_out_nll",
+            worry="it rises while `nll` falls: rows are learned by heart. Fewer epochs, or a lower rate",
         ),
         Column("low", "lower end of its 95 % interval", tracked="eval/reward_low"),
         Column("high", "upper end of its 95 % interval", tracked="eval/reward_high"),

@@ -336,7 +336,13 @@ SFT = ColumnGroup(
     "Of `flash sft`.",
     (
         Column(
-            "nll", "mean −log-prob of the tokens that are learned", "nats", label="learned", title="nll", chart="nll"
+            "nll",
+            "mean −log-prob of the tokens that are learned",
+            "nats",
+            label="learned",
+            title="nll",
+            chart="nll",
+            worry="it does not fall within an epoch, or jumps up: change `train.learning_rate`",
         ),
         Column("epoch", "passes over the rows so far", form=".2f", title="epoch"),
         Column("cut_share", "share of the rows that are cut at `model.max_length`", "share"),
