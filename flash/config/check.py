@@ -313,6 +313,9 @@ def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:
     """The transfer backend can work where the engines are."""
     backend, key = config.weights_backend, "weights.backend"
+    if config.weights.deltas and (backend != "tcp" or config.lora is not None):
+        whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
+        yield ConfigProblem("weights.deltas", f"expected false, as {whole}")
     if backend in ("tcp", "gloo"):
         return
     if config.gpus_per_node == 0:

@@ -62,6 +62,8 @@ class TrainerLoop:
         self._profile = profile
         self._activities: list[Activity] = []
         self._saved_version = -1
+        self._sent = 0
+        """Bytes of the version that was published last."""
         self._keeps = True
         """Whether the hub takes part in a checkpoint of what this rank holds now."""
         self._saves = False
@@ -97,8 +99,8 @@ class TrainerLoop:
 
     def _commit(self, shard: Shard, metrics: dict[str, float], trained: float) -> None:
         if self._rank == 0:
-            times = {"trainer_wait_s": self._waited, "trainer_step_s": trained}
-            self._call(p.Commit(shard.step, metrics | times, self._trainer.seen))
+            own = {"trainer_wait_s": self._waited, "trainer_step_s": trained, "version_bytes": self._sent}
+            self._call(p.Commit(shard.step, metrics | own, self._trainer.seen))
 
     def _publish(self) -> None:
         """Gather the weights, announce them as a version, with the canary the engines will be held to."""
@@ -110,7 +112,7 @@ class TrainerLoop:
                 published = Published(version, self._config.weights_backend, update_info, canary)
                 self._call(p.PublishRequest(published), waits.taken_s(self._config))
 
-            self._publisher.publish(version, engine_tensors(trainer.model, self._config.lora), announce)
+            self._sent = self._publisher.publish(version, engine_tensors(trainer.model, self._config.lora), announce)
 
     def _checkpoint(self) -> None:
         with self._doing("checkpoint"):

@@ -59,14 +59,14 @@ class IpcPublisher:
         version: int,
         tensors: Iterable[tuple[str, torch.Tensor]],
         announce: Callable[[bytes], None],
-    ) -> None:
+    ) -> int:
         """Copy on every rank's GPU, export, and announce the merged handles. Returns as soon as engines may read."""
         fingerprint = Fingerprint()
         staged = list(stage(tensors, self._dtype, fingerprint, device=None))
         self._kept.append(staged)
         gathered = self._exporter.gather(self._exporter.export(staged))
         if self._rank != 0:
-            return
+            return 0
         merged: IpcHandles = [{} for _ in staged]
         for handles in gathered:
             for target, handle in zip(merged, handles, strict=True):
@@ -74,6 +74,7 @@ class IpcPublisher:
         pickled = base64.b64encode(pickle.dumps(merged)).decode()
         update = describe(staged) | {"ipc_handles_pickled": pickled}
         announce(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})))
+        return 0
 
     def close(self) -> None:
         """Free the copies."""

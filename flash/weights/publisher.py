@@ -17,12 +17,15 @@ from flash.weights.staging import Announce, NamedTensors
 class WeightPublisher(Protocol):
     """Gives versions to the engines. Lives on every trainer rank, because gathering full tensors is a collective."""
 
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
         """Offer `version` to the engines.
 
         Called by all ranks with the same names in the same order: to iterate over `tensors`, full and unsharded,
         is a collective. Rank 0 calls `announce(update_info)` as soon as engines may start to load, and not later than
         it needs them to.
+
+        Returns:
+            bytes that then travel to an engine's worker, as rank 0 knows; 0 where they stay in a GPU.
         """
         ...
 
@@ -45,7 +48,8 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
 
         return IpcPublisher(rank, dtype, TorchIpcExporter())
     from flash.weights.group import GroupServer
-    from flash.weights.tcp import TcpPublisher
+    from flash.weights.tcp import TcpPublisher, WeightServer
 
-    serve = None if config.weights_backend == "tcp" else partial(GroupServer, config.weights_backend)
+    tcp = config.weights_backend == "tcp"
+    serve = partial(WeightServer, deltas=config.weights.deltas) if tcp else partial(GroupServer, config.weights_backend)
     return TcpPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap, serve)

@@ -3,9 +3,10 @@
 Wire, all integers big-endian. Both sides prove that they know the token before anything else is said
 (`flash.transport.auth`, where the trainer is the server):
 
-    worker → trainer   version
-    trainer → worker   reply: an error, or the manifest
-    trainer → worker   the tensors' bytes, in the manifest's order
+    worker → trainer   version, and the digest of the one that it holds, 0 for none
+    trainer → worker   reply: an error, or the manifest, and whether changes of that one follow
+    trainer → worker   the tensors' bytes, in the manifest's order; where changes follow, before each tensor how many of
+                       its elements have changed, and then their places and bits; −1: all its bytes
 
 The announcement carries the manifest's digest, and the manifest each tensor's crc32: what is loaded is what was
 published.
@@ -19,6 +20,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -28,6 +30,7 @@ import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import blocking_handshake, client_handshake, new_token
+from flash.weights.changes import Changes, empty_changes, find_changes, put_changes
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.listener import WeightsListener
 from flash.weights.staging import VERSIONS_KEPT, Announce, NamedTensors, dtype_name, stage
@@ -39,6 +42,10 @@ WORKER_NAME = "engine worker"
 """What a worker calls itself when it proves the token."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Longest reply a worker accepts."""
+ASKED, COUNT = struct.Struct("!q32s"), struct.Struct("!q")
+"""What a worker asks with, and what stands before a tensor's changes."""
+NOTHING = bytes(32)
+"""The digest of a worker that holds no version."""
 
 WordT = TypeVar("WordT")
 
@@ -59,6 +66,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     error: str | None = None
     manifest: bytes = b""
+    changes: bool = False
 
 
 _REPLIES = msgspec.msgpack.Decoder(Reply)
@@ -80,6 +88,8 @@ class TcpSource:
     backend: str = "tcp"
     fingerprint: list[int] = field(default_factory=list[int])
     """Of all tensors, for a backend that holds what arrives to it."""
+    deltas: bool = False
+    """Whether workers are to keep the version, as the next one is sent as its changes."""
 
 
 Receive = Callable[[socket.socket, TcpSource], Iterator[tuple[str, torch.Tensor]]]
@@ -92,23 +102,31 @@ class Image:
 
     manifest: bytes
     payloads: list[memoryview]
+    tensors: list[torch.Tensor]
+    """Whose memory that is."""
 
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest."""
         return hashlib.sha256(self.manifest).hexdigest()
 
+    def changes_since(self, before: Image) -> list[Changes | None]:
+        """Of each tensor; both versions are of one model."""
+        return [find_changes(old, new) for old, new in zip(before.tensors, self.tensors, strict=True)]
+
 
 def make_image(tensors: NamedTensors, *, summed: bool = True) -> Image:
     """Turn staged host tensors, which it takes over, into an image, with their checksums or without."""
     lines: list[TensorMeta] = []
     payloads: list[memoryview] = []
+    held: list[torch.Tensor] = []
     for name, tensor in tensors:
         payload = _bytes(tensor)
+        held.append(tensor)
         crc32 = zlib.crc32(payload) if summed else 0
         lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), crc32))
         payloads.append(payload)
-    return Image(msgspec.msgpack.encode(lines), payloads)
+    return Image(msgspec.msgpack.encode(lines), payloads, held)
 
 
 class TcpPublisher:
@@ -135,16 +153,17 @@ class TcpPublisher:
         self._dtype = dtype
         self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
 
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
         """Hold `version` ready for the engines. Returns as soon as they may pull."""
         if self._server is None:
             for _ in tensors:
                 pass
-            return
+            return 0
         fingerprint = Fingerprint()
         image = make_image(stage(tensors, self._dtype, fingerprint), summed=self._server.summed)
         source = self._server.hold(version, image, fingerprint.sums)
         announce(encode_update(UpdateInfo(vars(source), fingerprint.sums)))
+        return self._server.newest_bytes
 
     def close(self) -> None:
         """Stop serving; pulls that have begun go on while this process lives."""
@@ -161,23 +180,36 @@ class WeightServer:
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
         timeout_s: longest silence of a worker that has.
+        deltas: whether a worker that holds the version before the newest is sent what has changed.
     """
 
     backend = "tcp"
     summed = True
     """Whether workers look at the checksum of each tensor."""
 
-    def __init__(self, host: str, prove_s: float, timeout_s: float) -> None:
+    def __init__(self, host: str, prove_s: float, timeout_s: float, *, deltas: bool = False) -> None:
         self._host = host
         self._timeout_s = timeout_s
+        self._deltas = deltas
         self._token = new_token()
         self._lock = threading.Lock()
         self._images: dict[int, Image] = {}
+        self._changes: tuple[int, bytes, list[Changes | None]] | None = None
+        """The newest version, the digest of the one before, and what has changed between them."""
+        self.newest_bytes = 0
+        """Of the newest version, as they travel to a worker that holds the one before."""
         self._listener = WeightsListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: Image, fingerprint: Sequence[int] = ()) -> TcpSource:
         """Serve `image` as `version`, and forget all but the newest versions."""
+        before = self._images[max(self._images)] if self._deltas and self._images else None
+        changes: list[Changes | None] = [None] * len(image.payloads)
+        if before is not None:
+            changes = image.changes_since(before)
+        sizes = zip(image.payloads, changes, strict=True)
+        self.newest_bytes = sum(payload.nbytes if one is None else one.nbytes for payload, one in sizes)
         with self._lock:
+            self._changes = None if before is None else (version, bytes.fromhex(before.digest), changes)
             self._images[version] = image
             for old in sorted(self._images)[:-VERSIONS_KEPT]:
                 del self._images[old]
@@ -190,6 +222,7 @@ class WeightServer:
             timeout_s=self._timeout_s,
             backend=self.backend,
             fingerprint=list(fingerprint),
+            deltas=self._deltas,
         )
 
     def close(self) -> None:
@@ -197,14 +230,21 @@ class WeightServer:
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        (version,) = struct.unpack("!q", _receive(connection, 8))
+        version, digest = ASKED.unpack(_receive(connection, ASKED.size))
+        with self._lock:
+            known = self._changes
         if (image := self._held(version)) is None:
             send_frame(connection, Reply(error=self._not_held(version)))
             return
-        send_frame(connection, Reply(manifest=image.manifest))
-        for payload in image.payloads:
-            for start in range(0, len(payload), CHUNK_BYTES):
-                connection.sendall(payload[start : start + CHUNK_BYTES])
+        changes = known[2] if known is not None and known[:2] == (version, digest) else None
+        send_frame(connection, Reply(manifest=image.manifest, changes=changes is not None))
+        for number, payload in enumerate(image.payloads):
+            one = changes[number] if changes is not None else None
+            if changes is not None:
+                connection.sendall(COUNT.pack(-1 if one is None else len(one.places)))
+            for part in (payload,) if one is None else (_bytes(one.places), _bytes(one.elements)):
+                for start in range(0, len(part), CHUNK_BYTES):
+                    connection.sendall(part[start : start + CHUNK_BYTES])
 
     def _held(self, version: int) -> Image | None:
         with self._lock:
@@ -231,7 +271,7 @@ def pull(source: TcpSource, receive: Receive | None = None) -> Iterator[tuple[st
     try:
         with socket.create_connection((source.host, source.port), timeout=source.timeout_s) as connection:
             _prove(connection, source)
-            yield from (receive or _receive_all)(connection, source)
+            yield from (receive or Held().receive)(connection, source)
     except TimeoutError as error:
         raise DeadlineError(
             f"weights version {source.version} from {address}", source.timeout_s, "the trainer's rank 0"
@@ -263,14 +303,31 @@ def _prove(connection: socket.socket, source: TcpSource) -> None:
         raise TransportError(f"no weights from {source.host}:{source.port}: {error}") from error
 
 
-def _receive_all(connection: socket.socket, source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Ask for the version, and read it."""
-    connection.sendall(struct.pack("!q", source.version))
-    reply = receive_frame(connection, _REPLIES)
-    if reply.error is not None:
-        raise refused(reply.error)
-    for line in check_manifest(reply.manifest, source):
-        yield line.name, _receive_tensor(connection, line, source.version)
+class Held:
+    """What a worker was sent last, in the host's memory: the whole model, in the engine's dtype."""
+
+    def __init__(self) -> None:
+        self._digest = NOTHING
+        self._tensors: dict[str, torch.Tensor] = {}
+        """Flat bytes."""
+
+    def receive(self, connection: socket.socket, source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Ask for the version, and read it, for `pull`, whose errors it raises."""
+        connection.sendall(ASKED.pack(source.version, self._digest))
+        reply = receive_frame(connection, _REPLIES)
+        if reply.error is not None:
+            raise refused(reply.error)
+        # Until the end of this version, and where it does not come to it, nothing is held.
+        self._digest, before, self._tensors = NOTHING, self._tensors, {}
+        for line in check_manifest(reply.manifest, source):
+            old = before.pop(line.name) if reply.changes else None
+            flat = _receive_tensor(connection, line, source.version, old)
+            if source.deltas:
+                self._tensors[line.name] = flat
+                flat = flat.clone()  # whatever the model does with what it is given
+            yield line.name, flat.view(getattr(torch, line.dtype)).view(line.shape)
+        if source.deltas:
+            self._digest = bytes.fromhex(source.digest)
 
 
 def refused(error: str) -> WeightsError:
@@ -288,16 +345,28 @@ def check_manifest(manifest: bytes, source: TcpSource) -> list[TensorMeta]:
     return msgspec.msgpack.decode(manifest, type=list[TensorMeta])
 
 
-def _receive_tensor(connection: socket.socket, line: TensorMeta, version: int) -> torch.Tensor:
-    # A buffer of its own for each tensor: the layerwise reload keeps tensors until their layer is complete.
-    flat = torch.empty(line.nbytes, dtype=torch.uint8)
-    crc32 = _receive_into(connection, _bytes(flat))
+def _receive_tensor(
+    connection: socket.socket, line: TensorMeta, version: int, before: torch.Tensor | None
+) -> torch.Tensor:
+    """Its bytes; `before`, which it takes over, are those of the version whose changes follow."""
+    count = -1 if before is None else COUNT.unpack(_receive(connection, COUNT.size))[0]
+    if before is None or count < 0:
+        # A buffer of its own for each tensor: the layerwise reload keeps tensors until their layer is complete.
+        flat = torch.empty(line.nbytes, dtype=torch.uint8)
+        crc32 = _receive_into(connection, _bytes(flat))
+    else:
+        flat, changes = before, empty_changes(min(count, line.nbytes), getattr(torch, line.dtype).itemsize)
+        for part in (changes.places, changes.elements):
+            _receive_into(connection, _bytes(part))
+        with suppress(IndexError):  # of places that are damaged, as the checksum tells
+            put_changes(flat, changes)
+        crc32 = zlib.crc32(_bytes(flat))
     if crc32 != line.crc32:
         raise WeightsError(
             f"tensor {line.name} of version {version} {DAMAGED}: its crc32 is {crc32:08x}, "
             f"{line.crc32:08x} was published"
         )
-    return flat.view(getattr(torch, line.dtype)).view(line.shape)
+    return flat
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

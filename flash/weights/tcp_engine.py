@@ -17,7 +17,7 @@ from flash.foreign.vllm_worker import (
     end_reload,
 )
 from flash.weights.member import Member
-from flash.weights.tcp import TcpSource, pull
+from flash.weights.tcp import Held, TcpSource, pull
 from flash.weights.worker_extension import forget_failure, remember, remember_failure
 
 
@@ -40,6 +40,7 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._member = Member(self.device)
+        self._held = Held()
 
     def init_transfer_engine(self, init_info: TcpInitInfo) -> None:
         """There is no rendezvous."""
@@ -55,7 +56,7 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
         A version that cannot be pulled is left for `flash_load_failure`: vLLM would print each exception's traceback
         twice, and a trainer that dies in the middle of a pull is nothing unheard of.
         """
-        receive = None if update_info.backend == "tcp" else self._member.receive
+        receive = self._held.receive if update_info.backend == "tcp" else self._member.receive
         try:
             self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]
         except FlashError as error:

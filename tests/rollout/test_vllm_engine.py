@@ -132,12 +132,14 @@ class Served:
     call: Callable[..., Any]
     canary: list[int] = field(default_factory=lambda: random.Random(0).choices(range(VOCABULARY), k=24))
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
+    sent: int = 0
+    """Bytes of the last version."""
 
     def publish(self, *, canary_shift: float = 0.0) -> Published:
         """The model as it is now, as the next version."""
         version = next(self.versions)
         info: list[bytes] = []
-        self.publisher.publish(version, self.model.named_parameters(), info.append)
+        self.sent = self.publisher.publish(version, self.model.named_parameters(), info.append)
         logprobs = [value + canary_shift for value in next_logprobs(self.model, self.canary)]
         return Published(version, "tcp", info[0], Canary(self.canary, logprobs, 1e-4))
 
@@ -159,11 +161,12 @@ def make_config(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
+    deltas: bool = False,
     **deadlines: float,
 ) -> Config:
     engine = {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8}
     tree = {
-        "weights": {"backend": weights},
+        "weights": {"backend": weights, "deltas": deltas},
         "run": {"name": "test"},
         "model": {"path": str(folder), "dtype": dtype, "max_length": 512},
         "env": {"path": "module:Class"},
@@ -182,12 +185,13 @@ def serving(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
+    deltas: bool = False,
     **deadlines: float,
 ) -> Generator[Served]:
     """An engine for the model that was saved in the folder, with more arguments for vLLM."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, dtype, weights, vllm, **deadlines)
+    config = make_config(folder, dtype, weights, vllm, deltas, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))
@@ -203,12 +207,12 @@ def serving(
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """What vLLM forgets in a reload: an output layer tied to the embedding, and in the untied model the experts.
 
-    Weights go over tcp to the one, and in a group to the other.
+    Weights go over tcp to the one, as what has changed where that is less, and in a group to the other.
     """
     mixture = request.param == "mixture"
     folder = tmp_path_factory.mktemp("model")
     model = make_model(folder, tied=not mixture, mixture=mixture)
-    with serving(folder, model, weights="gloo" if mixture else "tcp") as served:
+    with serving(folder, model, weights="gloo" if mixture else "tcp", deltas=not mixture) as served:
         yield served
 
 
@@ -280,6 +284,24 @@ def test_an_engine_holds_what_was_published_bit_for_bit(served: Served) -> None:
         fingerprint.add(parameter)
     assert decode_update(published.update_info).fingerprint == fingerprint.sums
     assert served.call(vllm.held_fingerprints, served.engine._llm) == [fingerprint.sums]
+
+
+def test_an_engine_is_sent_what_has_changed_and_holds_all_of_it(served: Served) -> None:
+    import torch
+
+    served.load(served.publish())
+    whole = sum(parameter.nbytes for parameter in served.model.parameters())
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in served.model.parameters():
+                parameter.add_(torch.where(torch.rand_like(parameter) < 0.02, 0.5, 0.0))
+        published = served.publish()
+        assert served.load(published) <= 1e-5
+        assert served.call(vllm.held_fingerprints, served.engine._llm) == [
+            decode_update(published.update_info).fingerprint
+        ]
+        assert served.sent < 0.1 * whole if served.config.weights.deltas else served.sent == whole
 
 
 def test_an_engine_that_kept_its_weights_is_found_out_however_close_the_canary_is(served: Served) -> None:

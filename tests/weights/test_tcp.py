@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
-from flash.weights.tcp import CHUNK_BYTES, TcpPublisher, TcpSource, WeightServer, make_image, pull
+from flash.weights.tcp import CHUNK_BYTES, Held, TcpPublisher, TcpSource, WeightServer, make_image, pull
 from flash.weights.update import decode_update
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -131,3 +133,80 @@ def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
     other.close()
     assert next(gathered, None) is None
     assert announced == []
+
+
+@pytest.fixture
+def deltas() -> Iterator[TcpPublisher]:
+    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
+    yield publisher
+    publisher.close()
+
+
+def stepped(tensors: Tensors, share: float) -> Tensors:
+    """The next version: some elements of each tensor are others, and one tensor is another altogether."""
+    return [
+        (name, torch.where(torch.rand(one.shape) < (1.0 if name == "matrix" else share), one + 1, one))
+        for name, one in tensors
+    ]
+
+
+def exact(pulled: dict[str, torch.Tensor], tensors: Tensors) -> bool:
+    return list(pulled) == [name for name, _ in tensors] and all(
+        torch.equal(pulled[name], one.bfloat16() if one.is_floating_point() else one) for name, one in tensors
+    )
+
+
+def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas: TcpPublisher) -> None:
+    tensors, held = some_tensors(), Held()
+    published = partial(deltas.publish, announce=lambda _: None)
+    whole = published(0, iter(tensors))
+    assert exact(dict(pull(publish(deltas, 1, tensors), held.receive)), tensors)
+    for version in range(2, 6):
+        tensors = stepped(tensors, 0.01)
+        given = dict(pull(publish(deltas, version, tensors), held.receive))
+        assert exact(given, tensors)
+        for one in given.values():  # what the model does with it is its own affair
+            one.view(-1)[:1] = 7
+    tensors = stepped(tensors, 0.01)
+    assert published(6, iter(tensors)) < 0.05 * whole
+    assert published(7, iter(stepped(tensors, 1.0))) == whole
+
+
+def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: TcpPublisher) -> None:
+    tensors = some_tensors()
+    late, new = Held(), Held()
+    dict(pull(publish(deltas, 0, tensors), late.receive))
+    publish(deltas, 1, tensors := stepped(tensors, 0.1))
+    source = publish(deltas, 2, tensors := stepped(tensors, 0.1))
+    assert exact(dict(pull(source, late.receive)), tensors)
+    assert exact(dict(pull(source, new.receive)), tensors)
+    assert exact(dict(pull(source)), tensors)
+    source = publish(deltas, 3, tensors := stepped(tensors, 0.1))
+    assert all(exact(dict(pull(source, one.receive)), tensors) for one in (late, new))
+
+
+def test_changes_of_another_trainer_are_not_put_into_what_a_worker_holds(deltas: TcpPublisher) -> None:
+    """As after a restart of the ranks, which publish the same numbers again."""
+    held, other = Held(), TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
+    tensors = some_tensors()
+    dict(pull(publish(deltas, 1, tensors), held.receive))
+    publish(other, 1, tensors := stepped(tensors, 0.1))
+    source = publish(other, 2, tensors := stepped(tensors, 0.1))
+    assert exact(dict(pull(source, held.receive)), tensors)
+    other.close()
+
+
+@pytest.mark.parametrize("place", [0, 2**31 - 1])
+def test_damaged_changes_are_refused_and_the_next_pull_is_whole(place: int) -> None:
+    server, held = WeightServer("127.0.0.1", 5.0, 5.0, deltas=True), Held()
+    weights = torch.randn(1000)
+    dict(pull(server.hold(1, make_image([("weight", weights.clone())])), held.receive))
+    weights[5] = 9.0
+    source = server.hold(2, make_image([("weight", weights.clone())]))
+    hidden: Any = server
+    (change,) = hidden._changes[2]
+    change.places[0] = place
+    with pytest.raises(WeightsError, match="tensor weight of version 2 is damaged"):
+        dict(pull(source, held.receive))
+    assert torch.equal(dict(pull(source, held.receive))["weight"], weights)
+    server.close()

@@ -61,6 +61,7 @@ SPEED = ColumnGroup(
             alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
             tracked="perf/wait_share",
         ),
+        Column("version_bytes", "of the weights that the step began with, as they travel to an engine", "bytes"),
         Column("engines", "engines that the run has now", form=".0f", label="engines", tracked="perf/engines"),
         Column(
             "engine_restarts",
