@@ -18,6 +18,7 @@ Invariant (work conservation): no engine with room waits beside a request that i
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,8 +55,8 @@ class RoutedRequest:
         """Engines that failed it."""
         self.place: int | None = None
         """Its number in the order of arrival while it waits."""
-        self.bound: int | None = None
-        """The only engine it waits for, if any."""
+        self.need: Need | None = None
+        """What it asks of an engine while it waits."""
         self.settled = True
         """Whether the engine that served its task or group before is preferred."""
         self.proven = False
@@ -133,7 +134,7 @@ class EngineView:
             self.suspect = None
 
 
-class _Need(NamedTuple):
+class Need(NamedTuple):
     """What a waiting request asks of its engine."""
 
     engine: int | None
@@ -155,12 +156,17 @@ class Router:
         self.sessions = sessions or Sessions(keep_s=0)
         self.views = views
         self._bind = bind_groups
-        self._queues: dict[_Need, list[_Entry]] = {}
+        self._queues: dict[Need, list[_Entry]] = {}
+        self._counts: Counter[Need] = Counter()
+        """Of them those that still wait; never 0."""
         self._arrivals = 0
-        self.waiting = 0
-        """Requests that wait."""
         self._task_engine: dict[int, int] = {}
         self._group_engine: dict[int, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return self._counts.total()
 
     @property
     def alive(self) -> bool:
@@ -172,10 +178,11 @@ class Router:
         return all(view.index in request.barred for view in self.views if view.alive)
 
     def room(self) -> int:
-        """Requests that could start now, beyond those that wait."""
+        """Requests that could start now, beyond those that wait for the same engines."""
         ready = [view for view in self.views if view.open and view.version >= 0]
         free = sum(min(view.limit - view.held, self.sessions.room(view.index)) for view in ready)
-        return max(0, int(free) - self.waiting)
+        first = sum(count for need, count in self._counts.items() if any(_may(view, need) for view in ready))
+        return max(0, int(free) - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +208,7 @@ class Router:
         """Place waiting requests on an engine that may have got room; the oldest first."""
         view = self.views[engine]
         placed: list[RoutedRequest] = []
-        while view.open and self.waiting and (request := self._next(view)) is not None:
+        while view.open and self._counts and (request := self._next(view)) is not None:
             self.withdraw(request)
             self._hold(view, request)
             placed.append(request)
@@ -216,7 +223,7 @@ class Router:
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
             return []
-        if self.waiting and any(self._oldest(view, mine=mine) for mine in (True, False)):
+        if self._counts and any(self._oldest(view, mine=mine) for mine in (True, False)):
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
@@ -272,7 +279,7 @@ class Router:
         view.alive, view.closed, view.swapping = True, False, False
         return self._expel(lambda need: first)
 
-    def _expel(self, which: Callable[[_Need], bool]) -> list[RoutedRequest]:
+    def _expel(self, which: Callable[[Need], bool]) -> list[RoutedRequest]:
         """Take requests out of the queue by what they need, the oldest of each kind first."""
         left: list[RoutedRequest] = []
         for need in [need for need in self._queues if which(need)]:
@@ -336,24 +343,26 @@ class Router:
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def _wait(self, request: RoutedRequest, bound: EngineView | None) -> None:
-        request.bound = bound.index if bound is not None else None
         request.place = self._arrivals
         self._arrivals += 1
-        home = self._kept_home(request)
-        need = _Need(request.bound, request.min_version, request.barred, request.suspected, home)
+        home, only = self._kept_home(request), None if bound is None else bound.index
+        request.need = need = Need(only, request.min_version, request.barred, request.suspected, home)
         new = self.sessions.counted and not self.sessions.begun(request.session)
         heapq.heappush(self._queues.setdefault(need, []), (new, request.affinity, request.place, request))
-        self.waiting += 1
+        self._counts[need] += 1
         if bound is not None:
             bound.bound += 1
 
     def withdraw(self, request: RoutedRequest) -> None:
         """A request waits no more; its entry in the heap is cleared when it comes to the top."""
-        assert request.place is not None, "only a waiting request can leave the queue"
-        request.place = None
-        self.waiting -= 1
-        if request.bound is not None:
-            self.views[request.bound].bound -= 1
+        need = request.need
+        assert need is not None, "only a waiting request can leave the queue"
+        request.place = request.need = None
+        self._counts[need] -= 1
+        if not self._counts[need]:
+            del self._counts[need]
+        if need.engine is not None:
+            self.views[need.engine].bound -= 1
 
     def _kept_home(self, request: RoutedRequest) -> int | None:
         """Where a waiting request's session keeps its place: not on an engine that lacks no more than memory for it."""
@@ -387,10 +396,15 @@ class Router:
                 continue
             if (need.home == view.index) != mine:
                 continue
-            may = need.engine in (None, view.index) and view.takes(need.suspect)
-            if may and need.min_version <= view.version and view.index not in need.barred:
+            if _may(view, need):
                 oldest = queue[0] if oldest is None or _by_age(queue[0]) < _by_age(oldest) else oldest
         return oldest
+
+
+def _may(view: EngineView, need: Need) -> bool:
+    """Whether an engine may serve what waits with this need, for all but memory."""
+    only = need.engine in (None, view.index) and view.takes(need.suspect)
+    return only and need.min_version <= view.version and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:

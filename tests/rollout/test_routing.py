@@ -21,6 +21,11 @@ def views(limit: int, versions: Sequence[int]) -> list[EngineView]:
     return [EngineView(index, limit, version) for index, version in enumerate(versions)]
 
 
+def only(request: RoutedRequest) -> int | None:
+    """The only engine that a request waits for, if any."""
+    return request.need and request.need.engine
+
+
 def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
     return router.ask(RoutedRequest((group, task), min_version))
 
@@ -126,10 +131,29 @@ def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
     router = Router(views(LIMIT, [-1, 0]), bind_groups=False)
     assert router.room() == LIMIT
     place(router, 0, 0)
-    place(router, 0, 1, min_version=1)
-    assert router.room() == LIMIT - 2
+    assert router.room() == LIMIT - 1
     router.views[1].begin_swap(closed=True)
     assert router.room() == 0
+    place(router, 0, 1)
+    assert router.waiting == 1
+    router.views[1].end_swap(1)
+    assert router.room() == LIMIT - 2, "what waits goes first"
+
+
+def test_what_no_engine_with_room_may_serve_takes_no_room() -> None:
+    router = Router(views(LIMIT, [0, 0]), bind_groups=False)
+    later, barred = RoutedRequest((0, 0), min_version=1), RoutedRequest((1, 1), 0)
+    assert router.ask(later) is None
+    barred.barred = frozenset({0})
+    router.views[1].begin_swap(closed=True)
+    assert router.ask(barred) is None
+    assert router.room() == LIMIT
+    router.withdraw(later)
+    router.withdraw(barred)
+    assert (router.room(), router.waiting) == (LIMIT, 0)
+    router.ask(later)
+    router.views[1].end_swap(1)
+    assert router.room() == 2 * LIMIT - 1, "the one that has swapped may serve it"
 
 
 def test_an_engine_with_room_takes_its_share_by_what_each_could_hold() -> None:
@@ -204,7 +228,7 @@ class Traffic(RuleBasedStateMachine):
 
     def fits(self, request: RoutedRequest, engine: int) -> bool:
         view = self.router.views[engine]
-        mine = request.bound in (None, engine)
+        mine = only(request) in (None, engine)
         return mine and view.version >= request.min_version and engine not in request.barred
 
     @rule(group=st.integers(0, 5), behind=st.integers(0, 2))
@@ -291,7 +315,7 @@ class Traffic(RuleBasedStateMachine):
     def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
         for request in self.waiting:
             assert not self.router.alive or not self.router.hopeless(request)
-            assert request.bound is None or self.router.views[request.bound].alive
+            assert (bound := only(request)) is None or self.router.views[bound].alive
 
 
 class BoundTraffic(Traffic):
