@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flash.config.advice import advise_on_engines
-from flash.config.check_machine import SHOWN, beside
+from flash.config.check_models import SHOWN, beside
 from flash.config.load import load, split_arguments
 from flash.config.packaged import is_gguf
 from flash.config.tree import Config

@@ -5,21 +5,19 @@ Each rule looks at one matter and yields its problems; no rule needs another. Th
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from flash.ages import window
 from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule, undivided_rule
-from flash.config.check_machine import MACHINE_RULES, beside, fetch_rule, is_hub_id, no_model, unreachable
+from flash.config.check_machine import ENGINE_RULES, MACHINE_RULES, Rule
+from flash.config.check_models import fetch_rule, model_rule, other_models_rule, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
-from flash.config.packaged import is_gguf
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
@@ -125,82 +123,6 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
             yield ConfigProblem(f"{key}.group_size", message)
 
 
-def model_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.preflight` asks."""
-    path = Path(config.model.path)
-    if not config.model.path.strip():
-        yield ConfigProblem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
-        return
-    if (fault := unreachable(config.model.path)) is not None:
-        yield ConfigProblem("model.path", f"{show(config.model.path)} cannot be used: {fault}")
-        return
-    if is_hub_id(config.model.path):
-        if config.model.fetch is not None:
-            yield ConfigProblem("model.path", f"{path} may be a hub id: expected ./{path}, or no model.fetch (`none`)")
-        return
-    if path.is_file() and not is_gguf(str(path)):  # which `fetch_rule` refuses
-        yield ConfigProblem("model.path", f"expected a folder, got the file {path}")
-    elif (path / "config.json").is_file():
-        yield from _model_folder(config, path / "config.json")
-    elif config.tiny_model is None and config.model.fetch is None:
-        wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
-        yield ConfigProblem("model.path", f"{no_model(path)}: {wanted}{beside(path)}")
-
-
-def other_models(config: Config) -> dict[str, str]:
-    """The models beside the policy, by the keys that name them."""
-    kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
-    named = {"algorithm.kl.reference": kl and kl.reference, "algorithm.teacher.path": teacher and teacher.path}
-    named["critic.path"] = critic and critic.path
-    return {key: path for key, path in named.items() if path is not None}
-
-
-def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Local folders of the reference and of the critics are models; where they are the policy's, `model_rule` looks."""
-    yield from _made_critic(config)
-    made = config.critic is not None and config.critic.tiny_layers is not None
-    for key, path in other_models(config).items():
-        if path == config.model.path:
-            continue
-        if (fault := unreachable(path)) is not None:
-            yield ConfigProblem(key, f"{show(path)} cannot be used: {fault}")
-            continue
-        if (is_hub_id(path) and not is_gguf(path)) or (key == "critic.path" and made):
-            continue
-        if not (Path(path) / "config.json").is_file():
-            wanted = "expected a Hugging Face model, or a hub id"
-            yield ConfigProblem(key, f"{no_model(Path(path))}: {wanted}{beside(Path(path))}")
-
-
-def _made_critic(config: Config) -> Iterator[ConfigProblem]:
-    """A critic's model that is to be made has a place of its own, and a recipe."""
-    critic = config.critic
-    if critic is None or critic.tiny_layers is None:
-        return
-    key = "critic.tiny_layers"
-    if config.tiny_model is None:
-        yield ConfigProblem(key, "has no effect: without a [tiny_model] table no model is made")
-    elif critic.path is None or Path(critic.path) == Path(config.model.path):
-        yield ConfigProblem(
-            key, "needs a folder for the model: expected critic.path beside it, and another than model.path"
-        )
-
-
-def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield ConfigProblem("model.path", f"{file} cannot be read: {error}")
-        return
-    if isinstance(described, dict) and described.get("quantization_config") is not None:
-        message = "is quantized, and what is trained is not: expected whole weights, such as bfloat16 ones"
-        yield ConfigProblem("model.path", f"{config.model.path} {message} (engine.vllm.quantization is the engines')")
-    limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
-    if isinstance(limit, int) and config.model.max_length > limit:
-        message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
-        yield ConfigProblem("model.max_length", message)
-
-
 def response_rule(config: Config) -> Iterator[ConfigProblem]:
     """A prompt has room beside the longest response."""
     limit = config.model.max_length - 1
@@ -210,14 +132,19 @@ def response_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def length_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The canary is no longer than a sequence, and a full-length one fits into a forward pass, and an episode."""
+    """A sequence of full length fits into a forward pass."""
+    longest = config.model.max_length
+    if config.train.max_tokens_per_microbatch < longest:
+        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
+        yield ConfigProblem("train.max_tokens_per_microbatch", message)
+
+
+def sampled_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The canary is no longer than a sequence, and one of full length fits into an episode."""
     longest = config.model.max_length
     if config.weights.canary_tokens > longest:
         message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
         yield ConfigProblem("weights.canary_tokens", message)
-    if config.train.max_tokens_per_microbatch < longest:
-        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
-        yield ConfigProblem("train.max_tokens_per_microbatch", message)
     episode = config.rollout.max_episode_tokens
     if episode is not None and episode < longest:
         message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
@@ -262,72 +189,6 @@ def alarm_rule(config: Config) -> Iterator[ConfigProblem]:
         return
     if not words or shutil.which(words[0]) is None:
         yield ConfigProblem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
-
-
-def placement_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Trainers and engines have the devices they need."""
-    cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
-    if cluster.trainer_nodes > cluster.nodes:
-        message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
-        yield ConfigProblem("cluster.trainer_nodes", message)
-    if gpus == 0:
-        return
-    if cluster.trainer_ranks > gpus:
-        message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
-        yield ConfigProblem("cluster.trainer_ranks", message)
-    elif engine.share_gpus:
-        if engine.count * engine.tensor_parallel > gpus:
-            message = (
-                f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
-            )
-            yield ConfigProblem("engine.count", message)
-    elif not any(config.engines_on(node) for node in range(cluster.nodes)):
-        message = (
-            f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
-            f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
-        )
-        yield ConfigProblem("cluster.trainer_ranks", message)
-
-
-def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Groups of ranks are whole, lie within a node, and nothing asks for all heads of a layer at once."""
-    parallel, ranks = config.parallel, config.cluster.trainer_ranks
-    if ranks % parallel.tensor:
-        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {parallel.tensor}"
-        yield ConfigProblem("parallel.tensor", message)
-    elif (left := ranks // parallel.tensor) % parallel.context:
-        message = f"expected a divisor of cluster.trainer_ranks / parallel.tensor = {left}, got {parallel.context}"
-        yield ConfigProblem("parallel.context", message)
-    if parallel.expert > 1 and (ranks % parallel.expert or parallel.expert % parallel.tensor):
-        message = (
-            f"expected a divisor of cluster.trainer_ranks = {ranks} and a multiple of parallel.tensor = "
-            f"{parallel.tensor}, got {parallel.expert}"
-        )
-        yield ConfigProblem("parallel.expert", message)
-    for name, count in (("tensor", parallel.tensor), ("context", parallel.context)):
-        if count > 1 and config.algorithm.rhythm is not None:
-            message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {count}"
-            yield ConfigProblem(f"parallel.{name}", message)
-
-
-def weights_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The transfer backend can work where the engines are."""
-    backend, key = config.weights_backend, "weights.backend"
-    if config.weights.deltas and (backend != "tcp" or config.lora is not None):
-        whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
-        yield ConfigProblem("weights.deltas", f"expected false, as {whole}")
-    if backend in ("tcp", "gloo"):
-        return
-    if config.gpus_per_node == 0:
-        yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
-    elif backend == "ipc" and not config.engine.share_gpus:
-        yield ConfigProblem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
-    elif backend == "ipc" and config.cluster.nodes > 1:
-        yield ConfigProblem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
-    elif backend == "nccl" and config.engine.share_gpus:
-        yield ConfigProblem(
-            key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
-        )
 
 
 def resume_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -401,8 +262,6 @@ def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout.selection", "simulated problems do not come again: expected `uniform`")
 
 
-Rule = Callable[[Config], Iterator[ConfigProblem]]
-
 RULES: tuple[Rule, ...] = (
     batch_rule,
     age_rule,
@@ -415,12 +274,11 @@ RULES: tuple[Rule, ...] = (
     other_models_rule,
     response_rule,
     length_rule,
+    sampled_rule,
     eval_rule,
     sink_rule,
     alarm_rule,
-    placement_rule,
-    parallel_rule,
-    weights_rule,
+    *ENGINE_RULES,
     *MACHINE_RULES,
     resume_rule,
     simulate_rule,
@@ -434,7 +292,6 @@ SFT_RULES: tuple[Rule, ...] = (
     length_rule,
     sink_rule,
     alarm_rule,
-    parallel_rule,
     *MACHINE_RULES,
     resume_rule,
 )

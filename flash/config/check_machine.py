@@ -1,27 +1,19 @@
-"""Checks of a configuration that look at this machine: folders to reach, models to fetch, cores, vLLM's arguments."""
+"""Checks of a configuration that look at machines: devices for ranks and engines, cores, vLLM, the run directory."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from flash.config.decode import ConfigProblem, describe, nearest, show, suggest
-from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
+from flash.config.check_models import unreachable
+from flash.config.decode import ConfigProblem, describe, show, suggest
 from flash.config.tree import Config
 from flash.foreign import vllm_arguments
 from flash.foreign.vllm_parsers import Package, names
-
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""`name` or `owner/name`: anything else is a path."""
-
-SHOWN = 6
-"""Folders that are named in place of one that is not there."""
 
 SAME_MODEL = "engine and trainer have one model, that of model.path"
 ONE_PLACE = "an engine is engine.tensor_parallel workers of one node, which take weights and prove them"
@@ -66,31 +58,6 @@ MADE_ANEW = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
 """Kinds of quantization that vLLM makes of the weights of each version, as they arrive."""
 DRAFTS = ("ngram", "suffix")
 """Kinds of speculation that draft from the texts themselves."""
-
-
-def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The model to be fetched is known, or its file is there, and nothing else says what `model.path` is made from."""
-    fetch, path = config.model.fetch, config.model.path
-    if fetch is None:
-        return
-    # Of a GGUF file that model.path has named, that is the key that its user knows.
-    key = "model.path" if is_gguf(fetch) and path == gguf_folder(fetch) else "model.fetch"
-    if config.tiny_model is not None:
-        yield ConfigProblem(
-            key, "[tiny_model] stands beside it, and both say what the model is made from: leave one out"
-        )
-    if is_gguf(path):
-        message = f"expected the folder that model.fetch is made into, or no model.fetch (`none`), got the file {path}"
-        yield ConfigProblem("model.path", message)
-    if is_gguf(fetch):
-        if not os.path.isfile(fetch) and not os.path.isfile(os.path.join(path, "config.json")):
-            yield ConfigProblem(key, f"there is no file {fetch}: expected a GGUF file")
-    elif fetch not in PACKAGED:
-        known = " or ".join(map(show, PACKAGED))
-        yield ConfigProblem(key, f"expected {known}, or a .gguf file, got {show(fetch)}{suggest(fetch, PACKAGED)}")
-    elif config.model.max_length > (limit := PACKAGED[fetch].positions):
-        message = f"expected at most {limit}, the positions of {fetch}, got {config.model.max_length}"
-        yield ConfigProblem("model.max_length", message)
 
 
 def parser_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -160,45 +127,74 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {UNFOLLOWED_BY_TRAINER}')
 
 
-def is_hub_id(text: str) -> bool:
-    """Whether a text can only be the name of a model on the hub: nothing here has that path, nor could have."""
-    path = Path(text)
-    named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
-    return named and not path.exists()
-
-
-def no_model(path: Path) -> str:
-    """What is wrong with a path that is no model folder."""
-    if is_gguf(str(path)):
-        return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
-    if path.is_dir():
-        return f"the folder {path} has no config.json"
-    if path.parts[0].startswith("~"):
-        return f"the folder {path} does not exist (only shells read ~ as {Path.home()})"
-    return f"the folder {path} does not exist"
-
-
-def beside(path: Path) -> str:
-    """`; FOLDER has A, B`: what stands where something that is not there was looked for; nothing where nothing is."""
-    found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
-    if path.parent == Path():
-        found = [name for name in (nearest(path.name, found),) if name]
-    return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
-
-
 PROCESSES_PER_CORE = 4
 """Processes of one kind that a core may carry: beyond, starting them alone outlasts every deadline."""
 
 
-def unreachable(path: str) -> str | None:
-    """Why the file system cannot even say whether there is something at a path."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return error.strerror
-    return None
+def placement_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Trainers and engines have the devices they need."""
+    cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
+    if cluster.trainer_nodes > cluster.nodes:
+        message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
+        yield ConfigProblem("cluster.trainer_nodes", message)
+    if gpus == 0:
+        return
+    if cluster.trainer_ranks > gpus:
+        message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
+        yield ConfigProblem("cluster.trainer_ranks", message)
+    elif engine.share_gpus:
+        if engine.count * engine.tensor_parallel > gpus:
+            message = (
+                f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
+            )
+            yield ConfigProblem("engine.count", message)
+    elif not any(config.engines_on(node) for node in range(cluster.nodes)):
+        message = (
+            f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
+            f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
+        )
+        yield ConfigProblem("cluster.trainer_ranks", message)
+
+
+def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Groups of ranks are whole, lie within a node, and nothing asks for all heads of a layer at once."""
+    parallel, ranks = config.parallel, config.cluster.trainer_ranks
+    if ranks % parallel.tensor:
+        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {parallel.tensor}"
+        yield ConfigProblem("parallel.tensor", message)
+    elif (left := ranks // parallel.tensor) % parallel.context:
+        message = f"expected a divisor of cluster.trainer_ranks / parallel.tensor = {left}, got {parallel.context}"
+        yield ConfigProblem("parallel.context", message)
+    if parallel.expert > 1 and (ranks % parallel.expert or parallel.expert % parallel.tensor):
+        message = (
+            f"expected a divisor of cluster.trainer_ranks = {ranks} and a multiple of parallel.tensor = "
+            f"{parallel.tensor}, got {parallel.expert}"
+        )
+        yield ConfigProblem("parallel.expert", message)
+    for name, count in (("tensor", parallel.tensor), ("context", parallel.context)):
+        if count > 1 and config.algorithm.rhythm is not None:
+            message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {count}"
+            yield ConfigProblem(f"parallel.{name}", message)
+
+
+def weights_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The transfer backend can work where the engines are."""
+    backend, key = config.weights_backend, "weights.backend"
+    if config.weights.deltas and (backend != "tcp" or config.lora is not None):
+        whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
+        yield ConfigProblem("weights.deltas", f"expected false, as {whole}")
+    if backend in ("tcp", "gloo"):
+        return
+    if config.gpus_per_node == 0:
+        yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
+    elif backend == "ipc" and not config.engine.share_gpus:
+        yield ConfigProblem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
+    elif backend == "ipc" and config.cluster.nodes > 1:
+        yield ConfigProblem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+    elif backend == "nccl" and config.engine.share_gpus:
+        yield ConfigProblem(
+            key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
+        )
 
 
 def cpu_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -213,18 +209,22 @@ def cpu_rule(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, message)
 
 
-def process_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Without GPUs, the processes of a node find cores."""
-    if config.gpus_per_node > 0:
-        return
+def rank_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Without GPUs, the trainer ranks of a node find cores."""
+    yield from _crowded(config, "cluster.trainer_ranks", config.cluster.trainer_ranks)
+
+
+def worker_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Without GPUs, the processes of a node's engines find cores."""
+    engine = config.engine
+    key = "engine.count" if engine.count > engine.tensor_parallel else "engine.tensor_parallel"
+    yield from _crowded(config, key, engine.count * engine.tensor_parallel)
+
+
+def _crowded(config: Config, key: str, wanted: int) -> Iterator[ConfigProblem]:
     most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    workers = config.engine.count * config.engine.tensor_parallel
-    for key, wanted in (
-        ("cluster.trainer_ranks", config.cluster.trainer_ranks),
-        ("engine.count" if config.engine.count > config.engine.tensor_parallel else "engine.tensor_parallel", workers),
-    ):
-        if wanted > most:
-            yield ConfigProblem(key, f"expected at most {most} processes, {PROCESSES_PER_CORE} to a core, got {wanted}")
+    if config.gpus_per_node == 0 and wanted > most:
+        yield ConfigProblem(key, f"expected at most {most} processes, {PROCESSES_PER_CORE} to a core, got {wanted}")
 
 
 def memory_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -254,11 +254,9 @@ def output_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("run.output_dir", f"expected a folder that can be written, and {folder} cannot")
 
 
-MACHINE_RULES: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
-    parser_rule,
-    vllm_rule,
-    cpu_rule,
-    process_rule,
-    memory_rule,
-    output_rule,
-)
+Rule = Callable[[Config], Iterator[ConfigProblem]]
+
+MACHINE_RULES: tuple[Rule, ...] = (parallel_rule, cpu_rule, rank_rule, output_rule)
+"""Of whatever trains."""
+ENGINE_RULES: tuple[Rule, ...] = (placement_rule, weights_rule, parser_rule, vllm_rule, worker_rule, memory_rule)
+"""Of what is sampled from."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from flash.config.check_machine import is_hub_id
+from flash.config.check_models import is_hub_id
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from flash.config.check_machine import is_hub_id
+from flash.config.check_models import is_hub_id
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment

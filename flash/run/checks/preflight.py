@@ -18,8 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from flash.config.check import other_models
-from flash.config.check_machine import is_hub_id, unreachable
+from flash.config.check_models import is_hub_id, other_models, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import dump
 from flash.config.recorded import recorded

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flash.config.check_machine import beside, is_hub_id
+from flash.config.check_models import beside, is_hub_id
 from flash.config.packaged import gguf_folder, is_gguf
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
