@@ -43,6 +43,8 @@ TOLD: dict[str, str] = {
     "simulate.*": "only `flash simulate` reads it",
 }
 """What does not follow from the change."""
+BESIDE = "the adapters go on, and only beside the weights that they were trained beside"
+"""With `[lora]` of another `model.path`, whose weights count then: the trainer compares them."""
 
 LIMITS: dict[str, str] = {
     "run.steps": "at least the steps that are made",
@@ -77,7 +79,9 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
 
 def told(had: Settings, now: Settings) -> list[ConfigProblem]:
     """The keys whose change leaves something as it was, and what."""
-    return [ConfigProblem(key, TOLD[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+    adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
+    words = TOLD | adapted
+    return [ConfigProblem(key, words[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
 
 
 def markdown() -> Iterator[str]:

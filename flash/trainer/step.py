@@ -79,6 +79,7 @@ class Trainer:
         self.model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute)
         self.base: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
         """Of the weights at `model.path`, where adapters are trained and these stay."""
+        self.alpha = config.lora and config.lora.alpha
         fill_policy(self.model, plain, config.run.seed)
         del plain
         if config.lora is not None:

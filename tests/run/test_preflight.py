@@ -220,6 +220,9 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     assert told in capsys.readouterr().err
     assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
+    adapted = make_config(tmp_path, run={"resume": True}, model={"path": str(other)}, lora={})
+    (told,) = (problem.message for problem in left_as_it_was(adapted) if problem.key == "model.path")
+    assert told == "the adapters go on, and only beside the weights that they were trained beside"
 
 
 def checkpoint_of(config: Config, *extras: str) -> Path:
@@ -248,6 +251,21 @@ def test_what_the_checkpoint_has_not_or_the_run_lacks_is_refused_before_any_work
     checkpoint_of(make_config(tmp_path), *extras)
     problems = [p.message for p in start_problems(make_config(tmp_path, run={"resume": True}, **tables))]
     assert [told in message for message in problems] == [True] * bool(told)
+
+
+def test_adapters_that_were_trained_with_another_alpha_are_refused_before_any_work(tmp_path: Path) -> None:
+    left(make_config(tmp_path, lora={"alpha": 16.0}), steps=6)
+    folder = checkpoint_of(make_config(tmp_path), "lora")
+    text = (folder / MANIFEST).read_text()
+    for alpha, told in (
+        ("", ""),
+        (', "alpha": 16.0', ""),
+        (', "alpha": 32.0', "with lora.alpha = 32: expected"),
+    ):
+        (folder / MANIFEST).write_text(text[:-1] + alpha + "}")
+        resumed = make_config(tmp_path, run={"resume": True}, lora={"alpha": 16.0})
+        problems = [(one.key, told in one.message) for one in start_problems(resumed)]
+        assert problems == [("lora.alpha", True)] * bool(told)
 
 
 def test_a_folder_without_anything_of_a_run_is_none_to_go_on_with(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ def test_adapters_go_with_the_weights_that_they_were_trained_on(tied_model: Path
         checkpoint.load(path, adapted(other))
 
 
+def test_adapters_count_as_they_were_trained_or_are_refused(tied_model: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
+    assert stored.read_manifest(path).alpha == LORA.alpha
+    doubled = {"lora": {"rank": LORA.rank, "alpha": 2 * LORA.alpha}}
+    told = r"trained with lora\.alpha = 6: expected that, got 12"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.load(path, adapted(tied_model, **doubled))
+    for merged_too in (False, True):
+        with pytest.raises(CheckpointError, match=told):
+            export_model(str(path), make_config(tied_model, **doubled), tmp_path / "exported", merged=merged_too)
+
+
 def test_an_export_loads_in_peft_and_a_merged_one_in_transformers(model: Path, tmp_path: Path) -> None:
     trainer = stirred(model)
     TOKENIZER.save_pretrained(model)

@@ -41,6 +41,7 @@ from flash.trainer.state.stored import (
     damaged_checkpoints,
     lacking_extras,
     newest_complete,
+    other_scale,
     read_manifest,
 )
 from flash.transport.server import try_listening
@@ -243,14 +244,17 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
 
     try:
         method = method_of(config, make_objective(config.algorithm))
-        held = [name for name in read_manifest(checkpoint).extras if name != "rhythm"]
+        manifest = read_manifest(checkpoint)
     except FlashError:
         return  # told elsewhere
     kl = config.algorithm.kl
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
+    held = [name for name in manifest.extras if name != "rhythm"]
     if fault := lacking_extras(checkpoint, held, wanted):
         yield ConfigProblem("lora" if "[lora]" in fault else "algorithm.objective", fault)
+    elif config.lora is not None and (fault := other_scale(checkpoint, manifest, config.lora.alpha)):
+        yield ConfigProblem("lora.alpha", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
             if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):

@@ -24,7 +24,16 @@ from flash.run.models.fetch import fetch, source_of
 from flash.run.models.hugging_face import hub_fault
 from flash.run.models.making import making
 from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
-from flash.trainer.state.stored import MANIFEST, aside_of, newest_complete, prepare, read_manifest, replace, sync
+from flash.trainer.state.stored import (
+    MANIFEST,
+    aside_of,
+    newest_complete,
+    other_scale,
+    prepare,
+    read_manifest,
+    replace,
+    sync,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,6 +183,8 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
         if ("lora" in held.extras) != (config.lora is not None):
             what, wanted = ("adapters", "an") if "lora" in held.extras else ("a whole model", "no")
             raise CheckpointError(f"{checkpoint} holds {what}: expected {wanted} [lora] table in the configuration")
+        if fault := other_scale(checkpoint, held, config.lora and config.lora.alpha):
+            raise CheckpointError(fault)
         if config.lora is None:
             model = load_model(config.model)
             # Into the model's own tensors.

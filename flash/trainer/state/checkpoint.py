@@ -33,6 +33,7 @@ from flash.trainer.state.stored import (
     aside_of,
     describe,
     lacking_extras,
+    other_scale,
     prepare,
     prune,
     read_manifest,
@@ -90,7 +91,7 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy, trainer.base)
+        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy, trainer.base, trainer.alpha)
         manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
@@ -117,6 +118,8 @@ def load(path: Path, trainer: Trainer) -> None:
             f"{path} holds adapters of another model than model.path names now: go on with the one that they were "
             "trained on, or start a new run"
         )
+    if fault := other_scale(path, manifest, trainer.alpha):
+        raise CheckpointError(fault)
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
         _put_state(critic.model, critic.optimizer, state[name])

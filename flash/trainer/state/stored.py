@@ -72,6 +72,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """With `algorithm.entropy_target`: as of `Trainer.entropy`."""
     base: tuple[int, ...] = ()
     """Where it holds adapters, the fingerprint of the weights that they go with."""
+    alpha: float | None = None
+    """With which `lora.alpha` adapters were trained. Nothing: it holds none, or is of a time when nobody noted it."""
 
 
 class Choice(NamedTuple):
@@ -226,6 +228,13 @@ def lacking_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> st
         if there != here:
             return f"{path} holds {there} {name}s, and this run has {here}: set {name}.count = {there}"
     return ""
+
+
+def other_scale(path: Path, manifest: Manifest, alpha: float | None) -> str:
+    """Why adapters would count otherwise with this `lora.alpha` than they did in training; empty: they would not."""
+    if manifest.alpha in (None, alpha):
+        return ""
+    return f"{path} holds adapters that were trained with lora.alpha = {manifest.alpha:g}: expected that, got {alpha:g}"
 
 
 def prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
