@@ -6,20 +6,288 @@ table of columns, and Grafana's dashboard from the charts.
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import msgspec
 
-from flash.cli.main import command_reference
-from flash.config.reference import markdown
-from flash.observe.columns.page import page
+from flash.cli.main import parsers
+from flash.config.decode import describe, section_in, show, tables_in
+from flash.config.resuming import LIMITS, REFUSED, TOLD
+from flash.config.tree import Config
+from flash.observe.columns.column import LIMITS as ALARMS
+from flash.observe.columns.column import Column, ColumnGroup
+from flash.observe.columns.table import GROUPS, columns
 from flash.view.prometheus import dashboard
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-if __name__ == "__main__":
-    (DOCS / "configuration.md").write_text(markdown(), encoding="utf-8")
-    (DOCS / "commands.md").write_text(command_reference(), encoding="utf-8")
+# -- docs/configuration.md ---------------------------------------------------------------------------------------------
+
+CONFIGURATION = """\
+# Configuration
+
+<!-- Made by scripts/reference_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
+
+A run is TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left to right,
+tables deep. An override's value is TOML or else text; `{}` clears a table, `none` unsets a key or takes an optional
+table away. Where tables have kinds, `kind` chooses: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
+
+`--dry-run` tries all but engines and training.
+"""
+
+
+def configuration_page() -> str:
+    """The whole reference, one table per section."""
+    return "\n".join([CONFIGURATION, *_sections(), *_resuming()])
+
+
+def _sections() -> Iterator[str]:
+    summaries = {field.name: field.type for field in msgspec.structs.fields(Config)}
+    for name, annotation in summaries.items():
+        section = section_in(annotation)
+        assert section is not None, "the tree is two levels deep"
+        yield f"## `[{name}]`\n"
+        yield f"{inspect.getdoc(section)}\n"
+        if section is not annotation:
+            yield "Optional.\n"
+        yield "| key | value | default | meaning |\n|---|---|---|---|"
+        yield from _field_rows(section)
+        yield ""
+        for field in msgspec.structs.fields(section):
+            yield from _kinds(f"{name}.{field.name}", field.type)
+
+
+def _kinds(key: str, annotation: Any) -> Iterator[str]:
+    """What may stand in a key that holds a table or a list of tables."""
+    in_list = get_origin(annotation) is list
+    kinds = tables_in(get_args(annotation)[0] if in_list else annotation)
+    if not kinds:
+        return
+    yield f"### `{key}`\n"
+    if "" not in kinds:
+        yield f"{'Tables' if in_list else 'A table'} of these kinds.\n"
+    for kind, struct in kinds.items():
+        yield f"**`kind = {show(kind)}`**: {inspect.getdoc(struct)}\n" if kind else f"{inspect.getdoc(struct)}\n"
+        if msgspec.structs.fields(struct):
+            yield "| option | value | default | meaning |\n|---|---|---|---|"
+            yield from _field_rows(struct)
+            yield ""
+
+
+def _field_rows(section: type[msgspec.Struct]) -> Iterator[str]:
+    meanings = field_docs(section)
+    for field in msgspec.structs.fields(section):
+        if field.required:
+            default = "required"
+        elif field.default is None:
+            default = "none"
+        elif field.default is msgspec.NODEFAULT:
+            default = "empty"
+        else:
+            default = f"`{show(field.default)}`"
+        cells = (f"`{field.name}`", _value(field.type), default, meanings[field.name])
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _value(annotation: Any) -> str:
+    """A type in few words, with a pattern set apart: its brackets would be read as a link."""
+    words = re.sub(r"(?<=text matching )\S+", r"`\g<0>`", describe(annotation))
+    for long, short in SHORT.items():
+        words = re.sub(long, short, words)
+    return words
+
+
+SHORT = {
+    r"\ban? (?=integer|number|list|table)": "",
+    r"\babove (?=\d)": "> ",
+    r"\bat least (?=\d)": "≥ ",
+    r"\bbelow (?=\d)": "< ",
+    r"\bat most (?=\d)": "≤ ",
+    r"\bfrom (?=-?\d)": "",
+    r"list, each item": "list of",
+    r"true or false": "boolean",
+    r'"age", .* or "trainer_waits"': "alarms",
+    r"number 0\.1 to 1e\+08": "seconds",
+}
+"""How the page shortens what errors say in whole words."""
+
+
+def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:
+    """The docstring under each field of a section, on one line."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+            case _:
+                pass
+    return docs
+
+
+def _resuming() -> Iterator[str]:
+    """The tables, for the reference."""
+    yield "## What `--resume` may change\n"
+    yield (
+        "A changed key takes effect in all that is still to be done; schedules count from the run's first step. What "
+        "was recorded otherwise since the checkpoint is made again. Of these the change is refused, or does less:\n"
+    )
+    for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
+        together: dict[str, list[str]] = {}
+        for keys, why in table.items():
+            together.setdefault(why, []).extend(f"`{key}`" for key in keys.split(", "))
+        yield from (f"- {', '.join(keys)}: {how}{why}" for why, keys in together.items())
+    yield ""
+
+
+# -- docs/commands.md: argparse shows what a parser holds in a form that differs from one Python to the next -----------
+
+COMMANDS = """\
+# Commands
+
+<!-- Made by scripts/reference_docs.py from the parsers in flash/cli: change them there and run `make docs`. -->
+
+`flash` is `.venv/bin/flash` of this repository. Exit codes: 0 success, 2 an error that is named, 130 an interrupt, 141
+an output that nobody reads. `KEY=VALUE`: [configuration](configuration.md). `flash COMMAND --help` says the same.
+"""
+
+
+SEVERAL = 3
+"""Arguments that a command has in common with one before it from which on these are only named."""
+
+
+def commands_page(parser: argparse.ArgumentParser) -> str:
+    """The whole reference, one section per command."""
+    return "\n".join([COMMANDS, *_commands(parser)])
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for choices in parser._actions:
+        if not isinstance(choices, argparse._SubParsersAction):
+            continue
+        helps = {action.dest: action.help for action in choices._choices_actions}
+        before: dict[str, list[str]] = {}
+        for name, command in choices.choices.items():
+            yield f"## `{command.prog}`\n"
+            yield f"{_sentence(helps[name])}\n"
+            rows = before[command.prog] = list(_argument_rows(command))
+            alike = next((prog for prog, theirs in before.items() if len({*rows} & {*theirs}) >= SEVERAL), command.prog)
+            own = rows if alike == command.prog else [row for row in rows if row not in before[alike]]
+            if own:
+                yield "| argument | meaning |\n|---|---|"
+                yield from own
+                yield ""
+            if len(own) < len(rows):
+                names = (row.split("`")[1].split(" ")[0].replace("\\|", "|") for row in rows if row not in own)
+                yield f"As for `{alike}`: {', '.join(f'`{name}`' for name in names)}.\n"
+            yield from _commands(command)
+
+
+def _argument_rows(command: argparse.ArgumentParser) -> Iterator[str]:
+    for action in command._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        meaning = (action.help or "") % {"default": action.default}
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in (_shown(action), meaning))} |"
+
+
+def _shown(action: argparse.Action) -> str:
+    """How it is written: `--port PORT`, `RUN_DIR…`."""
+    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    if action.choices is not None:
+        name = ", ".join(map(str, action.choices))
+    if not action.option_strings:
+        return f"`{name}{'…' if action.nargs in ('*', '+') else ''}`"
+    value = "" if action.nargs == 0 else f" {name}{'…' if action.nargs in ('*', '+') else ''}"
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
+
+
+def _sentence(text: str | None) -> str:
+    assert text, "a command says what it is for"
+    return text[0].upper() + text[1:] + ("" if text.endswith(("…", ".")) else ".")
+
+
+# -- docs/metrics.md ---------------------------------------------------------------------------------------------------
+
+MARKED = re.compile(r"(?s)(<!-- made: (\w+) -->\n).*?(<!-- end -->)")
+"""What is made anew, between its marks."""
+
+
+def metrics_page(text: str) -> str:
+    """The page, with its tables as they are now."""
+    return MARKED.sub(lambda found: "\n".join([found[1], *TABLES[found[2]](), found[3]]), text)
+
+
+def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
+    """A table for each group."""
+    for group in groups:
+        if group.about:
+            yield f"{group.about}\n"
+        yield "| name | meaning |\n|---|---|"
+        for meaning, columns_of in groupby(group.columns, lambda column: column.meaning):
+            yield f"| {', '.join(f'`{column.name}`' for column in columns_of)} | {meaning} |"
+        yield ""
+
+
+def _worries() -> Iterator[str]:
+    """Columns that say when to worry: those with the same words have a row together."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for column in (*columns("step"), *columns("evaluation")):
+        if column.worry:
+            together.setdefault((column.worry, column.helps), []).append(f"`{column.name}`")
+    yield "| watch | worry when | what helps |\n|---|---|---|"
+    yield from (f"| {', '.join(names)} | {worry} | {helps} |" for (worry, helps), names in together.items())
+    yield ""
+
+
+def _alarms() -> Iterator[str]:
+    """What helps stands once: with the column's worry, where it has one."""
+    yield "| alarm | looks at | default | what helps, if not as above |\n|---|---|---|---|"
+    for column in columns("step"):
+        if (alarm := column.alarm) is not None:
+            looks_at, helps = alarm.looks_at or f"`{column.name}`", "" if column.worry else column.helps
+            yield f"| `{alarm.name}` | {looks_at} | {_default(column)} | {helps} |"
+    yield ""
+
+
+def _default(column: Column) -> str:
+    assert column.alarm is not None
+    limit: float | None = getattr(ALARMS, column.alarm.name)
+    if limit is None:
+        return "off"
+    shown = f"{100 * limit:g} %" if column.alarm.is_share(column) else f"{limit:g} {column.unit}".rstrip()
+    return f"{'below' if column.alarm.below else 'above'} {shown}"
+
+
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "watch": _worries,
+    "alarms": _alarms,
+    "steps": lambda: _described(GROUPS["step"]),
+    "evaluations": lambda: _described(GROUPS["evaluation"]),
+    "engines": lambda: _described(GROUPS["engine"]),
+}
+"""By their marks."""
+
+
+def main() -> None:
+    """Write them all."""
+    (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")
+    (DOCS / "commands.md").write_text(commands_page(parsers()[0]), encoding="utf-8")
     metrics = DOCS / "metrics.md"
-    metrics.write_text(page(metrics.read_text(encoding="utf-8")), encoding="utf-8")
+    metrics.write_text(metrics_page(metrics.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "grafana.json").write_bytes(msgspec.json.format(msgspec.json.encode(dashboard())) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
-from flash.cli import reference
 from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
@@ -24,8 +23,11 @@ DESCRIPTION = "Asynchronous reinforcement-learning post-training for language mo
 COMMANDS = {
     **{name: f"flash.cli.{name}" for name in ("init", "doctor", "plan", "train", "sft", "join", "drain")},
     "eval": "flash.cli.evaluate",
-    **{name: f"flash.cli.{name}" for name in ("rollout", "view", "watch", "plot", "compare", "trace", "profile")},
-    **{name: f"flash.cli.{name}" for name in ("track", "export", "replay", "rhythm", "simulate", "calibrate", "fetch")},
+    "rollout": "flash.cli.rollout",
+    **{name: f"flash.cli.runs.{name}" for name in ("view", "watch", "plot", "compare", "trace")},
+    "profile": "flash.cli.profile",
+    **{name: f"flash.cli.runs.{name}" for name in ("track", "export", "replay", "rhythm")},
+    **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch")},
     "sandbox": "envs.sandbox.cli",
 }
 """The module of each, in the order of the help; only that of the command that is given is imported."""
@@ -33,7 +35,7 @@ UNREAD = 128 + signal.SIGPIPE
 """Exit code of who writes to a pipe that nobody reads, as shells have it."""
 
 
-def _parser(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """With these commands: the whole, and each command's by its name."""
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -45,16 +47,11 @@ def _parser(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
     return parser, parsers
 
 
-def command_reference() -> str:
-    """The page docs/commands.md."""
-    return reference.markdown(_parser()[0])
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
-    parser, commands = _parser(given[:1] if named else COMMANDS)
+    parser, commands = parsers(given[:1] if named else COMMANDS)
     if given and not given[0].startswith("-") and not named:
         parser.error(unknown_command(given[0], [*COMMANDS]))
     arguments, rest = parser.parse_known_args(given)

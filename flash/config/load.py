@@ -269,14 +269,14 @@ def key_paths() -> Iterator[str]:
     return (path for path, _ in keys())
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+@cache
+def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, Any], ...]:
     """Every key's dotted path and type."""
+    found: list[tuple[str, Any]] = []
     for field in msgspec.structs.fields(section):
         inner = section_in(field.type)
-        if inner is None:
-            yield prefix + field.name, field.type
-        else:
-            yield from keys(inner, f"{prefix}{field.name}.")
+        found += [(prefix + field.name, field.type)] if inner is None else keys(inner, f"{prefix}{field.name}.")
+    return tuple(found)
 
 
 def _resolve(config: Config) -> Config:

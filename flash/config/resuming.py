@@ -84,21 +84,6 @@ def told(had: Settings, now: Settings) -> list[ConfigProblem]:
     return [ConfigProblem(key, words[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
 
 
-def markdown() -> Iterator[str]:
-    """The tables, for the reference."""
-    yield "## What `--resume` may change\n"
-    yield (
-        "A changed key takes effect in all that is still to be done; schedules count from the run's first step. What "
-        "was recorded otherwise since the checkpoint is made again. Of these the change is refused, or does less:\n"
-    )
-    for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
-        together: dict[str, list[str]] = {}
-        for keys, why in table.items():
-            together.setdefault(why, []).extend(f"`{key}`" for key in keys.split(", "))
-        yield from (f"- {', '.join(keys)}: {how}{why}" for why, keys in together.items())
-    yield ""
-
-
 def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
     """Those keys of a table that both have, with other values."""
     for key in key_paths():

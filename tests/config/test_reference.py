@@ -7,14 +7,14 @@ import msgspec
 
 from flash.config.decode import section_in, tables_in
 from flash.config.load import key_paths, keys
-from flash.config.reference import field_docs, markdown
 from flash.config.tree import Config
+from scripts.reference_docs import configuration_page, field_docs
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+    assert PAGE.read_text(encoding="utf-8") == configuration_page(), "run `make docs`"
 
 
 def test_every_field_of_the_configuration_has_a_docstring():
@@ -26,12 +26,12 @@ def test_every_field_of_the_configuration_has_a_docstring():
 
 def test_the_page_has_a_row_for_every_key():
     kinds = sum(len(msgspec.structs.fields(struct)) for struct in tables())
-    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
+    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
     assert len(rows) == len(list(key_paths())) + kinds
 
 
 def test_the_page_names_every_kind_of_a_table_with_its_options():
-    page = markdown()
+    page = configuration_page()
     assert len(tables()) == 14
     for struct in tables():
         tag = struct.__struct_config__.tag

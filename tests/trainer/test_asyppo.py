@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.asyppo import SAME
 from algorithms.dealing import deal
+from algorithms.objectives.asyppo import SAME
 from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.critic_cases import Reference, Sequenced, critic_gradient, critic_weights, set_head

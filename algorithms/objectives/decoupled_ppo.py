@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens, Proximal
-from algorithms.surrogate import ClipHigh, ClipLow, clipped_surrogate
+from algorithms.objectives.surrogate import ClipHigh, ClipLow, clipped_surrogate
 
 
 class DecoupledPpo(Objective, frozen=True):

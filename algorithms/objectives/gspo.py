@@ -7,8 +7,8 @@ Where A is constant over a sequence, value and gradient are those of GSPO (eq. 5
 from __future__ import annotations
 
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+from algorithms.objectives.surrogate import ClipHigh, ClipLow, clipped_surrogate
 from algorithms.sequences import sequence_mean
-from algorithms.surrogate import ClipHigh, ClipLow, clipped_surrogate
 
 
 class Gspo(Objective, frozen=True):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta
 
 from algorithms.base import ObjectiveOutput, PackedTokens
-from algorithms.decoupled_ppo import DecoupledPpo
+from algorithms.objectives.decoupled_ppo import DecoupledPpo
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ Every token keeps a gradient, also the rare ones at forks of the reasoning, whic
 from __future__ import annotations
 
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
-from algorithms.surrogate import ClipHigh, ClipLow
+from algorithms.objectives.surrogate import ClipHigh, ClipLow
 
 
 class Cispo(Objective, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from algorithms.base import ObjectiveOutput, PackedTokens
-from algorithms.topr import Topr
+from algorithms.objectives.topr import Topr
 
 
 class ToprWeighted(Topr, frozen=True):

@@ -6,7 +6,7 @@ The ratio is taken to the policy that sampled the token, so that data from an ol
 from __future__ import annotations
 
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
-from algorithms.surrogate import ClipHigh, ClipLow, clipped_surrogate
+from algorithms.objectives.surrogate import ClipHigh, ClipLow, clipped_surrogate
 
 
 class Grpo(Objective, frozen=True):

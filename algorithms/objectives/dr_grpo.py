@@ -6,7 +6,7 @@ divided by a constant, not by the response's length, which favoured long wrong a
 
 from __future__ import annotations
 
-from algorithms.grpo import Grpo
+from algorithms.objectives.grpo import Grpo
 
 
 class DrGrpo(Grpo, frozen=True):

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
-from algorithms.surrogate import ClipHigh, ClipLow, clipped_surrogate
+from algorithms.objectives.surrogate import ClipHigh, ClipLow, clipped_surrogate
 
 
 class Tis(Objective, frozen=True):

@@ -6,7 +6,7 @@ paper is `algorithm.kl` with estimator k1 in the reward.
 
 from __future__ import annotations
 
-from algorithms.grpo import Grpo
+from algorithms.objectives.grpo import Grpo
 
 
 class ReinforcePp(Grpo, frozen=True):

@@ -6,8 +6,8 @@ penalty is `algorithms.shaping.Overlong`.
 
 from __future__ import annotations
 
-from algorithms.grpo import Grpo
-from algorithms.surrogate import ClipHigh
+from algorithms.objectives.grpo import Grpo
+from algorithms.objectives.surrogate import ClipHigh
 
 
 class Dapo(Grpo, frozen=True):
