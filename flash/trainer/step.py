@@ -86,7 +86,7 @@ class Trainer:
             gc.collect()  # FSDP's circles hold the base in float32
             if device == "cuda":
                 torch.cuda.empty_cache()  # an engine may share the card
-        check_packing(self.model, config)
+        self._check_packing()
         self.canaries = CanaryMaker(text, self.model, config)
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
         self.optimizer = make_optimizer(self.model, config.train)
@@ -128,6 +128,9 @@ class Trainer:
         """Optimizer updates left out so far: their gradient was not finite, or they had no token to train."""
         self.seen: list[TrainedSample] = []
         """On rank 0: what the last step found at the tokens of the samples that the run shows."""
+
+    def _check_packing(self) -> None:
+        check_packing(self.model, self._config)
 
     @property
     def _algorithm(self) -> AlgorithmConfig:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from flash.config.tree import Config
 from flash.trainer.model.model import DIVIDED, MIXTURES, named_full_tensors
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     gradient_of,
     kept,

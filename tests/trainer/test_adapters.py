@@ -21,9 +21,9 @@ from flash.trainer.model.adapters import add_adapters, engine_tensors, merge
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.trainer.test_checkpoint import HUB, TOKENIZER, same_weights, train
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     gradient_of,
     kept,
@@ -125,18 +125,18 @@ def test_the_reference_of_a_kl_is_the_base_and_no_second_model(tied_model: Path,
     assert same_weights(ours, others)
 
 
-def test_a_checkpoint_holds_adapters_alone_and_continues_identically(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_adapters_alone_and_continues_identically(tied_model: Path, tmp_path: Path) -> None:
     tables: dict[str, Any] = {
         "algorithm": {"advantage": "gae", "options": {"proximal": "ewma"}},
         "critic": {"learning_rate": 1e-3},
     }
-    original = adapted(model, **tables)
+    original = adapted(tied_model, **tables)
     train(original, 2)
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     manifest = stored.read_manifest(path)
     assert manifest.extras == ("lora", "critic", "ewma")
     assert manifest.base == original.base != (0, 0)
-    restored = adapted(model, **tables)
+    restored = adapted(tied_model, **tables)
     train(restored, 1)
     checkpoint.load(path, restored)
     assert same_weights(original, restored)

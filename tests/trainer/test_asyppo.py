@@ -14,7 +14,6 @@ import torch
 
 from algorithms.dealing import deal
 from algorithms.objectives.asyppo import SAME
-from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.critic_cases import Reference, Sequenced, critic_gradient, critic_weights, set_head
 from tests.trainer.step_reference import (
@@ -29,6 +28,7 @@ from tests.trainer.step_reference import (
     tokens_of,
 )
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     gradient_of,
     local,
@@ -149,8 +149,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Shard, list[Token]], None]]]
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("critics", [2, 3])
+@pytest.mark.parametrize(("name", "critics"), [("plain", 2), *((name, 3) for name in VARIANTS)])
 def test_the_gradients_of_policy_and_critics_are_those_of_the_paper_in_float64(
     tied_model: Path, small_model: Path, name: str, critics: int
 ) -> None:
@@ -222,13 +221,12 @@ def test_the_loss_of_a_whole_step_rises_along_its_gradient_as_finite_differences
     assert slope == pytest.approx(norm * share, rel=5e-3)
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
 def test_neither_the_budget_of_a_micro_batch_nor_the_order_of_its_samples_matters(
-    tied_model: Path, small_model: Path, minibatches: int
+    tied_model: Path, small_model: Path
 ) -> None:
     results = []
     for budget, order in ((26, 1), (40, -1), (10_000, 1)):
-        train = {"max_tokens_per_microbatch": budget, "minibatches": minibatches, "updates_per_batch": 2}
+        train = {"max_tokens_per_microbatch": budget, "minibatches": 2, "updates_per_batch": 2}
         trainer = asyppo(tied_model, small_model, train=train)
         shard = aged_shard()
         shard.samples[:] = shard.samples[::order]
@@ -284,8 +282,7 @@ def test_several_critics_serve_an_objective_that_does_not_compare_them(tied_mode
     assert metrics["advantage_abs_mean"] == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "decoupled_ppo"])
-@pytest.mark.parametrize("passes", [2, 4])
+@pytest.mark.parametrize(("objective", "passes"), [("grpo", 2), ("decoupled_ppo", 4)])
 def test_each_update_of_a_batch_is_that_of_a_naive_float64_loop(tied_model: Path, objective: str, passes: int) -> None:
     """With an ε that keeps Adam from blowing up what float32 rounds off."""
     train = {"updates_per_batch": passes, "max_grad_norm": 1e9, "eps": 1.0, "learning_rate": 0.5, "async_ratio": 2.0,

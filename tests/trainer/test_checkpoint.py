@@ -24,10 +24,9 @@ from flash.errors import CheckpointError, PeerLostError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.model import shard_model
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.full_disk import small_disk
 from tests.trainer.packed_cases import tiny
-from tests.trainer.trainer_cases import kept, make_config, random_shard, state_of, weights_of
+from tests.trainer.trainer_cases import Trainer, kept, make_config, random_shard, state_of, weights_of
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
@@ -122,8 +121,8 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path,
     [{"train": {"optimizer": "muon"}}, {"algorithm": {"entropy_bonus": 0.1, "entropy_target": {"nats": 100.0}}}],
     ids=["muon", "entropy target"],
 )
-def test_what_a_step_leaves_for_the_next_one_is_kept(model: Path, tmp_path: Path, tables: dict[str, Any]) -> None:
-    original, restored = trained(model, 2, **tables), trained(model, 1, **tables)
+def test_what_a_step_leaves_for_the_next_one_is_kept(tied_model: Path, tmp_path: Path, tables: dict[str, Any]) -> None:
+    original, restored = trained(tied_model, 2, **tables), trained(tied_model, 1, **tables)
     checkpoint.load(checkpoint.save(tmp_path, original, kept(HUB), keep=1), restored)
     assert restored.entropy == original.entropy
     train(original, 2)
@@ -133,12 +132,12 @@ def test_what_a_step_leaves_for_the_next_one_is_kept(model: Path, tmp_path: Path
 
 @pytest.mark.parametrize("extra", KEPT)
 def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identically(
-    model: Path, tmp_path: Path, extra: str
+    tied_model: Path, tmp_path: Path, extra: str
 ) -> None:
-    original = trained(model, 2, **KEPT[extra])
+    original = trained(tied_model, 2, **KEPT[extra])
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     assert stored.read_manifest(path).extras == (("critic", "critic") if extra == "critics" else (extra,))
-    restored = trained(model, 1, **KEPT[extra])
+    restored = trained(tied_model, 1, **KEPT[extra])
     before, saved = extras_of(restored), extras_of(original)
     assert any(not torch.equal(value, before[name]) for name, value in saved.items())
     checkpoint.load(path, restored)
@@ -152,10 +151,10 @@ def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identi
     assert any(not torch.equal(value, saved[name]) for name, value in theirs.items())
 
 
-def test_a_run_goes_on_with_the_options_of_its_optimizers_that_it_has_now(model: Path, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, trained(model, 1, **CRITICS), kept(HUB), keep=1)
+def test_a_run_goes_on_with_the_options_of_its_optimizers_that_it_has_now(tied_model: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, trained(tied_model, 1, **CRITICS), kept(HUB), keep=1)
     options = {"weight_decay": 0.5, "betas": [0.8, 0.9], "eps": 1e-3}
-    resumed = trained(model, 1, train=options, **CRITICS)
+    resumed = trained(tied_model, 1, train=options, **CRITICS)
     checkpoint.load(path, resumed)
     for one in (resumed, *resumed.critics):
         (group,) = one.optimizer.param_groups

@@ -19,7 +19,6 @@ from flash.errors import ConfigError, ContractError
 from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.trainer import two_critic_ranks
 from tests.trainer.critic_cases import (
     Reference,
@@ -35,7 +34,7 @@ from tests.trainer.critic_cases import (
     trained,
     update,
 )
-from tests.trainer.trainer_cases import relative_error, run_ranks, write_model
+from tests.trainer.trainer_cases import Trainer, relative_error, run_ranks, write_model
 from tests.trainer.two_critic_ranks import SPLITS, parts_of
 
 
@@ -117,13 +116,13 @@ def test_the_head_stays_in_float32_above_a_half_precision_backbone(tied_model: P
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_the_gradient_is_that_of_the_formula_in_float64(model: Path, clip: float | None) -> None:
+def test_the_gradient_is_that_of_the_formula_in_float64(untied_model: Path, clip: float | None) -> None:
     sequences = random_sequences()
-    critic, reference = make_critic(model, clip=clip), Reference(model)
+    critic, reference = make_critic(untied_model, clip=clip), Reference(untied_model)
     update(critic, [sequences], trained(sequences))
     assert relative_error(critic_gradient(critic), reference.gradient(sequences, clip)) < 1e-5
     with torch.no_grad():
-        loss = float(Reference(model).loss(sequences, clip))
+        loss = float(Reference(untied_model).loss(sequences, clip))
     assert critic_metrics([critic])["critic_loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -173,9 +172,11 @@ def test_what_stands_in_masked_slots_changes_nothing(tied_model: Path, garbage: 
 
 
 @pytest.mark.parametrize("cuts", [[[0, 1], [2, 3, 4, 5]], [[5], [3, 1], [], [0, 2, 4]]], ids=["two", "shuffled"])
-def test_any_split_of_a_minibatch_gives_the_same_gradient_and_metrics(model: Path, cuts: list[list[int]]) -> None:
+def test_any_split_of_a_minibatch_gives_the_same_gradient_and_metrics(
+    untied_model: Path, cuts: list[list[int]]
+) -> None:
     sequences = random_sequences()
-    whole, split = make_critic(model), make_critic(model)
+    whole, split = make_critic(untied_model), make_critic(untied_model)
     update(whole, [sequences], trained(sequences))
     update(split, [[sequences[index] for index in cut] for cut in cuts], trained(sequences))
     assert relative_error(critic_gradient(split), critic_gradient(whole)) < 1e-5
@@ -298,15 +299,12 @@ def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
     assert min(explained[-5:]) > 0.9
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def ranks(
-    request: pytest.FixtureRequest, tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    model = tied_model if request.param == "tied" else untied_model
+@pytest.fixture(scope="module")
+def ranks(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(two_critic_ranks.main, 2, model, folder)
+    run_ranks(two_critic_ranks.main, 2, untied_model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
-    return {"model": model, "folder": folder, "results": results}
+    return {"model": untied_model, "folder": folder, "results": results}
 
 
 @pytest.mark.integration

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flash.errors import ConfigError, ContractError
-from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     gradient_of,
     local,

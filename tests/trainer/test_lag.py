@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from algorithms.lag import Lag
 from flash.config.learning import AlgorithmConfig
 from flash.trainer.state import checkpoint
-from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     kept,
     make_config,

@@ -12,8 +12,7 @@ import torch
 from flash.errors import ContractError
 from flash.trainer.optimizer import FIRST_SCALE, GROW_AFTER, MOST_SCALE, LossScale
 from flash.trainer.state import checkpoint
-from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import aged_shard, gradient_of, kept, make_config, relative_error, weights_of
+from tests.trainer.trainer_cases import Trainer, aged_shard, gradient_of, kept, make_config, relative_error, weights_of
 
 
 def trainer(folder: Path, dtype: str, **train: Any) -> Trainer:

@@ -11,8 +11,7 @@ from torch import nn
 
 from flash.config.learning import TrainConfig
 from flash.trainer.optimizer import make_optimizer, orthogonal
-from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import gradient_of, make_config, random_shard, weights_of
+from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, random_shard, weights_of
 
 RATE = 1e-2
 

@@ -14,11 +14,10 @@ from flash.config.tree import ParallelConfig
 from flash.errors import ConfigError
 from flash.trainer.model.model import check_divisible
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.trainer import parallel_ranks
 from tests.trainer.packed_cases import tiny
 from tests.trainer.parallel_ranks import ALONE, DRAWN, KINDS, LAYOUTS, SAVED, configured, state_of_all, trained
-from tests.trainer.trainer_cases import kept, relative_error, run_ranks, write_model
+from tests.trainer.trainer_cases import Trainer, kept, relative_error, run_ranks, write_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

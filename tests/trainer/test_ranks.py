@@ -12,13 +12,24 @@ import torch
 
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from tests.trainer import two_ranks
 from tests.trainer.critic_cases import critic_gradient
-from tests.trainer.trainer_cases import gradient_of, random_shard, relative_error, run_ranks, state_of, weights_of
+from tests.trainer.trainer_cases import (
+    Trainer,
+    gradient_of,
+    random_shard,
+    relative_error,
+    run_ranks,
+    state_of,
+    weights_of,
+)
 from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
 pytestmark = pytest.mark.integration
+
+TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "decoupled critics")
+"""Cases that are also tried where the output layer is the embedding: its part of the gradient comes twice."""
+UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -27,12 +38,16 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(two_ranks.main, 2, model, folder)
+    run_ranks(two_ranks.main, 2, model, folder, [*CASES] if request.param == "untied" else TIED)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [*(("untied", name) for name in CASES), *(("tied", name) for name in TIED)],
+    indirect=["ranks"],
+)
 def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) -> None:
     trainer = Trainer(case_config(ranks["model"], CASES[name]))
     metrics = trainer.train_step(case_batch(trainer, CASES[name]))
@@ -47,6 +62,7 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) ->
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
+@UNTIED
 @pytest.mark.parametrize("name", ["minibatches", "staleness and correction", "rhythm, all on one"])
 def test_the_first_rank_is_told_of_the_tokens_that_all_have_seen(ranks: dict[str, Any], name: str) -> None:
     trainer = Trainer(case_config(ranks["model"], CASES[name]))
@@ -68,12 +84,14 @@ def test_both_ranks_compute_the_canary_of_one(ranks: dict[str, Any]) -> None:
     assert first == second == pytest.approx(canary_logprobs(trainer.model, CANARY), abs=1e-4)
 
 
+@UNTIED
 def test_a_batch_that_one_rank_refuses_stops_both(ranks: dict[str, Any]) -> None:
     first, second = (results["refused"] for results in ranks["results"])
     assert "trainer ranks [1] refused" in first
     assert "0 log-probs" in second
 
 
+@UNTIED
 def test_a_value_that_is_not_finite_on_one_rank_stops_both(ranks: dict[str, Any]) -> None:
     first, second = (results["spoilt values"] for results in ranks["results"])
     assert "trainer ranks [1] refused" in first
@@ -95,6 +113,7 @@ def test_one_rank_loads_a_checkpoint_of_two(ranks: dict[str, Any]) -> None:
     assert all(torch.equal(value, saved[name]) for name, value in weights_of(trainer).items())
 
 
+@UNTIED
 def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(ranks: dict[str, Any]) -> None:
     for results in ranks["results"]:
         assert "rank 1" in results["failed save"]

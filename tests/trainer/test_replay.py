@@ -24,11 +24,10 @@ from flash.trainer.model.model import shard_model
 from flash.trainer.model.packing_check import replay_routing
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.packing import only, pack
-from flash.trainer.step import Trainer
 from flash.types import Completion, Outcome, Task, Trajectory, Turn, VersionRun
 from tests.rollout.test_episode import CharTokenizer
 from tests.trainer.packed_cases import packed_batch, random_sequences, tiny
-from tests.trainer.trainer_cases import make_config, make_shard, random_shard, relative_error, write_model
+from tests.trainer.trainer_cases import Trainer, make_config, make_shard, random_shard, relative_error, write_model
 
 KINDS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "minimax_m2"]
 

@@ -26,11 +26,11 @@ from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
 from flash.trainer.rhythm import RhythmPass, responses
 from flash.trainer.state import checkpoint
-from flash.trainer.step import Trainer
 from flash.types import Shard, VersionRun
 from tests.algorithms import rhythm_reference as reference
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     gradient_of,
     kept,
@@ -290,8 +290,10 @@ def test_settled_heads_are_seen_in_the_training_pass_itself(untied_model: Path, 
     assert relative_error(gradient_of(along), gradient_of(before)) < 1e-5
 
 
-@pytest.mark.parametrize("signs", ["positive", "negative", "both"])
-@pytest.mark.parametrize("objective", ["decoupled_ppo", "reinforce_pp", "rloo", "m2po"])
+@pytest.mark.parametrize(
+    ("objective", "signs"),
+    [("decoupled_ppo", "positive"), ("reinforce_pp", "negative"), ("rloo", "both"), ("m2po", "positive")],
+)
 def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, objective: str, signs: str) -> None:
     rhythm = {"credit": "global", "nearest": 1, "farthest": 50, "top": 1.0, "signs": signs}
     facts, plain_facts = (

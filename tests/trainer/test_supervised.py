@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from flash.config.check_algorithm import supervised
 from flash.trainer.model.packing_check import attend_alone
-from flash.trainer.step import Trainer
 from flash.types import Shard
-from tests.trainer.trainer_cases import gradient_of, make_config, random_shard, reference_model, relative_error
+from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, random_shard, reference_model, relative_error
 
 
 def padded_loss(model: PreTrainedModel, shard: Shard) -> torch.Tensor:

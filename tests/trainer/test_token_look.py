@@ -12,10 +12,10 @@ import torch
 
 from flash.branches import branch_tokens, sequences
 from flash.trained import TokenUse, TrainedSample
-from flash.trainer.step import Trainer
 from flash.types import Shard, VersionRun
 from tests.branching import joined
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     branched_shard,
     make_config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -16,13 +16,36 @@ from flash.branches import trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
+from flash.trainer import step
 from flash.trainer.model.model import trained
+from flash.trainer.model.packed import packs
+from flash.trainer.model.packing_check import attend_alone
 from flash.trainer.state import checkpoint, stored
-from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 
 VOCABULARY = 40
+
+
+class Trainer(step.Trainer):
+    """One that compares a model packed and alone once for all trainers of it: that is half of what making one takes.
+
+    The comparison has tests of its own, in test_packing_check.py.
+    """
+
+    packed: ClassVar[dict[tuple[object, ...], bool]] = {}
+    """Whether sequences share rows, by all that the comparison depends on but the weights."""
+
+    def _check_packing(self) -> None:
+        own, model = self._config, self._config.model
+        described = (Path(model.path) / "config.json").read_bytes()
+        sizes = (model.dtype, model.head_dtype, model.max_length, own.train.max_tokens_per_microbatch)
+        key = (described, *sizes, own.train.activation_checkpointing, repr((own.lora, own.parallel, own.cluster)))
+        if key not in self.packed:
+            super()._check_packing()
+            self.packed[key] = packs(self.model)
+        elif not self.packed[key]:
+            attend_alone(self.model)
 
 
 def kept(content: bytes) -> checkpoint.KeepHubState:

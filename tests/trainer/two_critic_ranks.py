@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from flash.trainer.critic import critic_metrics
 from flash.trainer.state import checkpoint
-from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import (
     critic_config,
     critic_gradient,
@@ -22,7 +21,7 @@ from tests.trainer.critic_cases import (
     trained,
     update,
 )
-from tests.trainer.trainer_cases import kept, part_of, random_shard
+from tests.trainer.trainer_cases import Trainer, kept, part_of, random_shard
 
 SPLITS = {
     "even": [[[0, 1], [2]], [[3], [5, 4]]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from flash.trainer.critic import Critic
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.packing import MicroBatch
 from flash.trainer.state import checkpoint
-from flash.trainer.step import Trainer
 from flash.types import Batch, Shard
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (
+    Trainer,
     aged_shard,
     forked_shard,
     gradient_of,
@@ -122,9 +123,10 @@ def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
     return shard
 
 
-def gradients(model: Path, rank: int) -> dict[str, Any]:
+def gradients(model: Path, names: Sequence[str], rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         trainer = Trainer(case_config(model, case))
         metrics = trainer.train_step(part_of(case_batch(trainer, case), SPLITS[case["split"]][rank]))
         results[name] = {
@@ -188,12 +190,12 @@ def failed_save(trainer: Trainer, run_dir: Path, rank: int) -> str:
     return ""
 
 
-def main(model: Path, folder: Path, rank: int) -> None:
+def main(model: Path, folder: Path, names: Sequence[str], rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results = gradients(model, rank)
+    results = gradients(model, names, rank)
     trainer = Trainer(case_config(model, {}))
     results["spoilt values"] = spoilt_values(model, rank)
     results["refused"] = refused(trainer, rank)
