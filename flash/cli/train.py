@@ -6,11 +6,12 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 from flash.cli.arguments import CommandParsers
 from flash.config.advice import advise
+from flash.config.decode import ConfigProblem
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
@@ -19,39 +20,59 @@ from flash.run.models.models import make_missing_model
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("train", help="run a config: rollouts and training at the same time")
+    about = "run a config: rollouts and training at the same time"
+    return add_run_parser(commands, "train", about, tried="try all but engines")
+
+
+def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: str) -> argparse.ArgumentParser:
+    """The parser of a command that runs a configuration; `tried`: what its dry run does."""
+    parser = commands.add_parser(name, help=about)
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help="try all but engines; print the resolved config")
+    parser.add_argument("--dry-run", action="store_true", help=f"{tried}; print the resolved config")
     parser.add_argument("--resume", action="store_true", help="go on with the run in the run directory")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, make the tiny model that it may want, and train."""
+
+    def tried(config: Config) -> Iterable[str]:
+        from flash.run.checks.dry_run import dry_run
+
+        return dry_run(config)
+
+    return carry_out(arguments, start_problems, tried, start)
+
+
+def carry_out(
+    arguments: argparse.Namespace,
+    problems: Callable[[Config], list[ConfigProblem]],
+    tried: Callable[[Config], Iterable[str]],
+    begin: Callable[[Config], int],
+    whole: Callable[[Config], Config] = lambda config: config,
+) -> int:
+    """Check a configuration, also for these problems, complete it to the `whole`, and have it tried, or begun.
+
+    The exit code of what has begun, once it is said how the run goes on that it has not ended in order.
+    """
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")
-    config = load(paths, overrides, also=start_problems)
+    config = whole(load(paths, overrides, also=problems))
     advise(config, left_as_it_was(config))
     if arguments.dry_run:
-        from flash.run.checks.dry_run import dry_run
-
-        for line in dry_run(config):
+        for line in tried(config):
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    before = begun(config)
-    return exit_told(start(config), config, arguments.typed, before)
-
-
-def exit_told(code: int, config: Config, typed: Sequence[str], before: Begun) -> int:
-    """The exit code of a launch, once it is said how the run goes on that it has not ended in order."""
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
 
+    before = begun(config)
+    code = begin(config)
     if code not in (End.OVER, LOST):
         how = "interrupted" if code == End.INTERRUPTED else "it failed, as is said above"
-        say(f"{how}; {what_is_left(config, typed, before)}")
+        say(f"{how}; {what_is_left(config, arguments.typed, before)}")
     return code
 
 
