@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from flash.foreign.vllm import WORKER_TITLE
+from flash.foreign.vllm_processes import WORKER_TITLE
 
 Target = Literal["trainer", "hub", "node", "core", "worker", "launcher", "network"]
 How = Literal["kill", "stop", "cut", "half cut"]

@@ -35,7 +35,7 @@ from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import Config
 from flash.environment import Environment, wrap
 from flash.errors import EngineDeadError
-from flash.foreign import vllm
+from flash.foreign import vllm_processes
 from flash.hub import protocol as p
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.episode.tokenizer import HfTokenizer
@@ -142,7 +142,7 @@ class Clocks:
     """Processor time of this process and of an engine's, in seconds."""
 
     def __init__(self, core: int | None = None) -> None:
-        workers = vllm.worker_pids(core) if core is not None else []
+        workers = vllm_processes.worker_pids(core) if core is not None else []
         self._pids = {"core": [core], "worker": workers} if core is not None else {}
 
     def read(self) -> dict[str, float]:

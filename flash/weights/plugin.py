@@ -11,7 +11,7 @@ import os
 import select
 import threading
 
-from flash.foreign import vllm
+from flash.foreign import vllm, vllm_processes
 from flash.weights.update import RECEIVER
 
 NODE_PID = "FLASH_NODE_PID"
@@ -29,7 +29,7 @@ def register() -> None:
         return
     _registered.set()
     vllm.register_backend(RECEIVER, "flash.weights.tcp_engine", "TcpWeightEngine")
-    vllm.spin_less(SPIN_S)
+    vllm_processes.spin_less(SPIN_S)
 
 
 def no_platform() -> None:

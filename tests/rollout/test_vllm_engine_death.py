@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from flash.errors import EngineDeadError
-from flash.foreign import vllm
+from flash.foreign import vllm_processes
 from flash.rollout.vllm.engine import VLLMEngine
 from tests.rollout import engine_contract as contract
 from tests.rollout.test_vllm_engine import engine_children, make_config, make_model, processes_of_group, serving
@@ -31,7 +31,7 @@ def test_a_killed_worker_is_the_engines_death_and_nothing_else_is_printed(
 ) -> None:
     with serving(tmp_path, make_model(tmp_path)) as served:
         core = served.engine._processes.core
-        (worker,) = vllm.worker_pids(core)
+        (worker,) = vllm_processes.worker_pids(core)
 
         async def kill() -> None:
             os.kill(worker, signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_killed_core_ends_the_swap_that_goes_on_and_names_the_signal(tmp_path:
 def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_with_the_engine(tmp_path: Path) -> None:
     with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
         core = served.engine._processes.core
-        (worker,) = vllm.worker_pids(core)
+        (worker,) = vllm_processes.worker_pids(core)
         served.call(contract.a_response_streams_and_ends_at_its_limit, served)
 
         async def stop() -> str:
@@ -134,7 +134,7 @@ def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_w
 def test_a_hang_is_noticed_while_a_swap_waits_for_the_step_that_hangs(tmp_path: Path) -> None:
     with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
         core = served.engine._processes.core
-        (worker,) = vllm.worker_pids(core)
+        (worker,) = vllm_processes.worker_pids(core)
 
         async def stop() -> str:
             await served.engine.load(served.publish(), keep_cache=False)
@@ -157,7 +157,7 @@ def test_a_hang_is_noticed_while_a_swap_waits_for_the_step_that_hangs(tmp_path: 
 
 def test_an_engine_that_is_left_in_the_middle_of_a_swap_counts_as_dead(tmp_path: Path) -> None:
     with serving(tmp_path, make_model(tmp_path)) as served:
-        (worker,) = vllm.worker_pids(served.engine._processes.core)
+        (worker,) = vllm_processes.worker_pids(served.engine._processes.core)
 
         async def leave() -> str:
             published = served.publish()

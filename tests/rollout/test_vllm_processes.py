@@ -16,7 +16,7 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
-from flash.foreign import vllm
+from flash.foreign import vllm_processes
 from flash.foreign.forking import ForkedProcess, Server
 from flash.rollout.vllm.processes import WORKER_KILLED, Core, EngineProcesses
 
@@ -162,10 +162,14 @@ def test_a_core_that_begins_after_its_start_was_given_up_is_ended_at_once() -> N
     [
         (
             "core",
-            RuntimeError(f"{vllm.CORE_ENDED}: {{}}"),
+            RuntimeError(f"{vllm_processes.CORE_ENDED}: {{}}"),
             "its process {core} was killed by signal 9 (SIGKILL), perhaps",
         ),
-        ("worker", RuntimeError(f"{vllm.CORE_ENDED}: {{}}"), "one of its worker processes was killed by signal 9"),
+        (
+            "worker",
+            RuntimeError(f"{vllm_processes.CORE_ENDED}: {{}}"),
+            "one of its worker processes was killed by signal 9",
+        ),
         # vLLM has given the start up, and killed what it had started.
         ("core", RuntimeError("Message from engine with unexpected rank"), None),
     ],

@@ -29,7 +29,7 @@ from flash.errors import (
     FlashError,
     WeightsError,
 )
-from flash.foreign import vllm
+from flash.foreign import vllm, vllm_processes
 from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.vllm.adapters import Adapter, Adapters
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
@@ -321,7 +321,7 @@ class VLLMEngine:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._stepped)
-            vllm.begin_cores_with(CORES)
+            vllm_processes.begin_cores_with(CORES)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:

@@ -3,7 +3,7 @@
 That takes seconds of a processor; a node loop or an engine that starts again takes none of them.
 """
 
-from flash.foreign import vllm
+from flash.foreign import vllm_processes
 
-vllm.import_engine()
-vllm.import_core()
+vllm_processes.import_engine()
+vllm_processes.import_core()

@@ -25,7 +25,7 @@ import anyio
 import anyio.to_thread
 
 from flash.errors import how_it_ended
-from flash.foreign import vllm
+from flash.foreign import vllm_processes
 from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.weights.plugin import NODE_PID, follow
 
@@ -77,11 +77,11 @@ class Core(ForkedProcess):
         super().enter()
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
-        vllm.stay_offline()
+        vllm_processes.stay_offline()
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
-        vllm.begin_workers_with(_Workers())
-        vllm.on_killed_worker(_end_as_worker)
+        vllm_processes.begin_workers_with(_Workers())
+        vllm_processes.on_killed_worker(_end_as_worker)
 
 
 class _Cores(ForkServerContext):
@@ -95,7 +95,7 @@ class _Worker(ForkProcess):
         # OpenMP has read where its threads are to run in the process that all are forked from.
         bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if bound != "nobind":
-            share = bound.split("|")[vllm.worker_rank(self.name)]
+            share = bound.split("|")[vllm_processes.worker_rank(self.name)]
             os.sched_setaffinity(0, map(int, share.split(",")))
         super().run()
 
@@ -177,7 +177,7 @@ class EngineProcesses:
         """
         if isinstance(error, ForkServerGoneError):
             return str(error)
-        if self._core is None or not vllm.is_end_of_starting_core(error):
+        if self._core is None or not vllm_processes.is_end_of_starting_core(error):
             return None
         words, code = self.how_core_ended(), self._core.exitcode
         return words if code is not None and (code < 0 or code == ALONE or _killed_worker(code)) else None
@@ -187,7 +187,7 @@ class EngineProcesses:
         self._started = True
         try:
             self._core_end = os.pidfd_open(self.core)
-            for pid in vllm.worker_pids(self.core):
+            for pid in vllm_processes.worker_pids(self.core):
                 self._workers[pid] = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):  # since it was ready, one of them has ended
             self._tell(self.how_core_ended())

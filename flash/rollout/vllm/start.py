@@ -21,7 +21,7 @@ from typing import Any
 from flash.config.machine import engine_cpus, runs_eagerly
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.foreign import vllm
+from flash.foreign import vllm, vllm_processes
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.adapters import adapter_arguments
 from flash.rollout.vllm.requests import MOST_LOGPROBS
@@ -219,7 +219,7 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
-    if config.gpus_per_node == 0 and (libraries := _loadable(vllm.preloaded(), sys.prefix)):
+    if config.gpus_per_node == 0 and (libraries := _loadable(vllm_processes.preloaded(), sys.prefix)):
         variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
     own = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
     return {name: value for name, value in variables.items() if name not in own and os.environ.get(name) != value}
