@@ -96,7 +96,7 @@ def test_an_example_places_its_processes_as_it_says(
     config = load([example], overrides(example))
     nodes = range(config.cluster.nodes)
     assert config.weights_backend == backend
-    assert [config.trainer_ranks_on(node) for node in nodes] == trainers
+    assert [config.cluster.trainer_ranks_on(node) for node in nodes] == trainers
     assert [config.engines_on(node) for node in nodes] == engines
 
 

@@ -72,7 +72,7 @@ def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[i
     """Cores that engines and trainer ranks of a node would both work on at once. They get a half each: a thread that
     waits for its core is waited for by all of its operation. Where they take turns each may use all."""
     take_turns = config.train.async_ratio == 0
-    if config.gpus_per_node > 0 or take_turns or not config.trainer_ranks_on(node):
+    if config.gpus_per_node > 0 or take_turns or not config.cluster.trainer_ranks_on(node):
         return []
     return [cpu for cpu in own if others is None or cpu in others]
 

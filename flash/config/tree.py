@@ -270,6 +270,14 @@ class ClusterConfig(Section, frozen=True):
     trainer_cpus: list[NonNegative] | None = None
     """Cores of the trainer ranks. None: all. Those that engines use meanwhile are halved."""
 
+    def trainer_ranks_on(self, node: int) -> int:
+        """Trainer processes on this node."""
+        return self.trainer_ranks if node < self.trainer_nodes else 0
+
+    def node_of(self, rank: int) -> int:
+        """The node of a trainer rank."""
+        return rank // self.trainer_ranks
+
 
 class ParallelConfig(Section, frozen=True):
     """How the trainer ranks divide model and work: FSDP over those that `tensor` leaves."""
@@ -285,6 +293,10 @@ class ParallelConfig(Section, frozen=True):
     def ranks_per_shard(self) -> int:
         """Neighbouring ranks that train the same samples."""
         return self.tensor * self.context
+
+    def data_shard(self, rank: int) -> int:
+        """The part of a batch that a trainer rank trains."""
+        return rank // self.ranks_per_shard
 
 
 class DeadlinesConfig(Section, frozen=True):
@@ -400,22 +412,18 @@ class Config(Section, frozen=True):
             return 0
         return min(self.train.max_age + 1, MOST_ADAPTERS) if self.rollout.swap == "drain" else 1
 
-    def trainer_ranks_on(self, node: int) -> int:
-        """Trainer processes on this node."""
-        return self.cluster.trainer_ranks if node < self.cluster.trainer_nodes else 0
-
     def engines_on(self, node: int) -> int:
         """Engines on this node: `engine.count`, as far as the GPUs left by the trainers reach."""
         if self.gpus_per_node == 0 or self.engine.share_gpus:
             return self.engine.count
-        free = self.gpus_per_node - self.trainer_ranks_on(node)
+        free = self.gpus_per_node - self.cluster.trainer_ranks_on(node)
         return min(self.engine.count, free // self.engine.tensor_parallel)
 
     def engine_gpus(self, node: int, engine: int) -> list[int]:
         """The GPUs of the engine-th engine on this node: after the trainers' own, unless they are shared."""
         if self.gpus_per_node == 0:
             return []
-        first = 0 if self.engine.share_gpus else self.trainer_ranks_on(node)
+        first = 0 if self.engine.share_gpus else self.cluster.trainer_ranks_on(node)
         width = self.engine.tensor_parallel
         return list(range(first + engine * width, first + (engine + 1) * width))
 
@@ -428,7 +436,3 @@ class Config(Section, frozen=True):
     def data_shards(self) -> int:
         """Parts into which a batch is dealt."""
         return self.trainer_world_size // self.parallel.ranks_per_shard
-
-    def data_shard(self, rank: int) -> int:
-        """The part that a trainer rank trains."""
-        return rank // self.parallel.ranks_per_shard

@@ -27,7 +27,7 @@ def overview(parts: Parts, members: Members, nodes: Nodes, trainers: Trainers, d
         published=progress.published_version,
         nodes=[*(_node(node, parts, nodes, trainers) for node in members.numbers), *reversed(nodes.statuses.gone)],
         ranks=[
-            RankNow(number, trainers.node_of(number), rank.process, rank.since, rank.host)
+            RankNow(number, config.cluster.node_of(number), rank.process, rank.since, rank.host)
             for number, rank in enumerate(trainers.incarnations.ranks)
         ],
         trainer_restarts=trainers.incarnations.followed,
@@ -47,7 +47,7 @@ def _node(node: int, parts: Parts, nodes: Nodes, trainers: Trainers) -> NodeNow:
         status = replace(status, engines=engines)
     here = status is not None or (
         parts.config.engines_on(node) == 0
-        and any(trainers.node_of(rank) == node for rank in trainers.incarnations.present)
+        and any(parts.config.cluster.node_of(rank) == node for rank in trainers.incarnations.present)
     )
     state: NodeState = "here" if here else "starting"
     if node in nodes.silent:

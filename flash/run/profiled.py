@@ -37,5 +37,5 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _expected(config: Config) -> list[str]:
     """What the processes of this node are called."""
-    ranks = [f"trainer-{rank}" for rank in range(config.trainer_ranks_on(0))]
+    ranks = [f"trainer-{rank}" for rank in range(config.cluster.trainer_ranks_on(0))]
     return ranks + [f"engine-{number}" for number in range(config.engines_on(0))]

@@ -209,7 +209,7 @@ def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(config.run.seed + config.data_shard(index))
+    torch.manual_seed(config.run.seed + config.parallel.data_shard(index))
     cuda = config.gpus_per_node > 0
     if cuda:
         torch.cuda.set_device(local)

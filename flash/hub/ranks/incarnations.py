@@ -92,10 +92,6 @@ class Incarnations:
         self.ranks[rank].here = True
         return self.number
 
-    def next_silence(self, seconds: float, now: float) -> float:
-        """Seconds in which none can have been silent for so long."""
-        return min((seconds - (now - rank.beat) for rank in self.ranks if rank.beat is not None), default=seconds)
-
     def silent(self, seconds: float, now: float) -> dict[int, float]:
         """The ranks of this incarnation whose last beat is so long ago, each with the seconds."""
         quiet = {number: now - rank.beat for number, rank in enumerate(self.ranks) if rank.beat is not None}

@@ -141,7 +141,7 @@ class Steps(HubPart):
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
     ) -> p.BatchReply:
-        parts = shards[self._config.data_shard(request.rank)]
+        parts = shards[self._config.parallel.data_shard(request.rank)]
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part

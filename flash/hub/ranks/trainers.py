@@ -134,7 +134,8 @@ class Trainers(HubPart):
         """
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
-            await anyio.sleep(self.incarnations.next_silence(limit, self._now()))
+            beats = [rank.beat for rank in self.incarnations.ranks if rank.beat is not None]
+            await anyio.sleep(min(beats) + limit - self._now() if beats else limit)
             if self.incarnations.silent(limit, self._now()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
             if self.incarnations.silent(limit, self._now()):
@@ -176,18 +177,14 @@ class Trainers(HubPart):
 
     def _processes_of(self, ranks: Iterable[int]) -> set[tuple[int, int]]:
         """Of those that have said which they are, with their nodes: on two nodes a process may have the same number."""
-        processes = ((self.node_of(rank), self.incarnations.ranks[rank].process) for rank in ranks)
+        processes = ((self._config.cluster.node_of(rank), self.incarnations.ranks[rank].process) for rank in ranks)
         return {(node, process) for node, process in processes if process is not None}
 
     def _named(self, rank: int) -> str:
-        where = f"on node {self.node_of(rank)}"
+        where = f"on node {self._config.cluster.node_of(rank)}"
         if (process := self.incarnations.ranks[rank].process) is not None:
             where = f"process {process} {where}"
         return f"trainer rank {rank} ({where})"
-
-    def node_of(self, rank: int) -> int:
-        """The node of a rank."""
-        return rank // self._config.cluster.trainer_ranks
 
     async def watched(self, request: p.IncarnationWatch) -> None:
         """Show a rank, after a while, that its incarnation goes on."""
@@ -198,7 +195,8 @@ class Trainers(HubPart):
         """The processes of a node's ranks, once there is news of any, or so that their launcher sees that we run."""
         with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)
-        ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if self.node_of(number) == request.node]
+        node_of = self._config.cluster.node_of
+        ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if node_of(number) == request.node]
         living = [rank.process for rank in ranks if rank.process is not None]
         ended = [rank.ended for rank in ranks if rank.ended is not None and rank.ended not in living]
         causes = [one for one in ended if (request.node, one) in self._causes]

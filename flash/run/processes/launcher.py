@@ -110,7 +110,7 @@ def launch(config: Config) -> int:
         FlashError: on another node than the first: there is no hub, or it has failed.
     """
     node = place_in_job(config, os.environ)
-    ranks_here = config.trainer_ranks_on(node) > 0
+    ranks_here = config.cluster.trainer_ranks_on(node) > 0
     if ranks_here:
         sys.stdout.write(f"[{describe_start(config)}]\n")
         sys.stdout.flush()
@@ -162,7 +162,7 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
 def describe_start(config: Config) -> str:
     """What this node is about to start, in words: seconds pass before its processes can speak."""
     node = int(os.environ.get("FLASH_NODE_RANK", "0"))
-    trainers, engines = config.trainer_ranks_on(node), config.engines_on(node)
+    trainers, engines = config.cluster.trainer_ranks_on(node), config.engines_on(node)
     where = f"node {node}: " if config.cluster.nodes > 1 else ""
     return f"{where}starting processes for {counted(trainers, 'trainer rank')} and {counted(engines, 'engine')}"
 

@@ -39,7 +39,7 @@ async def run_ranks(
     part: SupervisedPart, role: Literal["trainer", "sft"], config: Config, node: int, file: Path, restarts: int
 ) -> list[EndedProcess]:
     """Start the trainer ranks of a node as processes of this part, and wait until all have ended."""
-    here = range(config.trainer_ranks_on(node))
+    here = range(config.cluster.trainer_ranks_on(node))
     # As torchrun names them: libraries look there.
     variables = [
         {
