@@ -57,6 +57,8 @@ class StepMetrics:
         self._canary_error = 0.0
         self._idle: dict[int, tuple[float, float]] = {}
         """Of each engine, its idle seconds and its lifetime, as of the last row."""
+        self._drafts: dict[int, tuple[int, int]] = {}
+        """Of each engine, tokens that it had drafted and accepted."""
         self.restarts = {"engine_restarts": 0, "trainer_restarts": 0}
         """That no row has yet."""
 
@@ -111,6 +113,7 @@ class StepMetrics:
             "interval_s": elapsed,
             **self._rates(wait / elapsed, booked["generated_tokens"] / elapsed, engines, ran=ran),
             "generated_tokens": ledger.generated_tokens,
+            **self._accepted(engines),
             "engines": len(engines),
             **restarts,
             "canary_error": self._canary_error,
@@ -137,6 +140,16 @@ class StepMetrics:
                 idle, lifetime = idle + more_idle, lifetime + more
             self._idle[engine.index] = engine.idle_s, engine.lifetime_s
         return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
+
+    def _accepted(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
+        """Of the tokens that were drafted since the last row."""
+        drafted = accepted = 0
+        for engine in engines:
+            known = self._drafts.get(engine.index, (0, 0))
+            before = known if known[0] <= engine.drafted else (0, 0)  # else it is new
+            drafted, accepted = drafted + engine.drafted - before[0], accepted + engine.accepted - before[1]
+            self._drafts[engine.index] = engine.drafted, engine.accepted
+        return {"draft_accepted_share": accepted / drafted} if drafted > 0 else {}
 
 
 def _chosen(samples: Samples) -> tuple[int, int, int, int]:

@@ -147,6 +147,10 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Seconds since its first version."""
     canary_error: float
     """Mean log-prob difference of its last canary, in nats."""
+    drafted: int = 0
+    """Tokens that it has drafted since its start."""
+    accepted: int = 0
+    """Those of them that stayed."""
 
 
 class EngineReport(NodeRequest[Ack], frozen=True, tag=True):

@@ -87,6 +87,10 @@ class Pressure(msgspec.Struct, frozen=True):
     """Of the prompt tokens of late, those that its prefix cache held; None: it has not told."""
     accepted_share: float | None = None
     """Of the tokens drafted of late, those that were accepted; None: none were drafted."""
+    drafted: int = 0
+    """Tokens drafted since the start."""
+    accepted: int = 0
+    """Those of them that stayed."""
 
 
 class Engine(Protocol):

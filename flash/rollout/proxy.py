@@ -416,7 +416,8 @@ class LLMProxy:
         for record in self.records:
             if record.alive:
                 idle_s, lifetime_s = record.usage.seconds(now)
-                version, canary_error = record.engine.version, record.canary_error
-                statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error))
+                version, canary_error, pressure = record.engine.version, record.canary_error, record.engine.pressure
+                drafts = (pressure.drafted, pressure.accepted)
+                statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error, *drafts))
             activities += record.usage.take_bars(now, busy=bool(record.running))
         return statuses, activities

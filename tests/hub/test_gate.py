@@ -145,6 +145,7 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         ("trainer", p.PublishRequest(Published(3, "tcp", b"", Canary([1, 2], [-1.0]))), "the ranks hold 0"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 9, 0.0, 0.0, 0.0)], []), "the newest is 0"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "numbers that cannot be"),
+        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0, 1, 2)], []), "2 of 1 drafted tokens"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
         ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
         ("trainer", p.IncarnationRequest(0, 1, 300 * "x"), "a host's name of 300 characters"),

@@ -109,6 +109,21 @@ def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_th
     assert idle((9.0, 620.0)) == pytest.approx(4 / 10)
 
 
+def test_drafts_that_stayed_since_the_last_step_and_of_another_engine_from_its_start_on() -> None:
+    samples = make_buffer(alpha=1, batch=2, group=2).samples
+    metrics = StepMetrics(samples)
+
+    def stayed(*engines: tuple[int, int]) -> float | None:
+        told = [EngineStatus(number, 0, 0.0, 1.0, 0.0, *drafts) for number, drafts in enumerate(engines)]
+        return metrics.row(1, {}, {}, samples, told, now=0.0).get("draft_accepted_share")
+
+    assert stayed((0, 0)) is None, "none has drafted"
+    assert stayed((8, 6)) == pytest.approx(6 / 8)
+    assert stayed((8, 6)) is None
+    assert stayed((10, 6), (6, 6)) == pytest.approx(6 / 8)
+    assert stayed((4, 1), (6, 6)) == pytest.approx(1 / 4), "the first one has begun anew"
+
+
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
     metrics = StepMetrics(buffer.samples)

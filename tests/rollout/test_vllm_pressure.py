@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from flash.foreign.vllm import step_numbers
 from flash.rollout.engine import Pressure
 from flash.rollout.vllm.gauges import PROMPT_STEPS, PressureGauge
 
@@ -52,3 +55,20 @@ def test_accepted_drafts_are_a_share_of_those_of_late() -> None:
     for drafted, accepted in ((8, 2), (2, 1)):
         gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, drafted=drafted, accepted=accepted)
     assert read(gauge, 0).accepted_share == 0.3
+
+
+@pytest.mark.integration  # imports vLLM
+@pytest.mark.filterwarnings("ignore")
+def test_drafts_are_counted_as_vllm_counts_them() -> None:
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    gauge = PressureGauge()
+    for drafts in ([(4, 4), (3, 0)], [], [(4, 1)]):
+        told = SpecDecodingStats.new(4) if drafts else None
+        for drafted, accepted in drafts:
+            assert told is not None
+            told.observe_draft(drafted, accepted)
+        gauge.read(**step_numbers(SchedulerStats(num_running_reqs=2, spec_decoding_stats=told)))
+    pressure = gauge.pressure
+    assert (pressure.drafted, pressure.accepted, pressure.accepted_share) == (11, 5, 5 / 11)

@@ -87,6 +87,12 @@ SPEED = ColumnGroup(
             tracked="perf/engine_idle_share",
         ),
         Column(
+            "draft_accepted_share",
+            "share of the tokens drafted since the last step that stayed, with `speculative_config`",
+            "share",
+            label="drafts",
+        ),
+        Column(
             "tokens_per_second",
             "tokens that arrived meanwhile",
             "tokens/s",

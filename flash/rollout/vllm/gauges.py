@@ -76,7 +76,13 @@ class PressureGauge:
             "prefix_hit_share": self._hits.after(cached, asked),
             "accepted_share": self._accepted.after(accepted, drafted),
         }
-        told = {"running": running, "waiting": waiting, "preemptions": preemptions}
+        told = {
+            "running": running,
+            "waiting": waiting,
+            "preemptions": preemptions,
+            "drafted": self._pressure.drafted + drafted,
+            "accepted": self._pressure.accepted + accepted,
+        }
         self._pressure = msgspec.structs.replace(self._pressure, **told, **shares, **others)
 
 
