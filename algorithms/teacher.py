@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 class Teacher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that the policy learns to speak as, at what it samples itself."""
 
-    path: str
-    """Folder or hub id, with the policy's tokenizer."""
+    path: str | None = None
+    """Folder or hub id, with the policy's tokenizer: the trainer holds it."""
+    url: str | None = None
+    """Of a vLLM server that holds it, `http://HOST:PORT`."""
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
     """β, the factor of log π − log π_teacher."""
     reward: bool = False

@@ -88,6 +88,7 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
                 branches=(0,),
                 kept=next(kept),
                 routes=trajectory.routes and trajectory.routes.part(begin, end),
+                teacher=trajectory.teacher and trajectory.teacher[4 * acted : 4 * (acted + counts[number])],
             )
         )
         acted += counts[number]

@@ -207,6 +207,8 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Of its action tokens, where its sampling keeps some tokens only."""
     routes: Routes | None = None
     """Of all tokens, where engines tell which experts they chose."""
+    teacher: bytes | None = None
+    """float32 [A]: the teacher's log-prob of each action token, where a server holds it."""
 
     def tokens(self) -> Int32Array:
         """The whole sequence, int32 [T]: a view of `token_ids`."""
@@ -240,7 +242,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         """Bytes that it takes, about."""
         text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
         told = (self.kept.size if self.kept else 0) + (len(self.routes.ids) if self.routes else 0)
-        return len(self.token_ids) + len(self.logprobs) + text + told
+        return len(self.token_ids) + len(self.logprobs) + len(self.teacher or b"") + text + told
 
     def action_mask(self) -> BoolArray:
         """bool [T]: True where the policy sampled."""

@@ -6,6 +6,7 @@ something by it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -16,9 +17,10 @@ from algorithms.corrections import IcePop, TokenTis
 from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
-from flash.config.decode import ConfigProblem
+from flash.config.decode import ConfigProblem, show
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import examine_options, load_objective
+from flash.config.section import untaught
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -206,9 +208,18 @@ def _kl(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _teacher(config: Config) -> Iterator[ConfigProblem]:
-    """Where rewards do not count, nothing that is made of them is asked for."""
+    """It is somewhere, and tells of what is sampled; where rewards do not count, nothing made of them is asked for."""
     algorithm = config.algorithm
-    if algorithm.teacher is None or algorithm.teacher.reward:
+    if algorithm.teacher is None:
+        return
+    path, url = algorithm.teacher.path, algorithm.teacher.url
+    if (path is None) == (url is None):
+        yield ConfigProblem("algorithm.teacher", "expected either path, of a model that the trainer holds, or url")
+    if url is not None and not re.fullmatch(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url):
+        yield ConfigProblem("algorithm.teacher.url", f"expected http://HOST:PORT of a vLLM server, got {show(url)}")
+    for name, fault in untaught(config.sampling, algorithm.teacher):
+        yield ConfigProblem(f"rollout.{name}", fault)
+    if algorithm.teacher.reward:
         return
     for key, asked in (("critic", config.critic is not None), ("algorithm.shaping", algorithm.shaping)):
         if asked:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from algorithms.teacher import Teacher
 from flash.sampling import PLAIN, Sampling
 
 MOST = 2**31 - 1
@@ -66,6 +67,14 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
     for name in FOLLOWED:
         if getattr(sampling, name) != getattr(PLAIN, name):
             yield name, why
+
+
+def untaught(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
+    """What of this sampling the server of a teacher cannot follow: the key and why."""
+    if teacher is not None and teacher.url is not None:
+        for name in ("temperature", "top_k"):
+            if getattr(sampling, name) != getattr(PLAIN, name):
+                yield name, "is unknown to the server of a teacher, which counts all tokens, at 1: use its path"
 
 
 def unknown_sets(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:

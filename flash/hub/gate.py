@@ -286,6 +286,8 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
         return fault
     if made.routes is not None and (fault := made.routes.fault(made.length)) is not None:
         return fault
+    if made.teacher is not None and len(made.teacher) != len(made.logprobs):
+        return f"{made.action_count} sampled tokens, and {len(made.teacher)} bytes of their teacher's"
     if made.lost_tokens < 0:
         return f"{made.lost_tokens} lost tokens"
     if made.length and made.tokens().min() < 0:

@@ -39,6 +39,7 @@ from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
+from flash.rollout.teacher import ServedTeacher
 from flash.samples.rules import ALIKE, Problems
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import ReplyT, Request
@@ -73,6 +74,7 @@ class RolloutNode:
         on_loss: told when the hub is lost, to `move` to the next one; None: the node ends with its hub.
         now: Unix seconds on the loop's clock.
         status_s: between two words on how it is; None: nobody looks.
+        teacher: says what it gives the samples' tokens.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class RolloutNode:
         now: Callable[[], float],
         on_loss: Callable[[TransportError], None] | None = None,
         status_s: float | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
+        self._teacher = teacher
         self._report_numbers = count(1)
         self._status_s = status_s
         self._config = config
@@ -131,9 +135,10 @@ class RolloutNode:
 
     async def _run_episode(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         try:
-            return await self._episode.run(lease, progress)
+            made = await self._episode.run(lease, progress)
         finally:
             self._proxy.leave(lease.lease_id)
+        return made if self._teacher is None else await self._teacher.told(made)
 
     def _make_engine(self, place: int) -> Engine:
         return self._make_engines[place](self._first_engine + place)
@@ -190,6 +195,8 @@ class RolloutNode:
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.close):
             for supervisor in self._supervisors:
                 await supervisor.engine.close()
+            if self._teacher is not None:
+                await self._teacher.aclose()
 
     async def drain(self) -> None:
         """Take no more leases, and end within deadlines.shutdown what runs, or hand it back. `run` returns then."""

@@ -40,6 +40,7 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.teacher import ServedTeacher
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
@@ -304,5 +305,17 @@ async def make_node(
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
     problems, link = Problems.of(config, env.kind_of, env.domains()), HubLink(numbers.node, numbers.first_engine, hub)
+    teacher = await _served_teacher(config, tokenizer)
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
-    return RolloutNode(config, link, engines, tokenizer, played, now=now, on_loss=on_loss, status_s=EVERY_S)
+    return RolloutNode(
+        config, link, engines, tokenizer, played, now=now, on_loss=on_loss, status_s=EVERY_S, teacher=teacher
+    )
+
+
+async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeacher | None:
+    """The server that holds the teacher, once it has shown that it can tell of the longest sample."""
+    if config.algorithm.teacher is None or config.algorithm.teacher.url is None:
+        return None
+    teacher = ServedTeacher(config.algorithm.teacher.url, config.deadlines.env_step)
+    await teacher.check(config.model.max_length, len(tokenizer.inner), tokenizer.token_texts)
+    return teacher

@@ -16,7 +16,7 @@ import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of, window
 from flash.config.decode import examine
-from flash.config.section import sampling_faults
+from flash.config.section import sampling_faults, untaught
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
@@ -153,6 +153,8 @@ class Problems(NamedTuple):
         for name, own in settings.items():
             if (fault := config.unknown_sets(own.sampling)) is not None:
                 raise ConfigError(f"env.path: top_k of the domain {name!r}: {fault}")
+            for option, fault in untaught(own.sampling, config.algorithm.teacher):
+                raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
         if rollout.selection == "uniform":
             return cls(kind_of, settings)
         return cls(kind_of, settings, Selection(problem_of, rollout.selection_floor, rollout.extra_per_group))

@@ -95,6 +95,7 @@ class Models:
     reference: PreTrainedModel | None
     """The policy itself, where its base is meant."""
     teacher: PreTrainedModel | None
+    """None also where a server holds it, whose word came with the samples."""
     critics: Sequence[Critic]
     ewma: Mapping[str, Tensor] | None
     rhythm: RhythmPass | None
@@ -204,7 +205,11 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
     with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
         # Also where it is the policy itself, it chooses its own experts.
         references = over(models.reference, routed=False)
-    teachers = over(models.teacher)
+    if config.algorithm.teacher is not None and models.teacher is None:
+        device = models.policy.device
+        teachers = _each(plan.minibatches, lambda micro: torch.from_numpy(micro.teacher_T).to(device))
+    else:
+        teachers = over(models.teacher)
     if models.ewma is None:
         averages = over(None)
     else:

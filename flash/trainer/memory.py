@@ -134,7 +134,7 @@ def _others(config: Config, mesh: TrainerMesh) -> list[int]:
         frozen = [kl.reference or config.model.path] if kl is not None else []
         if config.lora is not None and frozen == [config.model.path]:
             frozen = []  # the policy without its adapters
-        frozen += [teacher.path] if teacher is not None else []
+        frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
         found += [_bytes(_made(config.model, path, mesh)) for path in frozen]
         if method.critics:
             assert config.critic is not None

@@ -49,6 +49,8 @@ class MicroBatch:
     """The action tokens."""
     behaviour_T: Float32Array
     """Log-prob under the policy that sampled; finite where `mask_T` is True."""
+    teacher_T: Float32Array
+    """Log-prob under a teacher that a server holds; not a number where none was asked."""
     mask_T: BoolArray
     """False for action tokens that are too old to be trained."""
     version_T: Int64Array
@@ -102,6 +104,7 @@ DUMMY = MicroBatch(
     keep_T=np.zeros(1, dtype=np.int64),
     target_T=np.zeros(1, dtype=np.int64),
     behaviour_T=np.zeros(1, dtype=np.float32),
+    teacher_T=np.zeros(1, dtype=np.float32),
     mask_T=np.zeros(1, dtype=np.bool_),
     version_T=np.zeros(1, dtype=np.int64),
     sequence_T=np.zeros(1, dtype=np.int64),
@@ -219,6 +222,7 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         keep_T=(np.cumsum(keep_P) - 1)[micro.keep_T[keep_T]],
         target_T=micro.target_T[keep_T],
         behaviour_T=micro.behaviour_T[keep_T],
+        teacher_T=micro.teacher_T[keep_T],
         mask_T=micro.mask_T[keep_T],
         version_T=micro.version_T[keep_T],
         sequence_T=(np.cumsum(keep_S) - 1)[micro.sequence_T[keep_T]],
@@ -252,6 +256,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         keep_T=action_T - 1,
         target_T=input_P[action_T],
         behaviour_T=np.concatenate([sequence.trajectory.behaviour() for sequence in sequences]).astype(np.float32),
+        teacher_T=np.concatenate([_taught(sequence.trajectory) for sequence in sequences]).astype(np.float32),
         mask_T=recent(version_T, min_version),
         version_T=version_T,
         sequence_T=np.repeat(np.arange(len(sequences)), counts),
@@ -271,6 +276,12 @@ def _turns(sequence: _Sequence, positions: Int64Array) -> Int64Array:
     """int64: which turn of its sample each action token belongs to; each turn has one span."""
     starts = [span.start for span in sequence.trajectory.action_spans]
     return sequence.turns[np.searchsorted(starts, positions, side="right") - 1]
+
+
+def _taught(trajectory: Trajectory) -> Float32Array:
+    if trajectory.teacher is None:
+        return np.full(trajectory.action_count, np.nan, dtype=np.float32)
+    return np.frombuffer(trajectory.teacher, dtype="<f4")
 
 
 def _kept(sequence: _Sequence, positions: Int64Array) -> KeptTokens:

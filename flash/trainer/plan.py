@@ -82,6 +82,7 @@ def plan_step(
         ]
         age_T = trained_ages(shard.step, [micro for part in parts for micro in part])
         check_ages(shard, version, age_T, train)
+        check_taught(config, [micro for part in parts for micro in part])
         histogram = np.bincount(age_T, minlength=ages)
         ratio = max(train.async_ratio, train.max_token_age or 0)
         credit = assign_credit(shard, config.algorithm, method.estimator, ratio)
@@ -125,6 +126,18 @@ def check_ages(shard: Shard, version: int, age_T: np.ndarray, train: TrainConfig
         raise ContractError(
             f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, train.async_ratio and "
             f"max_token_age allow 0 to {train.max_age}; the hub's min_version was {shard.min_version}"
+        )
+
+
+def check_taught(config: Config, micro_batches: Sequence[MicroBatch]) -> None:
+    """Where a server holds the teacher, what it says of each trained token came with its sample."""
+    teacher = config.algorithm.teacher
+    if teacher is None or teacher.url is None:
+        return
+    if not all(np.isfinite(micro.teacher_T[micro.mask_T]).all() for micro in micro_batches):
+        raise ContractError(
+            "a sample comes without its teacher's log-probs: it was made before algorithm.teacher.url was set; go on "
+            "with algorithm.teacher.path, or begin a new run"
         )
 
 

@@ -113,7 +113,9 @@ class Trainer:
         self.reference = kl and _load_reference(config, mesh, self.model, kl.reference or config.model.path)
         """What a KL pulls to, sharded like the policy; with `kl.refresh`, what that was some steps ago."""
         _check_refreshed(self.reference, self.model, config)
-        self._teacher = teacher and _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
+        self._teacher: PreTrainedModel | None = None
+        if teacher is not None and teacher.path is not None:
+            self._teacher = _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
         self.entropy: tuple[float, float] | None = None
         """Where there is a target: the coefficient of the bonus, and the policy's entropy in the last step."""
         if config.algorithm.entropy_target is not None:

@@ -129,6 +129,17 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
             "`critic` (override): has no effect: rewards do not count (algorithm.teacher.reward = false)",
         ),
+        (["algorithm.teacher={}"], "`algorithm.teacher` (override): expected either path, of a model that the trainer"),
+        (
+            ["algorithm.teacher={path='./model', url='http://host:8000'}"],
+            "`algorithm.teacher` (override): expected either",
+        ),
+        (["algorithm.teacher={url='host:8000'}"], "`algorithm.teacher.url` (override): expected http://HOST:PORT of a"),
+        (
+            ["algorithm.teacher={url='http://h:1'}", "rollout.temperature=0.7"],
+            "`rollout.temperature` (override): is unk",
+        ),
+        (["algorithm.teacher={url='http://h:1'}", "rollout.top_k=5"], "`rollout.top_k` (override): is unknown to the"),
         (["algorithm.teacher={path='./nothing'}"], "`algorithm.teacher.path` (override): the folder nothing does not"),
         (
             ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
@@ -290,6 +301,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.kl={estimator='k1', coefficient=0.1, place='reward', reference='Qwen/Qwen3-0.6B'}"],
         ["algorithm.kl={coefficient=0.1, reference='./model'}", "algorithm.entropy_bonus=0.01"],
         ["algorithm.teacher={path='Qwen/Qwen3-4B'}", "rollout.group_size=1"],
+        ["algorithm.teacher={url='https://host/teacher/'}"],
         ["algorithm.teacher={path='./model', reward=true}", "algorithm.shaping=[{kind='length'}]"],
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],

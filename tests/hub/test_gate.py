@@ -234,6 +234,7 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
         ({"kept": Kept.of([5], [1])}, "3 sampled tokens, and kept sets of 1 with 1 tokens"),
         ({"kept": Kept(b"1", b"")}, "kept sets with parts of numbers"),
         ({"routes": Routes(b"123", 2, 2)}, "5 tokens, and 3 bytes of experts of 2 layers"),
+        ({"teacher": b"12345678"}, "3 sampled tokens, and 8 bytes of their teacher's"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1)]}, "a response in no branch"),
         ({"branches": ()}, r"branches that begin at \(\) of 5"),
         ({"branches": (1,)}, r"branches that begin at \(1,\) of 5"),

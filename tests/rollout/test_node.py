@@ -31,6 +31,7 @@ from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
+from flash.rollout.teacher import ServedTeacher
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ALIKE
 from flash.simulate.clock import run_virtual
@@ -127,6 +128,8 @@ class World:
 
     status_s: float | None = None
     """How often the node tells how it is."""
+    teacher: ServedTeacher | None = None
+    """Asked by the node."""
 
     def __init__(
         self,
@@ -182,6 +185,7 @@ class World:
             NodeEnvironment(lambda kind: wrap(self._env()), prepare=self._prepare),
             now=now,
             status_s=self.status_s,
+            teacher=self.teacher,
         )
         return self.hub
 

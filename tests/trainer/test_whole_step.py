@@ -11,7 +11,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from flash.types import Shard
+from flash import branches
+from flash.errors import ContractError
+from flash.types import Shard, Trajectory
 from tests.trainer.critic_cases import Reference, set_head
 from tests.trainer.step_reference import (
     Recipe,
@@ -31,10 +33,12 @@ from tests.trainer.step_reference import (
 )
 from tests.trainer.trainer_cases import (
     aged_shard,
+    forked_shard,
     gradient_of,
     reference_model,
     relative_error,
     trainer_at,
+    unpacked_logprobs,
     weights_of,
     whole,
 )
@@ -181,6 +185,36 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     reference_loss(tokens_of(plain, None, shard), shard, Recipe(group_credit)).backward()
     without = {name: value.grad for name, value in plain.named_parameters()}
     assert relative_error(without, expected) > 1e-2, "what is asked for makes a difference"
+
+
+def test_a_teacher_that_a_server_holds_teaches_as_one_that_the_trainer_holds(
+    tied_model: Path, untied_model: Path
+) -> None:
+    """Over branches, and tokens that are too old."""
+    teacher = reference_model(untied_model)
+
+    def taught(one: Trajectory) -> Trajectory:
+        with torch.no_grad():
+            said = [unpacked_logprobs(teacher, branch) for branch in branches.sequences(one)]
+        return replace(one, teacher=torch.cat(said).float().numpy().tobytes())
+
+    for shard in (forked_shard(), aged_shard()):
+        told = replace(shard, samples=[replace(one, trajectory=taught(one.trajectory)) for one in shard.samples])
+        found = []
+        for where, batch in (({"path": str(untied_model)}, shard), ({"url": "http://teacher"}, told)):
+            trainer = trainer_at(
+                shard.step,
+                tied_model,
+                algorithm={"objective": "grpo", "teacher": where},
+                train={"async_ratio": 2.0, "max_grad_norm": 1e9},
+            )
+            found.append((trainer.train_step(batch), gradient_of(trainer)))
+        (held, expected), (served, gradient) = found
+        assert served["kl_teacher"] == pytest.approx(held["kl_teacher"], abs=1e-5)
+        assert relative_error(gradient, expected) < 1e-5
+    trainer.version = shard.step
+    with pytest.raises(ContractError, match="without its teacher's log-probs"):
+        trainer.train_step(shard)
 
 
 @pytest.mark.parametrize("objective", ["grpo", "m2po"])
