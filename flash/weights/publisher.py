@@ -50,6 +50,8 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
     from flash.weights.group import GroupServer
     from flash.weights.tcp import TcpPublisher, WeightServer
 
-    tcp = config.weights_backend == "tcp"
-    serve = partial(WeightServer, deltas=config.weights.deltas) if tcp else partial(GroupServer, config.weights_backend)
+    if config.weights_backend == "tcp":
+        serve = partial(WeightServer, deltas=config.weights.deltas)
+    else:
+        serve = partial(GroupServer, config.weights_backend)
     return TcpPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap, serve)
