@@ -142,6 +142,15 @@ def layer_types(model: PreTrainedModel) -> set[str]:
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
 
 
+RUNNING = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+"""What transformers calls layers whose state runs on from one token to the next."""
+
+
+def running_layers(described: PreTrainedConfig) -> str:
+    """The kinds of layers of a model of this configuration whose state runs on; empty: none, or it does not say."""
+    return ", ".join(sorted(RUNNING & set(getattr(described.get_text_config(), "layer_types", None) or ())))
+
+
 def layer_count(model: PreTrainedModel) -> int:
     """Decoder layers."""
     return int(model.config.get_text_config().num_hidden_layers)

@@ -78,6 +78,17 @@ def test_what_else_mixes_tokens_is_found_and_named(
     assert re.search(rf"model\.path: .* by .* nats; the first layer to differ .*{layer}.*; so it is given", caplog.text)
 
 
+def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_show_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny("lfm2_moe", layer_types=["full_attention", "conv"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e-2)
+    assert not check(model)
+    assert "layers whose state runs on from one token to the next (conv); so it is given" in caplog.text
+
+
 class Slanted(torch.autograd.Function):
     """Says the same of packed rows, and gives them another gradient."""
 

@@ -128,6 +128,12 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             "parallel.context: expected 1 for a llama whose positions .dynamic. depend on how long the longest",
         ),
         (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"]},
+            {"context": 2},
+            "parallel.context: expected 1 for a lfm2, which has layers whose state runs on .* .conv., got 2",
+        ),
+        (
             "qwen3",
             {},
             {"expert": 2},

@@ -40,6 +40,7 @@ from flash.foreign.transformers import (
     divide_layers,
     layer_types,
     positions_by_length,
+    running_layers,
     stored_tensors,
     takes_attention,
     without_weights,
@@ -276,6 +277,11 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
             )
     if tensor > 1 and expert == 1 and kind in MIXTURES:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
+    if context > 1 and (running := running_layers(described)):
+        raise ConfigError(
+            f"parallel.context: expected 1 for a {kind}, which has layers whose state runs on from one token to the "
+            f"next ({running}), got {context}"
+        )
     if context > 1 and (scaling := positions_by_length(described)) is not None:
         raise ConfigError(
             f"parallel.context: expected 1 for a {kind} whose positions ({scaling}) depend on how long the longest "

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
-from flash.foreign.transformers import default_attention, windows
+from flash.foreign.transformers import default_attention, running_layers, windows
 from flash.trainer.model.logprobs import changes_logits, token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.output_layer import OutputLayer, Selection, changed
@@ -194,7 +194,9 @@ def _why_alone(
         return f"stops at packed sequences: {type(error).__name__}: {error}"
     if error > GRADIENT_TOLERANCE[config.model.dtype]:
         return f"is given another gradient by packed sequences than by each of them alone, {error:.0%} for {kind}"
-    return None
+    # Of weights that were never trained these say so little that the figures above are those of rounding.
+    running = running_layers(model.config)
+    return f"has layers whose state runs on from one token to the next ({running})" if running else None
 
 
 def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
