@@ -21,6 +21,7 @@ from flash.trainer.model.adapters import add_adapters, engine_tensors, merge
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained
 from flash.trainer.state import checkpoint, stored
+from tests.trainer.packed_cases import tiny
 from tests.trainer.test_checkpoint import HUB, TOKENIZER, same_weights, train
 from tests.trainer.trainer_cases import (
     Trainer,
@@ -216,6 +217,13 @@ def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_pa
     model = add_adapters(empty_model(named), named, LoraConfig())
     share = sum(tensor.numel() for _, tensor in trained(model)) / sum(tensor.numel() for tensor in model.parameters())
     assert 0.03 < share < 0.05
+
+
+def test_a_target_that_peft_refuses_is_told_with_the_others() -> None:
+    model = tiny("mamba2", hidden_size=32, num_heads=4, head_dim=16)
+    with pytest.raises(ConfigError, match=r"lora.targets: peft refuses .* Mamba2ForCausalLM: .*out_proj.* expected so"):
+        add_adapters(model, ModelConfig(path="unused"), LoraConfig())
+    assert add_adapters(model, ModelConfig(path="unused"), LoraConfig(targets=("in_proj",))) is model
 
 
 def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(tied_model: Path) -> None:

@@ -45,7 +45,7 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
     """Put adapters without content into an empty model, and have nothing else of it trained.
 
     Raises:
-        ConfigError: the model has no layer of a name in `lora.targets`.
+        ConfigError: the model has no layer of a name in `lora.targets`, or peft can do nothing with one.
     """
     names = linear_layers(model)
     if unknown := [target for target in lora.targets if target not in names]:
@@ -54,7 +54,11 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, described.dtype))
     targets = lora.targets or names
-    peft.insert(model, peft.settings(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets))
+    try:
+        peft.insert(model, peft.settings(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets))
+    except ValueError as error:
+        known = f"expected some of {', '.join(names)}, got {', '.join(targets)}"
+        raise ConfigError(f"lora.targets: peft refuses them of {type(model).__name__}: {error} {known}") from error
     return model
 
 
