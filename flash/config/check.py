@@ -129,6 +129,8 @@ def response_rule(config: Config) -> Iterator[ConfigProblem]:
     if config.rollout.max_new_tokens > limit:
         message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
         yield ConfigProblem("rollout.max_new_tokens", message)
+    if (least := config.rollout.min_tokens) > (most := config.rollout.max_new_tokens):
+        yield ConfigProblem("rollout.min_tokens", f"expected at most rollout.max_new_tokens = {most}, got {least}")
 
 
 def length_rule(config: Config) -> Iterator[ConfigProblem]:

@@ -57,6 +57,13 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
     if isinstance(limit, int) and config.model.max_length > limit:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
         yield ConfigProblem("model.max_length", message)
+    size = described.get("vocab_size") if isinstance(described, dict) else None
+    sampling = config.rollout
+    named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": [token for token, _ in sampling.logit_bias]}
+    for name, tokens in named.items():
+        if isinstance(size, int) and (beyond := max(tokens, default=0)) >= size:
+            message = f"expected tokens below {size}, as many as {config.model.path} has, got {beyond}"
+            yield ConfigProblem(f"rollout.{name}", message)
 
 
 def other_models(config: Config) -> dict[str, str]:

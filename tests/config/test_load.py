@@ -41,7 +41,7 @@ def project(tmp_path, imports, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_module_for_config.py").write_text(MODULE)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192, "vocab_size": 500}))
     (tmp_path / "run.toml").write_text(
         """
         run = { name = "a-run" }
@@ -375,6 +375,18 @@ def test_a_file_that_is_not_text_is_refused(project):
         (
             ["rollout.max_new_tokens=4096"],
             "`rollout.max_new_tokens` (override): expected at most 4095 (model.max_length = 4096), got 4096",
+        ),
+        (
+            ["rollout.min_tokens=9", "rollout.max_new_tokens=8", "rollout.top_k=4"],
+            "`rollout.min_tokens` (override): expected at most rollout.max_new_tokens = 8, got 9",
+        ),
+        (
+            ["rollout.stop_token_ids=[3, 500]"],
+            "`rollout.stop_token_ids` (override): expected tokens below 500, as many as ./model has, got 500",
+        ),
+        (
+            ["rollout.logit_bias=[[501, 1], [3, 1]]", "rollout.top_k=4"],
+            "`rollout.logit_bias` (override): expected tokens below 500, as many as ./model has, got 501",
         ),
         (
             ["model.max_length=20", "rollout.max_new_tokens=8"],
