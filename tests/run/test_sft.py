@@ -207,6 +207,8 @@ def test_a_batch_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> N
     short = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, max_length=1))
     with pytest.raises(ConfigError, match=r"model\.max_length: 1 is too short"):
         Course(short, HfTokenizer(config.model)).batch(0)
+    with pytest.raises(ConfigError, match=r"sft\.data: no row of .* to learn within model\.max_length = 1"):
+        list(look(short))
 
 
 @pytest.mark.parametrize(

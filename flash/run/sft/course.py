@@ -82,7 +82,11 @@ def with_steps(config: Config) -> Config:
 
 
 def look(config: Config) -> Iterator[str]:
-    """Tokenize every row; what was found, in lines for people. Raises ConfigError as `Rows.tokens`."""
+    """Tokenize every row; what was found, in lines for people.
+
+    Raises:
+        ConfigError: as `Rows.tokens`, or nothing can be learned of a file.
+    """
     assert config.sft is not None
     tokenizer = HfTokenizer(config.model).ready()
     for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
@@ -97,6 +101,8 @@ def look(config: Config) -> Iterator[str]:
             f"{key}: {len(found)} rows of {sum(lengths)} tokens, {learned} of them learned; the longest has "
             f"{max(lengths, default=0)}; {cut} rows are cut at model.max_length, {none} have nothing to learn"
         )
+        if not learned:
+            raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {most}")
         if first := next((row.sequences[0] for row in found if row.sequences), None):
             texts = tokenizer.token_texts(first.tokens)
             for span in reversed(first.spans):
