@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ DATA = '{{ path = "envs.dataset:DatasetEnv", options = {{ path = "{folder}/whole
         ("env.options.path={folder}/holes.jsonl", "row 1: the answer must be text or a number, but is None"),
         ("algorithm.objective=wrong_objective_for_dry_run:Nan", "Nan gives a loss of nan on ordinary tokens"),
         ("model.path={folder}/strange", "model.path"),
+        ("algorithm.teacher.path={folder}/other", "algorithm.teacher.path: the tokenizer of"),
     ],
 )
 def test_a_dry_run_names_what_would_only_show_later(
@@ -95,6 +97,8 @@ def test_a_dry_run_names_what_would_only_show_later(
     (tmp_path / "holes.jsonl").write_text("".join([*rows[:1], '{"prompt": "2+2=", "answer": null}\n', *rows[1:]]))
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "no_such_model"}')
+    tokenizer = Path(shutil.copytree(model, tmp_path / "other")) / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"1":', '"one":'))
     file = tmp_path / "run.toml"
     text = CONFIG.replace("{model}", str(model))
     file.write_text(text.replace('{ path = "envs.arithmetic:Arithmetic" }', DATA.format(folder=tmp_path)))

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from flash.config.check_models import is_hub_id
+from flash.config.check_models import is_hub_id, other_models
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
@@ -119,14 +119,18 @@ def _described(config: Config) -> str:
     """The model's class and size, by its configuration alone.
 
     Raises:
-        ConfigError: transformers knows no such causal language model, ranks cannot divide its layers, or it lacks those
-            that adapters are for.
+        ConfigError: transformers knows no such causal language model, ranks cannot divide its layers, it lacks those
+            that adapters are for, or another model reads its tokens otherwise.
     """
+    from flash.trainer.critic import check_tokenizer
     from flash.trainer.model.adapters import empty_policy
     from flash.trainer.model.model import check_divisible, trained
 
     made = empty_policy(config)
     check_divisible(made.config, config.parallel)
+    for key, path in other_models(config).items():
+        if Path(path).is_dir() or is_hub_id(path):  # else it is still to be made
+            check_tokenizer(config, key, path)
     size, own = (sum(one.numel() for one in some) for some in (made.parameters(), dict(trained(made)).values()))
     part = "" if config.lora is None else f", {own / 1e6:.3g}M of them in adapters"
     return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters{part}"
