@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from flash.cli.arguments import CommandParsers
 from flash.cli.train import add_run_parser, carry_out, interruptible
@@ -17,9 +18,18 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and its rows, and train."""
-    from flash.run.sft.course import look, with_steps
+    from flash.run.sft.course import with_steps
 
-    return carry_out(arguments, sft_problems, look, _start, whole=with_steps)
+    return carry_out(arguments, sft_problems, _tried, _start, whole=with_steps)
+
+
+def _tried(config: Config) -> Iterator[str]:
+    """What can be tried without training."""
+    from flash.run.checks.dry_run import model_described
+    from flash.run.sft.course import look
+
+    yield from look(config)
+    yield f"model: {config.model.path}, {model_described(config)}"
 
 
 def _start(config: Config) -> int:

@@ -110,6 +110,21 @@ def test_a_dry_run_names_what_would_only_show_later(
     assert "Traceback" not in told
 
 
+def test_a_dry_run_of_sft_looks_at_the_model_beside_the_rows(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    (tmp_path / "sft.toml").write_text(
+        f'run = {{ name = "taught", output_dir = "{tmp_path}" }}\nmodel = {{ path = "{model}", max_length = 32 }}\n'
+        f'sft.data = "{tmp_path}/rows.jsonl"\ntrain.batch_size = 1\ncluster.gpus_per_node = 0\n'
+    )
+    command = ["sft", str(tmp_path / "sft.toml"), "--dry-run"]
+    assert main(command) == 0
+    assert "a Qwen3ForCausalLM of" in capsys.readouterr().err
+    assert main([*command, 'lora.targets=["nothing"]']) == 2
+    assert "lora.targets: there is no 'nothing'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["train", "{}", "--dryrun"], ["plot", "folder", "train.steps=1"]])
 def test_an_unknown_argument_is_refused_by_name(
     config: str, wrong: list[str], capsys: pytest.CaptureFixture[str]

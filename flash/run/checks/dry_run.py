@@ -107,7 +107,7 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
             yield _of_folder(config, folder), f"{path} will be made, with one token per character"
     else:
-        yield ready_tokenizer(config), f"{config.model.path}, {_described(config)}"
+        yield ready_tokenizer(config), f"{config.model.path}, {model_described(config)}"
 
 
 def _of_folder(config: Config, folder: str) -> Tokenizer:
@@ -115,7 +115,7 @@ def _of_folder(config: Config, folder: str) -> Tokenizer:
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 
 
-def _described(config: Config) -> str:
+def model_described(config: Config) -> str:
     """The model's class and size, by its configuration alone.
 
     Raises:
