@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from json import loads
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
@@ -51,6 +53,11 @@ TOUCHED = (
     "transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard",
     "transformers.distributed.tensor_parallel:resolve_parallel_plans",
     "transformers.conversion_mapping:get_model_conversion_mapping",
+    "transformers.core_model_loading:WeightConverter.add_tensor",
+    "transformers.core_model_loading:WeightConverter.convert",
+    "transformers.core_model_loading:WeightRenaming",
+    "transformers.core_model_loading:dot_natural_key",
+    "transformers.core_model_loading:rename_source_key",
     "transformers.utils.hub:cached_file",
     "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoePreTrainedModel._can_record_outputs",
@@ -259,36 +266,71 @@ def positions_by_length(described: PreTrainedConfig) -> str | None:
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
-def stored_tensors(path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:
-    """The safetensors file of each of these tensors, at a folder or hub id.
+def stored_tensors(
+    path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]
+) -> Callable[[str], Tensor] | None:
+    """Reads one of these tensors of the model, in the dtype that the safetensors files at a folder or hub id have.
 
-    None: there are no such files, or they hold other tensors, from which transformers makes the model's as it loads.
+    What files hold in pieces, such as each expert by itself, is put together as transformers does it as it loads.
+    None: there are no such files, or what they hold cannot be told apart by tensor.
 
     Raises:
         ValueError: one is stored in a form that means nothing without its scale.
     """
-    if get_model_conversion_mapping(model, add_legacy=False):
+    if (files := _weight_files(path)) is None:
         return None
-    local = Path(path).is_dir()
-    try:
-        files = [str(cached_file(path, SAFE_WEIGHTS_NAME, local_files_only=local))]
-    except OSError:
-        try:
-            index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME, local_files_only=local)))
-            names = sorted({*loads(index.read_bytes())["weight_map"].values()})
-            files = [str(cached_file(path, name, local_files_only=local)) for name in names]
-        except OSError:
-            return None
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, list[int], str]] = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 stored = file.get_slice(key)
-                if list(shapes.get(key, ())) == stored.get_shape():
-                    if (dtype := str(stored.get_dtype())).startswith(SCALED):
-                        raise ValueError(f"{name} has {key} as {dtype}, which is quantized: expected whole weights")
-                    found[key] = name
-    return found if found.keys() >= shapes.keys() else None
+                found[key] = (name, stored.get_shape(), str(stored.get_dtype()))
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [one for one in changes if isinstance(one, WeightRenaming)]
+    converters = [one for one in changes if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    pieces: dict[str, list[tuple[str, str | None]]] = {}
+    known = dict(shapes)
+    for key, (file_name, shape, dtype) in sorted(found.items(), key=lambda one: dot_natural_key(one[0])):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if name not in shapes and key in shapes:
+            name, pattern = key, None
+        if name in shapes and (pattern is not None or list(shapes[name]) == shape):
+            if dtype.startswith(SCALED):
+                raise ValueError(f"{file_name} has {key} as {dtype}, which is quantized: expected whole weights")
+            pieces.setdefault(name, []).append((key, pattern))
+    if not pieces.keys() >= shapes.keys():
+        return None
+
+    def read(name: str) -> Tensor:
+        with ExitStack() as stack:
+            names = {found[key][0] for key, _ in pieces[name]}
+            opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in names}
+            (first, pattern), *_ = pieces[name]
+            if pattern is None:
+                return opened[found[first][0]].get_tensor(first)
+            # It keeps what it is given until it has put it together.
+            converter: Any = deepcopy(by_pattern[pattern])
+            for key, source in pieces[name]:
+                converter.add_tensor(name, key, source, opened[found[key][0]].get_tensor(key))
+            made = converter.convert(name, model=model, config=model.config)[name]
+            return made[0] if isinstance(made, list) else made
+
+    return read
+
+
+def _weight_files(path: str) -> list[str] | None:
+    """The safetensors files of a model; None: there are none."""
+    local = Path(path).is_dir()
+    try:
+        return [str(cached_file(path, SAFE_WEIGHTS_NAME, local_files_only=local))]
+    except OSError:
+        try:
+            index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME, local_files_only=local)))
+            names = sorted({*loads(index.read_bytes())["weight_map"].values()})
+            return [str(cached_file(path, name, local_files_only=local)) for name in names]
+        except OSError:
+            return None
 
 
 def open_weights(folder: Path) -> None:

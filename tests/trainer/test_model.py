@@ -13,9 +13,17 @@ from torch import nn
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
+from flash.foreign.transformers import stored_tensors
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import load_model, load_plain, load_sharded, named_full_tensors, shard_model
+from flash.trainer.model.model import (
+    empty_model,
+    load_model,
+    load_plain,
+    load_sharded,
+    named_full_tensors,
+    shard_model,
+)
 from tests.trainer.packed_cases import one_by_one, packed_batch, random_sequences, sharded, tiny
 from tests.trainer.trainer_cases import VOCABULARY, reference_model, write_model
 
@@ -48,6 +56,30 @@ def test_what_biases_the_choice_of_experts_is_read(tmp_path: Path, kind: str, lo
     found = load(ModelConfig(path=str(tmp_path), dtype="float32"), trainer_mesh("cpu"))
     gates = [one.model.layers[1].mlp.gate.e_score_correction_bias for one in (found, model)]
     assert torch.equal(*gates)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_experts_that_lie_apart_in_several_files_are_read_tensor_by_tensor(tmp_path: Path, kind: str) -> None:
+    tiny(kind).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 2
+    config = ModelConfig(path=str(tmp_path), dtype="float32")
+    expected = load_model(config).state_dict()
+    empty = empty_model(config)
+    read = stored_tensors(str(tmp_path), empty, {name: tensor.shape for name, tensor in empty.state_dict().items()})
+    assert read is not None
+    assert all(torch.equal(read(name), tensor) for name, tensor in expected.items())
+    found = dict(named_full_tensors(load_sharded(config, trainer_mesh("cpu"))))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_an_expert_that_is_missing_is_told_of(tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj as \[3, .* expected \[4, "):
+        load_sharded(ModelConfig(path=str(tmp_path), dtype="float32"), trainer_mesh("cpu"))
 
 
 FLOAT32 = ModelConfig(path="", dtype="float32")

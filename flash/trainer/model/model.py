@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -151,22 +150,27 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
 
 
 class _Stored:
-    """The weights at `model.path`, by the model's own names. Files that hold others are loaded whole, on each rank."""
+    """The weights at `model.path`, by the model's own names. What cannot be read by tensor each rank loads whole."""
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
-        shapes = {name: tensor.shape for name, tensor in _named_weights(model)}
+        self._path = config.path
+        self._shapes = {name: tensor.shape for name, tensor in _named_weights(model)}
         try:
-            self._files = stored_tensors(config.path, model, shapes)
+            read = stored_tensors(config.path, model, self._shapes)
         except ValueError as error:
             raise _cannot_load(config, error) from error
-        self._whole = load_model(config).state_dict() if self._files is None else {}
+        self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
     def read(self, name: str) -> Tensor:
-        """In the dtype of its file."""
-        if self._files is None:
-            return self._whole[name]
-        with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
+        """In the dtype of its file.
+
+        Raises:
+            ConfigError: a part of it is missing.
+        """
+        tensor, shape = self._read(name), self._shapes[name]
+        if tensor.shape != shape:
+            raise ConfigError(f"model.path: {self._path} holds {name} as {[*tensor.shape]}, expected {[*shape]}")
+        return tensor
 
 
 def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str]) -> PreTrainedModel:
@@ -219,9 +223,18 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
     experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
     # With one rank there is nothing to free between forward and backward; resharding would only copy.
-    reshard = mesh.fsdp.size() > 1
+    ranks = mesh.fsdp.size()
+    reshard = ranks > 1
     for module in experts:
         _shard_experts(module, mesh, policy)
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        """Experts by their widths where they are fewer than ranks: of whole ones most ranks would have none, and all
+        would gather as many as there are ranks."""
+        if parameter.dim() < 3 or len(parameter) >= ranks or isinstance(parameter, DTensor):
+            return None
+        return next((Shard(dim) for dim in (1, 2) if parameter.shape[dim] % ranks == 0), None)
+
     whole, within = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
         # Of some models a part of a layer is named, too.
@@ -229,7 +242,9 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
             within.update(module.modules())
             if recompute:
                 checkpoint(module)
-            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(
+                module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placed
+            )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
 
 
