@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flash.cli.arguments import CommandParsers
 from flash.config.load import load, split_arguments
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 RANKS = 512
 """Most trainer ranks that are proposed."""
+OFFLOADED: dict[Literal["activations", "moments"], str] = {
+    "activations": "inputs of layers wait on the host; copied twice a step",
+    "moments": "moments are on the host; copied there and back in each update",
+}
+"""Values of `train.offload`."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -71,41 +77,53 @@ def _trainer(config: Config, memory: RankMemory) -> str:
     rows = [
         ("weights", memory.weights, f"{kept}, its part"),
         ("gradients", memory.gradients, ""),
-        ("moments", memory.moments, "of AdamW"),
+        ("moments", memory.moments, f"of AdamW, {config.train.moments}"),
         ("others", memory.others, "critics, reference, average of the weights"),
         ("at work", memory.at_work, f"gathered layers, activations and logits of {tokens:,} tokens"),
         ("together", memory.total, ""),
+        ("of the host", memory.host, "beside: what train.offload names"),
     ]
     lines = [f"  {name:11s} {size / GIB:8.1f} GiB  {about}".rstrip() for name, size, about in rows if size]
     return "\n".join([f"each of {_ranks(config)} trainer ranks, at most", *lines, ""])
 
 
 def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:
-    """The first changes, of those in the order of what they cost, after which it fits; each was tried."""
+    """The first changes, of those in the order of what they cost, after which it fits, and why; each was tried."""
     from flash.trainer.memory import rank_memory
 
     said = ""
-    for changes in _changes(config):
+    for changes, why in _changes(config):
         changed = load(paths, [*overrides, *changes])
         memory = rank_memory(changed, _ranks(changed))
         if memory.total <= room:
-            return f"  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n"
-        said = f"  nor with {' '.join(changes)}: {memory.total / GIB:.1f} GiB\n"
+            return f"{said}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
+        said += f"  nor with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
     return said
 
 
-def _changes(config: Config) -> Iterator[list[str]]:
-    """Recomputation, shorter micro-batches, more nodes; all before goes on."""
+def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
+    """What to change, and what that gives and costs; all before goes on."""
+    train, cluster = config.train, config.cluster
     changes: list[str] = []
-    if not config.train.activation_checkpointing:
+    if not train.activation_checkpointing:
         changes = ["train.activation_checkpointing=true"]
-        yield changes
-    tokens, before = config.train.max_tokens_per_microbatch, changes
+        yield changes, "of a layer its input is kept, it runs again in the backward pass: a third more time"
+    tokens, before = train.max_tokens_per_microbatch, changes
     while tokens // 2 >= config.model.max_length:
         tokens //= 2
         changes = [*before, f"train.max_tokens_per_microbatch={tokens}"]
-        yield changes
-    nodes = config.cluster.trainer_nodes
-    while (nodes := 2 * nodes) * config.cluster.trainer_ranks <= RANKS:
-        more = config.cluster.nodes + nodes - config.cluster.trainer_nodes
-        yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"]
+        yield changes, "activations of half as many tokens; layers are gathered twice as often"
+    offload = [*train.offload]
+    for name, why in OFFLOADED.items() if config.gpus_per_node > 0 else ():
+        if name not in offload and (name != "moments" or train.optimizer == "adamw"):
+            offload.append(name)
+            before = [change for change in changes if not change.startswith("train.offload")]
+            changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
+            yield changes, why
+    if train.moments == "float32" and "moments" not in offload and train.optimizer == "adamw":
+        changes = [*changes, 'train.moments="bfloat16"']
+        yield changes, "two bytes of each weight for four, twice; rounded at random"
+    nodes = cluster.trainer_nodes
+    while (nodes := 2 * nodes) * cluster.trainer_ranks <= RANKS:
+        more = cluster.nodes + nodes - cluster.trainer_nodes
+        yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"], "each rank keeps half as much"

@@ -240,6 +240,21 @@ def memory_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("engine.kv_cache_gib", message)
 
 
+def offload_rule(config: Config) -> Iterator[ConfigProblem]:
+    """There is a memory beside the host's, what is to be moved is kept in one piece, and moments are AdamW's."""
+    train, key = config.train, "train.offload"
+    if train.optimizer == "muon":
+        message = 'moments in bfloat16 or on the host are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
+        asked = {"train.moments": train.moments != "float32", key: "moments" in train.offload}
+        yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
+    if train.offload and config.gpus_per_node == 0:
+        message = f"expected [], as trainers without GPUs have no other memory, got {show(train.offload)}"
+        yield ConfigProblem(key, message)
+    elif "activations" in train.offload and not train.activation_checkpointing:
+        message = "`activations` are inputs of layers that run again: set train.activation_checkpointing = true"
+        yield ConfigProblem(key, message)
+
+
 def output_rule(config: Config) -> Iterator[ConfigProblem]:
     """The run directory can be made."""
     folder = config.run_dir.absolute()
@@ -256,7 +271,7 @@ def output_rule(config: Config) -> Iterator[ConfigProblem]:
 
 Rule = Callable[[Config], Iterator[ConfigProblem]]
 
-MACHINE_RULES: tuple[Rule, ...] = (parallel_rule, cpu_rule, rank_rule, output_rule)
+MACHINE_RULES: tuple[Rule, ...] = (parallel_rule, cpu_rule, rank_rule, offload_rule, output_rule)
 """Of whatever trains."""
 ENGINE_RULES: tuple[Rule, ...] = (placement_rule, weights_rule, parser_rule, vllm_rule, worker_rule, memory_rule)
 """Of what is sampled from."""

@@ -67,6 +67,10 @@ class TrainConfig(Section, frozen=True):
     """Tokens per forward pass and rank. Lower it when memory runs out: results stay."""
     activation_checkpointing: bool = False
     """A third more time, far less memory."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Of AdamW; `bfloat16` takes half the memory, rounded at random, right on average."""
+    offload: list[Literal["activations", "moments"]] = field(default_factory=list)
+    """What waits in host memory: `moments`; `activations` that `activation_checkpointing` keeps."""
 
     @property
     def max_age(self) -> int:

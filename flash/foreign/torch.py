@@ -1,5 +1,5 @@
-"""torch beyond what it documents: errors of collectives, CUDA handles and memory, checkpoints, attention with the sums
-of its weights. And its stores.
+"""torch beyond what it documents: errors of collectives, CUDA handles and memory, checkpoints, what
+recomputation keeps, attention with the sums of its weights. And its stores.
 
 Shape legend, of attention: S = sequences, H = heads, G = heads of keys, Q = tokens that ask, K = tokens that are asked,
 D = width of a head.
@@ -11,11 +11,12 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 TOUCHED = (
@@ -33,6 +34,9 @@ TOUCHED = (
     "torch._dynamo.config:recompile_limit",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch._subclasses.fake_impls:register_op_impl",
+    "torch:ops.aten._grouped_mm.default",
+    "torch.distributed._composable.checkpoint_activation:checkpoint.state",
     "torch.distributed._tools.mem_tracker:MemTracker.get_tracker_snapshot",
     "torch.distributed._tools.mem_tracker:MemTracker.reset_mod_stats",
     "torch.distributed.checkpoint.state_dict_loader:load",
@@ -240,6 +244,7 @@ def counted() -> Generator[Count]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    _any_grouped_product()
     tracker = MemTracker()
 
     class Tracked:
@@ -251,6 +256,56 @@ def counted() -> Generator[Count]:
 
     with FakeTensorMode(allow_non_fake_inputs=True), tracker:
         yield Tracked()
+
+
+@cache
+def _any_grouped_product() -> None:
+    """Let products by group be of any dtype where there is no data: torch's own shapes are of bfloat16 alone."""
+    import torch
+    from torch._subclasses.fake_impls import register_op_impl
+
+    @register_op_impl(torch.ops.aten._grouped_mm.default)
+    def shaped(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
+        # Of rows by group, or of a sum over the rows of each.
+        shape = [len(left), right.shape[-1]] if right.dim() == 3 else [len(offs), len(left), right.shape[1]]
+        with mode:
+            return left.new_empty(shape)
+
+
+def inputs_wait_on(layer: nn.Module, where: str) -> None:
+    """What a layer under `checkpoint` keeps, its inputs, is on this device until the backward pass runs it again.
+
+    To be called before the layer is sharded. Copies are made in the order of the device's work, from and to pinned
+    memory where that is a GPU.
+    """
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    state, entered = checkpoint.state(layer), list[saved_tensors_hooks]()
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        if not tensor.is_cuda or not torch.cuda.is_available():
+            return tensor.device, tensor.to(where, copy=True)
+        waiting = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=True)
+        return tensor.device, waiting.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, waiting = packed
+        return waiting.to(device, non_blocking=True)
+
+    def before(*_: object) -> None:
+        # While it runs again, what it keeps is for the backward pass that has begun.
+        if state.enable_hook and torch.is_grad_enabled():
+            entered.append(saved_tensors_hooks(pack, unpack))
+            entered[-1].__enter__()
+
+    def after(*_: object) -> None:
+        if entered:
+            entered.pop().__exit__()
+
+    layer.register_forward_pre_hook(before, prepend=True)
+    layer.register_forward_hook(after, always_call=True)
 
 
 class Attention(NamedTuple):

@@ -19,20 +19,21 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import absent_ranks, counted
-from flash.foreign.transformers import layer_types
+from flash.foreign.transformers import layer_count, layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import empty_model, shard_model
+from flash.trainer.model.model import Recompute, empty_model, recomputed, shard_model
+from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import packs
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.objective import make_objective, method_of
-from flash.trainer.optimizer import make_optimizer
+from flash.trainer.optimizer import MOMENTS, make_optimizer
 
 FEW = 3
 """Decoder layers that are run: the first differs, as what it is given needs no gradient of its own."""
-MOMENTS = 2
-"""Numbers in float32 that AdamW keeps of each weight."""
+ABSENT = "meta"
+"""The device that stands for the host's memory: what is there is not counted with the rank's."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,17 @@ class RankMemory:
     gradients: int
     """Of what is trained."""
     moments: int
+    """Where they are not on the host."""
     others: int
     """Critics with their gradients and moments, reference, teacher, an average of the weights: this rank's parts."""
     at_work: int
     """Gathered layers, activations and logits of one micro-batch, of the policy."""
+    host: int
+    """In the host's memory, by `train.offload`."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that is on the device."""
         return self.weights + self.gradients + self.moments + self.others + self.at_work
 
 
@@ -79,9 +83,26 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
             train = msgspec.structs.replace(config.train, max_tokens_per_microbatch=longest)
             config = msgspec.structs.replace(config, train=train)
         at_work = _at_work(config, mesh, policy, few)
-        others = sum(_others(config, mesh))
+        others = _others(config, mesh)
     numbers = sum(parameter.numel() for parameter in policy.parameters())
-    return RankMemory(numbers, weights, trained, MOMENTS * trained, others, at_work)
+    moments = _moments(config, trained)
+    host = moments[1] + others[1] + _inputs(config, policy)
+    return RankMemory(numbers, weights, trained, moments[0], others[0], at_work, host)
+
+
+def _moments(config: Config, trained: int) -> tuple[int, int]:
+    """Bytes on the device and on the host of the moments of so many bytes of weights in float32."""
+    size = len(MOMENTS) * getattr(torch, config.train.moments).itemsize * trained // 4
+    return (0, size) if "moments" in config.train.offload else (size, 0)
+
+
+def _inputs(config: Config, policy: PreTrainedModel) -> int:
+    """Bytes of the inputs of all decoder layers, where they wait on the host."""
+    if not isinstance(recomputed(config.train), str):
+        return 0
+    tokens = config.train.max_tokens_per_microbatch // config.parallel.context
+    width = policy.config.get_text_config().hidden_size * getattr(torch, config.model.dtype).itemsize
+    return layer_count(policy) * tokens * width
 
 
 def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
@@ -107,44 +128,54 @@ def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(keep_T))
     with counted() as count:
-        recompute = config.train.activation_checkpointing
+        recompute = recomputed(config.train, ABSENT)
         # torch counts no model of which a part is frozen; adapters need the activations of a whole one, and few more.
         whole = msgspec.structs.replace(config, lora=None)
         model = _policy(whole, mesh, recompute=recompute, layers=layers)
-        optimizer = make_optimizer(model, config.train)
+        optimizer = make_optimizer(model, config.train, ABSENT)
         for micro_batches in (1, 2):
             for _ in range(micro_batches):
                 count.begin()
-                result = token_logprobs(model, packed, keep_T, target_T)
+                result = token_logprobs(model, packed, keep_T, target_T, kept=_kept_sets(config, len(keep_T)))
                 result.logp_T.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = _bytes(model) + (1 + MOMENTS) * _bytes(model, trained=True)
-    return max(count.most() - kept, 0)
+        trained = _bytes(model, trained=True)
+    return max(count.most() - _bytes(model) - trained - _moments(config, trained)[0], 0)
 
 
-def _others(config: Config, mesh: TrainerMesh) -> list[int]:
-    """Bytes of what a rank holds beside the policy."""
+def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
+    """Of so many tokens, the most that each may have been drawn from."""
+    most = config.sampling.top_k
+    if not config.sampling.keeps:
+        return None
+    each, all_of = torch.full((tokens,), most), torch.zeros(tokens * most)
+    return KeptSets(all_of.long(), all_of.double(), all_of.double(), each, each.cumsum(0) - each, most)
+
+
+def _others(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
+    """Bytes of what a rank holds beside the policy, on the device and on the host."""
     method = method_of(config, make_objective(config.algorithm))
-    found: list[int] = []
+    device, host = 0, 0
     with counted():
         if method.proximal == "ewma":
-            found.append(_bytes(_policy(config, mesh), trained=True))
+            device += _bytes(_policy(config, mesh), trained=True)
         kl, teacher = config.algorithm.kl, config.algorithm.teacher
         frozen = [kl.reference or config.model.path] if kl is not None else []
         if config.lora is not None and frozen == [config.model.path]:
             frozen = []  # the policy without its adapters
         frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
-        found += [_bytes(_made(config.model, path, mesh)) for path in frozen]
+        device += sum(_bytes(_made(config.model, path, mesh)) for path in frozen)
         if method.critics:
             assert config.critic is not None
-            critic = _made(config.model, config.critic.path or config.model.path, mesh)
-            found += [(2 + MOMENTS) * _bytes(critic)] * method.critics
-    return found
+            own = method.critics * _bytes(_made(config.model, config.critic.path or config.model.path, mesh))
+            moments, host = _moments(config, own)
+            device += 2 * own + moments
+    return device, host
 
 
 def _policy(
-    config: Config, mesh: TrainerMesh, *, recompute: bool = False, layers: int | None = None
+    config: Config, mesh: TrainerMesh, *, recompute: Recompute = False, layers: int | None = None
 ) -> PreTrainedModel:
     return shard_model(empty_policy(config, layers), mesh, config.model, recompute=recompute).to_empty(device="cpu")
 

@@ -1,4 +1,4 @@
-"""One update of a model: the learning rate of a step, the gradient clipped and checked."""
+"""One update of a model: the learning rate of a step, the gradient clipped and checked, and where moments are kept."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
 """Of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so gradients stay far from both ends."""
 GROW_AFTER = 200
 """Updates."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight, by torch's names."""
+AT_ONCE = 2**24
+"""Numbers of a weight that are updated at a time: five tensors of so many float32 are alive for it."""
+SEEDS_APART = 1_000_003
+"""Of two updates; a model has fewer parameters."""
 
 
 MOMENTUM = 0.95
@@ -80,32 +88,111 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (found.T if tall else found).to(matrix.dtype)
 
 
-def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
     """AdamW over what is trained, or `Muon`, for which `model` is a language model.
 
-    On the CPU AdamW passes once over memory, where torch's default makes some ten passes.
+    On the CPU AdamW passes once over memory, where torch's default makes some ten passes. `host` is where moments are
+    that `train.offload` names.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[Any] = parameters
-    kind = torch.optim.AdamW
-    if train.optimizer == "muon":
-        ends = {id(parameter) for layer in _ends(model) for parameter in layer.parameters()}
-        hidden = [one for one in parameters if one.ndim == 2 and id(one) not in ends]
-        known = {id(one) for one in hidden}
-        groups, kind = [{"params": hidden}, {"params": [one for one in parameters if id(one) not in known]}], Muon
-    return kind(
-        groups,
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        fused=parameters[0].device.type == "cpu",
-    )
+    options: dict[str, Any] = {
+        "lr": train.learning_rate, "betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay,
+    }  # fmt: skip
+    if train.moments != "float32" or "moments" in train.offload:
+        where = host if "moments" in train.offload else None
+        return LeanAdamW(parameters, options, getattr(torch, train.moments), where)
+    options["fused"] = parameters[0].device.type == "cpu"
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, **options)
+    ends = {id(parameter) for layer in _ends(model) for parameter in layer.parameters()}
+    hidden = [one for one in parameters if one.ndim == 2 and id(one) not in ends]
+    known = {id(one) for one in hidden}
+    return Muon([{"params": hidden}, {"params": [one for one in parameters if id(one) not in known]}], **options)
 
 
 def _ends(model: Any) -> list[nn.Module]:
     """Embeddings and output layer, whose rows are tokens or places."""
     return [*(one for one in model.modules() if isinstance(one, nn.Embedding)), model.get_output_embeddings()]
+
+
+class LeanAdamW(torch.optim.AdamW):
+    """AdamW whose moments are in bfloat16, or in another memory than the weights. All arithmetic is in float32.
+
+    bfloat16 is rounded up or down at random, so that a moment is right on average: rounded to the nearest, one that is
+    to change by less than its last digit, a 256th, never would. What is drawn follows from the update and the
+    parameter, so ranks that hold the same weights keep the same moments, and a run that goes on draws what it would
+    have drawn. Checkpoints are those of AdamW.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        where: str | None,
+        at_once: int = AT_ONCE,
+    ) -> None:
+        super().__init__(parameters, **options)
+        self._dtype, self._where, self._at_once = dtype, where, at_once
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of all parameters that have a gradient."""
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._update(parameter, group, index)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in MOMENTS:
+                state[name] = self._empty(parameter)
+        # Anew: so its value is known where tensors have no data.
+        state["step"] = state["step"] + 1
+        steps, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
+        generator = None
+        if self._dtype != torch.float32:
+            generator = torch.Generator(parameter.device).manual_seed(steps * SEEDS_APART + index)
+        tensors: list[Any] = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
+        locals_N = [_own_part(one).view(-1) for one in tensors]
+        for weight_N, grad_N, *moments_N in zip(*(one.split(self._at_once) for one in locals_N), strict=True):
+            first_N, second_N = (one.to(weight_N.device, torch.float32, non_blocking=True) for one in moments_N)
+            first_N.lerp_(grad_N, 1 - beta1)
+            second_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
+            weight_N.mul_(1 - rate * group["weight_decay"])
+            scale_N = (second_N.sqrt() / math.sqrt(1 - beta2**steps)).add_(group["eps"])
+            weight_N.addcdiv_(first_N, scale_N, value=-rate / (1 - beta1**steps))
+            for kept_N, wide_N in zip(moments_N, (first_N, second_N), strict=True):
+                kept_N.copy_(wide_N if generator is None else round_at_random(wide_N, generator))
+
+    def _empty(self, parameter: Tensor) -> Tensor:
+        """In pinned memory where a GPU reads it: copies are several times as fast."""
+        pinned = self._where == "cpu" and parameter.device.type == "cuda" and torch.cuda.is_available()
+        return torch.zeros_like(parameter, dtype=self._dtype, device=self._where, pin_memory=pinned)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of this optimizer: moments stay of the dtype and in the memory that they have. torch would move them."""
+        super().load_state_dict({**state_dict, "state": {}})
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][name])
+
+
+def round_at_random(wide_N: Tensor, generator: torch.Generator) -> Tensor:
+    """Finite float32 in bfloat16, up or down by chance: on average they are what they were.
+
+    bfloat16 is the upper half of float32, so what is drawn for the lower half either carries over or is cut off.
+    """
+    noise_N = torch.randint(2**16, wide_N.shape, dtype=torch.int32, device=wide_N.device, generator=generator)
+    return ((wide_N.view(torch.int32) + noise_N) & -(2**16)).view(torch.float32).bfloat16()
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

@@ -46,7 +46,7 @@ from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
-from flash.trainer.model.model import load_plain, load_sharded, reshard, shard_model
+from flash.trainer.model.model import load_plain, load_sharded, recomputed, reshard, shard_model
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
@@ -75,7 +75,7 @@ class Trainer:
         self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective)
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
-        recompute = config.train.activation_checkpointing
+        recompute = recomputed(config.train)
         self.model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute)
         self.base: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
         """Of the weights at `model.path`, where adapters are trained and these stay."""

@@ -25,7 +25,9 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert code == 1, said
     assert "each of 4 trainer ranks" in said
     assert "DOES NOT FIT in 0.7 GiB" in said
-    changes = said.partition("GiB: ")[2].split("\n")[0].split()
+    *tried, last = [line for line in said.splitlines() if "GiB: " in line]
+    assert [line.split()[0] for line in tried] == ["nor"] * len(tried)
+    changes = last.partition("GiB: ")[2].split()
     assert changes[0] == "train.activation_checkpointing=true"
     code, said = planned(*settings, *changes)
     assert code == 0, said

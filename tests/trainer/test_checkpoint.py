@@ -26,7 +26,7 @@ from flash.trainer.model.model import shard_model
 from flash.trainer.state import checkpoint, stored
 from tests.full_disk import small_disk
 from tests.trainer.packed_cases import tiny
-from tests.trainer.trainer_cases import Trainer, kept, make_config, random_shard, state_of, weights_of
+from tests.trainer.trainer_cases import Trainer, kept, make_config, moments_of, random_shard, state_of, weights_of
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
@@ -93,14 +93,17 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path, tmp_path: Path, steps: int) -> None:
-    original = trained(model, steps)
+@pytest.mark.parametrize(("steps", "moments"), [(0, "float32"), (2, "float32"), (0, "bfloat16"), (2, "bfloat16")])
+def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
+    model: Path, tmp_path: Path, steps: int, moments: str
+) -> None:
+    learning: dict[str, Any] = {"train": {"moments": moments}}
+    original = trained(model, steps, **learning)
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     random_state = torch.get_rng_state()
     torch.manual_seed(99)
     # It has trained on something else: all of that must go.
-    restored = trained(model, 1)
+    restored = trained(model, 1, **learning)
     checkpoint.load(path, restored)
     assert state_of(path) == HUB
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -110,6 +113,7 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path,
         mine, yours = original.optimizer.state[ours], restored.optimizer.state[theirs]
         assert int(mine["step"]) == int(yours["step"]) == steps
         for name in ("exp_avg", "exp_avg_sq"):
+            assert mine[name].dtype == yours[name].dtype == getattr(torch, moments)
             assert torch.equal(mine[name].full_tensor(), yours[name].full_tensor())
     train(original, 2)
     train(restored, 2)
@@ -128,6 +132,19 @@ def test_what_a_step_leaves_for_the_next_one_is_kept(tied_model: Path, tmp_path:
     train(original, 2)
     train(restored, 2)
     assert same_weights(original, restored)
+
+
+@pytest.mark.parametrize(("had", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_run_goes_on_with_its_moments_in_another_dtype(model: Path, tmp_path: Path, had: str, now: str) -> None:
+    original = trained(model, 2, train={"moments": had})
+    path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
+    restored = trained(model, 1, train={"moments": now})
+    checkpoint.load(path, restored)
+    for name, value in moments_of(restored).items():
+        assert value.dtype == getattr(torch, now)
+        assert torch.equal(value, moments_of(original)[name].to(value.dtype))
+    train(restored, 1)
+    assert moments_of(restored).keys() == moments_of(original).keys()
 
 
 @pytest.mark.parametrize("extra", KEPT)
@@ -443,11 +460,15 @@ def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_
         checkpoint.save(tmp_path, trained(tied_model, 0), lost, keep=1)
 
 
-def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_bytes", [checkpoint.EXPORTED_BYTES, 10_000], ids=["whole", "by shards"])
+def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_path: Path, most_bytes: int) -> None:
     trainer = trained(model, 1)
     folder = tmp_path / "model"
     for _ in range(2):
-        checkpoint.export_hf(trainer.model, TOKENIZER, folder)
+        checkpoint.export_hf(trainer.model, TOKENIZER, folder, most_bytes)
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    assert (len(sizes) > 1) == (most_bytes == 10_000) == (folder / "model.safetensors.index.json").exists()
+    assert max(sizes) < most_bytes + 2_000, "a header beside"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "who may read some may read all"
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

@@ -11,11 +11,15 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.trainer.memory import MOMENTS, RankMemory, rank_memory
+from flash.trainer.memory import RankMemory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
 
-pytestmark = pytest.mark.timeout(240)
+EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 32}
+"""Widths that as many ranks divide."""
+INPUT = 128 * 32 * 2
+"""Bytes that a layer is given of a micro-batch, in bfloat16."""
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
     """Made in a process of its own, for each makes a process group."""
     folder = tmp_path_factory.mktemp("memory")
     tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
+    tiny("qwen3_moe", num_hidden_layers=6, **EXPERTS).save_pretrained(folder / "experts")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(planned, folder).result()
 
@@ -30,6 +35,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
 def planned(folder: Path) -> dict[str, RankMemory]:
     """By what they show."""
     plain, critics = configured(folder), {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    recomputed: dict[str, Any] = {"activation_checkpointing": True}
     return {
         "alone": rank_memory(plain, 1),
         "of two": rank_memory(plain, 2),
@@ -37,7 +43,13 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of longer rows": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 4096}), 1),
         "of rows twice as long": rank_memory(configured(folder, train={"max_tokens_per_microbatch": 8192}), 1),
         "of many": rank_memory(plain, 64),
-        "recomputed": rank_memory(configured(folder, train={"activation_checkpointing": True}), 1),
+        "recomputed": rank_memory(configured(folder, train=recomputed), 1),
+        "offloaded": rank_memory(configured(folder, train=recomputed | {"offload": ["activations", "moments"]}), 1),
+        "half moments, kept sets": rank_memory(
+            configured(folder, train={"moments": "bfloat16"}, rollout={"top_k": 20}), 1
+        ),
+        "experts in float32": rank_memory(configured(folder / "experts", model={"dtype": "float32"}), 1),
+        "experts of many": rank_memory(configured(folder / "experts"), 32),
         "of halves of longer rows": rank_memory(
             configured(folder, train={"max_tokens_per_microbatch": 4096}, parallel={"context": 2}), 2
         ),
@@ -48,7 +60,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
 def configured(folder: Path, **tables: Any) -> Config:
     """Sequences of 64 tokens, two to a micro-batch."""
     train = {"max_tokens_per_microbatch": 128} | tables.pop("train", {})
-    model = {"path": str(folder), "dtype": "bfloat16", "max_length": 64}
+    model = {"path": str(folder), "dtype": "bfloat16", "max_length": 64} | tables.pop("model", {})
     return make_config(folder, model=model, train=train, **tables)
 
 
@@ -60,7 +72,7 @@ def test_ranks_share_what_is_kept_and_not_what_is_at_work(plans: dict[str, RankM
     alone, shared = plans["alone"], plans["of many"]
     assert alone.weights == 4 * alone.parameters
     assert alone.gradients == alone.weights
-    assert alone.moments == MOMENTS * alone.weights
+    assert alone.moments == 2 * alone.weights
     assert 1 / 64 <= shared.weights / alone.weights < 1 / 32
     assert shared.at_work > 0.2 * alone.at_work
 
@@ -86,4 +98,25 @@ def test_divided_layers_and_experts_are_not_planned(tmp_path: Path) -> None:
 
 def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:
     assert plans["alone"].others == 0
-    assert plans["beside others"].others > (1 + 2 * (2 + MOMENTS)) * 0.8 * plans["alone"].weights
+    assert plans["beside others"].others > (1 + 2 * 4) * 0.8 * plans["alone"].weights
+
+
+def test_inputs_that_wait_on_the_host_are_not_on_the_device(plans: dict[str, RankMemory]) -> None:
+    recomputed, aside = plans["recomputed"], plans["offloaded"]
+    assert (recomputed.host, aside.moments) == (0, 0)
+    assert aside.host == 6 * INPUT + recomputed.moments
+    # All but that of the layer whose turn it is, and of the next one to be brought.
+    assert 4 * INPUT <= recomputed.at_work - aside.at_work <= 5 * INPUT
+
+
+def test_moments_in_bfloat16_take_half_and_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:
+    alone, found = plans["alone"], plans["half moments, kept sets"]
+    assert (found.moments, found.host) == (alone.moments / 2, 0)
+    # Of each token the ids, biases and penalties of twenty, in eight bytes each.
+    assert found.at_work - alone.at_work > 126 * 20 * 3 * 8
+
+
+def test_of_fewer_experts_than_ranks_all_have_a_part(plans: dict[str, RankMemory]) -> None:
+    alone, many = plans["experts in float32"], plans["experts of many"]
+    assert alone.weights == 4 * alone.parameters
+    assert 1 / 32 <= many.weights / alone.weights < 1 / 24

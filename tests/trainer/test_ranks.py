@@ -14,6 +14,7 @@ from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.state import checkpoint, stored
 from tests.trainer import two_ranks
 from tests.trainer.critic_cases import critic_gradient
+from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import (
     Trainer,
     gradient_of,
@@ -23,7 +24,7 @@ from tests.trainer.trainer_cases import (
     state_of,
     weights_of,
 )
-from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
+from tests.trainer.two_ranks import CANARY, CASES, EXPERTS, case_batch, case_config
 
 pytestmark = pytest.mark.integration
 
@@ -38,6 +39,9 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
+    tiny("qwen3_moe", num_experts=1, num_local_experts=1, num_experts_per_tok=1).save_pretrained(
+        model.with_name(EXPERTS)
+    )
     run_ranks(two_ranks.main, 2, model, folder, [*CASES] if request.param == "untied" else TIED)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}

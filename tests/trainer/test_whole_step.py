@@ -248,18 +248,24 @@ def test_samples_that_a_limit_has_ended_leave_the_loss_but_not_the_baseline(tied
 
 
 @pytest.mark.parametrize(
-    "tables",
+    ("tables", "how"),
     [
-        {},
-        {"algorithm": {"objective": "grpo", "advantage": "gae"}, "critic": {"lam": 0.8}},
-        {"algorithm": {"objective": "grpo", "rhythm": {"credit": "global", "heads": "first"}}},
+        ({}, {}),
+        (
+            {"algorithm": {"objective": "grpo", "advantage": "gae"}, "critic": {"lam": 0.8}},
+            {"offload": ["activations"]},
+        ),
+        ({"algorithm": {"objective": "grpo", "rhythm": {"credit": "global", "heads": "first"}}}, {}),
     ],
-    ids=["policy", "critic", "rhythm"],
+    ids=["policy", "critic, inputs aside", "rhythm"],
 )
-def test_recomputed_activations_give_the_same_gradient(untied_model: Path, tables: dict[str, Any]) -> None:
+def test_recomputed_activations_give_the_same_gradient(
+    untied_model: Path, tables: dict[str, Any], how: dict[str, Any]
+) -> None:
     train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 64, "max_grad_norm": 1e9}
     kept, recomputed = (
-        trainer_at(3, untied_model, **tables, train=train | {"activation_checkpointing": on}) for on in (False, True)
+        trainer_at(3, untied_model, **tables, train=train | learning)
+        for learning in ({}, {"activation_checkpointing": True} | how)
     )
     calls = {kept: 0, recomputed: 0}
     for trainer in calls:

@@ -34,6 +34,8 @@ from tests.trainer.trainer_cases import (
 )
 
 CANARY = [3, 1, 4, 1, 5]
+EXPERTS = "experts"
+"""Folder beside the model, of one with a single expert."""
 SPLITS = {
     "even": ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]),
     "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12]),
@@ -52,8 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"split": "uneven", "aged": True, "algorithm": {"objective": "reinforce_pp"}},
     "kl and entropy": {
         "split": "even", "aged": True, "algorithm": {"kl": {"coefficient": 0.3}, "entropy_bonus": 0.2},
-        "train": {"minibatches": 2},
+        "train": {"minibatches": 2, "activation_checkpointing": True, "offload": ["activations"]},
     },
+    "fewer experts than ranks": {"split": "uneven", "experts": True},
     "kl in the reward": {
         "split": "all on one", "aged": True,
         "algorithm": {"advantage": "batch", "kl": {"estimator": "k1", "coefficient": 0.3, "place": "reward"}},
@@ -110,7 +113,8 @@ def case_config(model: Path, case: dict[str, Any]) -> Any:
     tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
     if "teacher" in tables["algorithm"]:
         tables["algorithm"] = tables["algorithm"] | {"teacher": case["algorithm"]["teacher"] | {"path": str(model)}}
-    return make_config(model, **tables, **{name: case[name] for name in ("critic", "lora") if name in case})
+    others = {name: case[name] for name in ("critic", "lora") if name in case}
+    return make_config(model.with_name(EXPERTS) if case.get("experts") else model, **tables, **others)
 
 
 def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:

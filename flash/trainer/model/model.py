@@ -31,9 +31,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from flash.config.learning import TrainConfig
 from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
 from flash.foreign.peft import described_in
+from flash.foreign.torch import inputs_wait_on
 from flash.foreign.transformers import (
     default_attention,
     divide_layers,
@@ -61,6 +63,15 @@ MIXTURES = {
     "qwen3_moe": "num_experts",
 }
 """Kinds whose experts may be divided, and what says how many they are."""
+
+
+Recompute = bool | str
+"""Whether decoder layers run again in the backward pass, or the device on which their inputs wait until then."""
+
+
+def recomputed(train: TrainConfig, host: str = "cpu") -> Recompute:
+    """What `[train]` says of it."""
+    return train.activation_checkpointing and (host if "activations" in train.offload else True)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -117,7 +128,7 @@ def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
 
 
 def load_sharded(
-    config: ModelConfig, mesh: TrainerMesh, *, recompute: bool = False, backbone: bool = False
+    config: ModelConfig, mesh: TrainerMesh, *, recompute: Recompute = False, backbone: bool = False
 ) -> PreTrainedModel:
     """What `shard_model` makes of the model at `config.path`, or of its `backbone`, all but the output layer.
 
@@ -196,7 +207,7 @@ def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def shard_model(
-    model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: bool = False
+    model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: Recompute = False
 ) -> PreTrainedModel:
     """Divide and shard in place, as a model of this kind: each decoder layer, then the rest.
 
@@ -218,7 +229,7 @@ def shard_model(
     return model.eval()
 
 
-def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: bool) -> None:
+def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: Recompute) -> None:
     check_divisible(model.config, mesh.parallel)
     # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
     experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
@@ -228,12 +239,9 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     for module in experts:
         _shard_experts(module, mesh, policy)
 
-    def placed(parameter: nn.Parameter) -> Shard | None:
-        """Experts by their widths where they are fewer than ranks: of whole ones most ranks would have none, and all
-        would gather as many as there are ranks."""
-        if parameter.dim() < 3 or len(parameter) >= ranks or isinstance(parameter, DTensor):
-            return None
-        return next((Shard(dim) for dim in (1, 2) if parameter.shape[dim] % ranks == 0), None)
+    def along(parameter: nn.Parameter) -> Shard | None:
+        # Of experts that are not divided whole most ranks would have none, and all would gather as many as ranks.
+        return None if parameter.dim() < 3 else _dividing(parameter, ranks)
 
     whole, within = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
@@ -242,8 +250,10 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
             within.update(module.modules())
             if recompute:
                 checkpoint(module)
+            if isinstance(recompute, str):
+                inputs_wait_on(module, recompute)
             fully_shard(
-                module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placed
+                module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=along
             )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
 
@@ -257,12 +267,10 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     others = mesh.experts["fsdp"]
 
     def along(parameter: nn.Parameter) -> Shard:
-        # Along a width where experts do not divide: FSDP divides no width unevenly.
-        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        for place, size in enumerate(shape):
-            if size % others.size() == 0:
-                return Shard(place)
-        raise ConfigError(f"parallel.expert: {others.size()} ranks cannot divide weights of {tuple(shape)} of experts")
+        if (found := _dividing(parameter, others.size())) is None:
+            shape = tuple(parameter.shape)
+            raise ConfigError(f"parallel.expert: {others.size()} ranks cannot divide weights of {shape} of experts")
+        return found
 
     sharded: Any = fully_shard(
         module,
@@ -274,6 +282,12 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
     # Only nccl divides on the way. One rank has nothing to reduce, and would divide twice.
     sharded.set_force_sum_reduction_for_comms(others.size() > 1)
+
+
+def _dividing(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """The first dimension that is divided evenly: FSDP divides no width otherwise."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return next((Shard(dim) for dim, size in enumerate(own.shape) if size % ranks == 0), None)
 
 
 def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> None:
