@@ -77,10 +77,11 @@ def _trainer(config: Config, memory: RankMemory) -> str:
     rows = [
         ("weights", memory.weights, f"{kept}, its part"),
         ("gradients", memory.gradients, ""),
-        ("moments", memory.moments, f"of AdamW, {config.train.moments}"),
+        ("moments", memory.moments, f"{config.train.optimizer}, {config.train.moments}"),
         ("others", memory.others, "critics, reference, average of the weights"),
         ("at work", memory.at_work, f"gathered layers, activations and logits of {tokens:,} tokens"),
-        ("together", memory.total, ""),
+        ("to begin", memory.loading if config.lora is not None else 0, "no step yet: the base in float32 beside"),
+        ("at most", memory.total, ""),
         ("of the host", memory.host, "beside: what train.offload names"),
     ]
     lines = [f"  {name:11s} {size / GIB:8.1f} GiB  {about}".rstrip() for name, size, about in rows if size]

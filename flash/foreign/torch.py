@@ -8,15 +8,16 @@ D = width of a head.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor, UntypedStorage, nn
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 TOUCHED = (
@@ -37,8 +38,12 @@ TOUCHED = (
     "torch._subclasses.fake_impls:register_op_impl",
     "torch:ops.aten._grouped_mm.default",
     "torch.distributed._composable.checkpoint_activation:checkpoint.state",
-    "torch.distributed._tools.mem_tracker:MemTracker.get_tracker_snapshot",
-    "torch.distributed._tools.mem_tracker:MemTracker.reset_mod_stats",
+    "torch.distributed._tools.common_utils:get_untyped_storages",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._fake_mode_lock",
+    "torch:UntypedStorage.resize_",
+    "torch:ops._c10d_functional.wait_tensor.default",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._pytree:tree_leaves",
     "torch.distributed.checkpoint.state_dict_loader:load",
     "torch.distributed.checkpoint.state_dict_saver:save",
     "torch.distributed.checkpoint.api:CheckpointException",
@@ -225,37 +230,93 @@ def absent_ranks(count: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-class Count(Protocol):
-    """Of tensors that are alive at a time."""
+class Count:
+    """Of tensors that are alive at a time, of one device."""
 
-    def most(self) -> int:
+    def __init__(self, device: str) -> None:
+        self._device, self._sizes, self._paused = device, dict[int, int](), 0
+        self.now = 0
+        """Bytes."""
+        self.most = 0
         """Bytes, so far."""
-        ...
 
-    def begin(self) -> None:
-        """To be called before each forward pass."""
-        ...
+    def add(self, storage: UntypedStorage) -> None:
+        """Count it from here on until it ends, in the size that it has now."""
+        if (key := id(storage)) not in self._sizes:
+            weakref.finalize(storage, self._end, key).atexit = False
+        self._set(key, storage.size())
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """Its size is another one, if it is counted."""
+        if id(storage) in self._sizes:
+            self._set(id(storage), storage.size())
+
+    def _set(self, key: int, size: int) -> None:
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.most = max(self.most, self.now)
+
+    def _end(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def __enter__(self) -> None:
+        self._paused += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._paused -= 1
+
+    def of(self, made: object) -> None:
+        """Count the storages of all tensors that an operation has made, but for those inside `with`."""
+        from torch import Tensor
+        from torch.distributed._tools.common_utils import get_untyped_storages
+        from torch.utils._pytree import tree_leaves
+
+        for tensor in () if self._paused else tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
+                for storage in get_untyped_storages(tensor):
+                    self.add(storage)
 
 
 @contextmanager
 def counted() -> Generator[Count]:
-    """Tensors made inside have no data, and are counted while they live."""
+    """Tensors made inside have no data; those that are on the CPU, as they say, are counted while they live."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     _any_grouped_product()
-    tracker = MemTracker()
+    count = Count("cpu")
+    waiting = torch.ops._c10d_functional.wait_tensor.default
+    storages: Any = torch.UntypedStorage
+    resize: Any = storages.resize_
 
-    class Tracked:
-        def begin(self) -> None:
-            tracker.reset_mod_stats()
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if DTensor in types:
+                return NotImplemented  # what it makes of it for this rank's part is counted
+            # Without data torch lets it make a tensor, which elsewhere it hands on.
+            made = args[0] if func is waiting else func(*args, **(kwargs or {}))
+            count.of(made)
+            return made
 
-        def most(self) -> int:
-            return tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), {}).get("Total", 0)
+    def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
+        made = resize(storage, size)
+        count.resized(storage)
+        return made
 
-    with FakeTensorMode(allow_non_fake_inputs=True), tracker:
-        yield Tracked()
+    propagation: Any = ShardingPropagator
+    lock = propagation._fake_mode_lock
+    # FSDP frees what it has gathered so, which is no operation.
+    storages.resize_ = resized
+    # To learn shapes DTensor makes whole tensors without data, which are not there when it runs.
+    propagation._fake_mode_lock = count
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), Counting():
+            yield count
+    finally:
+        storages.resize_, propagation._fake_mode_lock = resize, lock
 
 
 @cache

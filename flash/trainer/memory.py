@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flash.config.learning import TrainConfig
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import absent_ranks, counted
@@ -28,7 +29,7 @@ from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import packs
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.objective import make_objective, method_of
-from flash.trainer.optimizer import MOMENTS, make_optimizer
+from flash.trainer.optimizer import make_optimizer
 
 FEW = 3
 """Decoder layers that are run: the first differs, as what it is given needs no gradient of its own."""
@@ -52,13 +53,15 @@ class RankMemory:
     """Critics with their gradients and moments, reference, teacher, an average of the weights: this rank's parts."""
     at_work: int
     """Gathered layers, activations and logits of one micro-batch, of the policy."""
+    loading: int
+    """When the run begins: a base of adapters is there in float32, too."""
     host: int
     """In the host's memory, by `train.offload`."""
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
-        return self.weights + self.gradients + self.moments + self.others + self.at_work
+        """The most that is on the device."""
+        return max(self.weights + self.gradients + self.moments + self.others + self.at_work, self.loading)
 
 
 def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
@@ -74,8 +77,8 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         raise ConfigError("parallel.tensor, parallel.expert: what divided layers and experts need cannot be planned")
     with absent_ranks(ranks):
         mesh = trainer_mesh("cpu", config.parallel)
-        with counted():
-            policy = _policy(config, mesh)
+        policy = _policy(config, mesh)
+        moments = _moments_of(policy, config.train)
         weights, trained = _bytes(policy), _bytes(policy, trained=True)
         if not packs(policy):
             # Each sequence is a micro-batch.
@@ -84,16 +87,12 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
             config = msgspec.structs.replace(config, train=train)
         at_work = _at_work(config, mesh, policy, few)
         others = _others(config, mesh)
+        loading = weights
+        if config.lora is not None:
+            loading += _bytes(_made(config.model, config.model.path, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
-    moments = _moments(config, trained)
     host = moments[1] + others[1] + _inputs(config, policy)
-    return RankMemory(numbers, weights, trained, moments[0], others[0], at_work, host)
-
-
-def _moments(config: Config, trained: int) -> tuple[int, int]:
-    """Bytes on the device and on the host of the moments of so many bytes of weights in float32."""
-    size = len(MOMENTS) * getattr(torch, config.train.moments).itemsize * trained // 4
-    return (0, size) if "moments" in config.train.offload else (size, 0)
+    return RankMemory(numbers, weights, trained, moments[0], others[0], at_work, loading, host)
 
 
 def _inputs(config: Config, policy: PreTrainedModel) -> int:
@@ -120,28 +119,48 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
 
 
 def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
-    """The same with so many of the layers: most bytes in two steps, the second of two micro-batches."""
+    """The same with so many of the layers: most bytes from the second micro-batch of a step on."""
     tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
     lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     # No two alike, which would be computed once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(keep_T))
+    model = _policy(config, mesh, recompute=recomputed(config.train, ABSENT), layers=layers)
     with counted() as count:
-        recompute = recomputed(config.train, ABSENT)
-        # torch counts no model of which a part is frozen; adapters need the activations of a whole one, and few more.
-        whole = msgspec.structs.replace(config, lora=None)
-        model = _policy(whole, mesh, recompute=recompute, layers=layers)
-        optimizer = make_optimizer(model, config.train, ABSENT)
-        for micro_batches in (1, 2):
-            for _ in range(micro_batches):
-                count.begin()
-                result = token_logprobs(model, packed, keep_T, target_T, kept=_kept_sets(config, len(keep_T)))
-                result.logp_T.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained = _bytes(model, trained=True)
-    return max(count.most() - _bytes(model) - trained - _moments(config, trained)[0], 0)
+        model.to_empty(device="cpu")
+        # Moments, and gradients of a micro-batch before, are there when the one that is counted begins.
+        optimizer = _moving(model, make_optimizer(model, config.train, ABSENT))
+        result = token_logprobs(model, packed, keep_T, target_T, kept=_kept_sets(config, len(keep_T)))
+        result.logp_T.sum().backward()
+        optimizer.step()
+        kept = _bytes(model) + _bytes(model, trained=True) + _moments(optimizer)[0]
+    return max(count.most - kept, 0)
+
+
+def _moving(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """After an update, with gradients."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def _moments_of(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
+    """As `_moments`, of a model without memory."""
+    with counted():
+        model.to_empty(device="cpu")
+        return _moments(_moving(model, make_optimizer(model, train, ABSENT)))
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes on the device and on the host, of this rank's part."""
+    found = [0, 0]
+    for one in (one for state in optimizer.state.values() for one in state.values() if one.dim() > 0):
+        part = getattr(one, "_local_tensor", one)
+        found[part.device.type == ABSENT] += part.numel() * part.element_size()
+    return found[0], found[1]
 
 
 def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
@@ -157,32 +176,34 @@ def _others(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
     """Bytes of what a rank holds beside the policy, on the device and on the host."""
     method = method_of(config, make_objective(config.algorithm))
     device, host = 0, 0
-    with counted():
-        if method.proximal == "ewma":
-            device += _bytes(_policy(config, mesh), trained=True)
-        kl, teacher = config.algorithm.kl, config.algorithm.teacher
-        frozen = [kl.reference or config.model.path] if kl is not None else []
-        if config.lora is not None and frozen == [config.model.path]:
-            frozen = []  # the policy without its adapters
-        frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
-        device += sum(_bytes(_made(config.model, path, mesh)) for path in frozen)
-        if method.critics:
-            assert config.critic is not None
-            own = method.critics * _bytes(_made(config.model, config.critic.path or config.model.path, mesh))
-            moments, host = _moments(config, own)
-            device += 2 * own + moments
+    if method.proximal == "ewma":
+        device += _bytes(_policy(config, mesh), trained=True)
+    kl, teacher = config.algorithm.kl, config.algorithm.teacher
+    frozen = [kl.reference or config.model.path] if kl is not None else []
+    if config.lora is not None and frozen == [config.model.path]:
+        frozen = []  # the policy without its adapters
+    frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
+    device += sum(_bytes(_made(config.model, path, mesh)) for path in frozen)
+    if method.critics:
+        assert config.critic is not None
+        critic = _made(config.model, config.critic.path or config.model.path, mesh)
+        moments = _moments_of(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
+        device += method.critics * (2 * _bytes(critic) + moments[0])
+        host = method.critics * moments[1]
     return device, host
 
 
 def _policy(
     config: Config, mesh: TrainerMesh, *, recompute: Recompute = False, layers: int | None = None
 ) -> PreTrainedModel:
-    return shard_model(empty_policy(config, layers), mesh, config.model, recompute=recompute).to_empty(device="cpu")
+    """Without memory."""
+    return shard_model(empty_policy(config, layers), mesh, config.model, recompute=recompute)
 
 
 def _made(model: ModelConfig, path: str, mesh: TrainerMesh) -> PreTrainedModel:
+    """Without memory."""
     named = msgspec.structs.replace(model, path=path)
-    return shard_model(empty_model(named), mesh, named).to_empty(device="cpu")
+    return shard_model(empty_model(named), mesh, named)
 
 
 def _bytes(model: nn.Module, *, trained: bool = False) -> int:

@@ -19,7 +19,7 @@ EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 32}
 """Widths that as many ranks divide."""
 INPUT = 128 * 32 * 2
 """Bytes that a layer is given of a micro-batch, in bfloat16."""
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
     folder = tmp_path_factory.mktemp("memory")
     tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
     tiny("qwen3_moe", num_hidden_layers=6, **EXPERTS).save_pretrained(folder / "experts")
+    tiny("qwen3_moe", num_hidden_layers=12, **EXPERTS).save_pretrained(folder / "deep")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(planned, folder).result()
 
@@ -48,6 +49,10 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "half moments, kept sets": rank_memory(
             configured(folder, train={"moments": "bfloat16"}, rollout={"top_k": 20}), 1
         ),
+        "adapters": rank_memory(configured(folder, lora={"rank": 4}), 1),
+        "muon": rank_memory(configured(folder, train={"optimizer": "muon"}), 1),
+        "experts, recomputed": rank_memory(configured(folder / "experts", train=recomputed), 32),
+        "experts twice as deep": rank_memory(configured(folder / "deep", train=recomputed), 32),
         "experts in float32": rank_memory(configured(folder / "experts", model={"dtype": "float32"}), 1),
         "experts of many": rank_memory(configured(folder / "experts"), 32),
         "of halves of longer rows": rank_memory(
@@ -114,6 +119,27 @@ def test_moments_in_bfloat16_take_half_and_kept_sets_are_counted(plans: dict[str
     assert (found.moments, found.host) == (alone.moments / 2, 0)
     # Of each token the ids, biases and penalties of twenty, in eight bytes each.
     assert found.at_work - alone.at_work > 126 * 20 * 3 * 8
+
+
+def test_adapters_alone_have_gradients_and_their_base_is_there_twice_when_the_run_begins(
+    plans: dict[str, RankMemory],
+) -> None:
+    alone, found = plans["alone"], plans["adapters"]
+    adapters = found.parameters - alone.parameters
+    assert (found.gradients, found.moments) == (4 * adapters, 8 * adapters)
+    assert found.weights == 2 * alone.parameters + 4 * adapters
+    assert found.loading == found.weights + alone.weights
+    assert 0.8 < found.at_work / alone.at_work < 1.2
+
+
+def test_muon_keeps_one_moment_of_hidden_matrices(plans: dict[str, RankMemory]) -> None:
+    alone, found = plans["alone"], plans["muon"]
+    assert alone.weights < found.moments < 1.7 * alone.weights
+
+
+def test_of_each_layer_of_a_mixture_that_runs_again_its_inputs_are_kept_alone(plans: dict[str, RankMemory]) -> None:
+    shallow, deep = plans["experts, recomputed"], plans["experts twice as deep"]
+    assert deep.at_work - shallow.at_work == 6 * 128 * EXPERTS["hidden_size"] * 2
 
 
 def test_of_fewer_experts_than_ranks_all_have_a_part(plans: dict[str, RankMemory]) -> None:
