@@ -27,9 +27,7 @@ OFFLOADED: dict[Literal["activations", "moments"], str] = {
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "plan", help="say what memory a config needs, and what to change; needs no GPU, no weights"
-    )
+    parser = commands.add_parser("plan", help="say what memory a config needs, and what to change")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
     parser.add_argument(
         "--card-gib", type=float, default=80.0, help="memory of a GPU, or of a rank without; default: 80"

@@ -64,13 +64,13 @@ class TrainConfig(Section, frozen=True):
     updates_per_batch: Positive = 1
     """Passes over a batch."""
     max_tokens_per_microbatch: Positive = 8192
-    """Tokens per forward pass and rank. Lower it when memory runs out: results stay."""
+    """Tokens per forward pass and rank; results stay when it is lower."""
     activation_checkpointing: bool = False
     """A third more time, far less memory."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Of AdamW; `bfloat16` takes half the memory, rounded at random, right on average."""
+    """Of AdamW; `bfloat16` is rounded at random."""
     offload: list[Literal["activations", "moments"]] = field(default_factory=list)
-    """What waits in host memory: `moments`; `activations` that `activation_checkpointing` keeps."""
+    """What waits in host memory."""
 
     @property
     def max_age(self) -> int:

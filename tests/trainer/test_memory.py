@@ -139,7 +139,8 @@ def test_muon_keeps_one_moment_of_hidden_matrices(plans: dict[str, RankMemory]) 
 
 def test_of_each_layer_of_a_mixture_that_runs_again_its_inputs_are_kept_alone(plans: dict[str, RankMemory]) -> None:
     shallow, deep = plans["experts, recomputed"], plans["experts twice as deep"]
-    assert deep.at_work - shallow.at_work == 6 * 128 * EXPERTS["hidden_size"] * 2
+    # And of each parameter how often it was updated.
+    assert 0 <= deep.at_work - shallow.at_work - 6 * 128 * EXPERTS["hidden_size"] * 2 < 6 * 64
 
 
 def test_of_fewer_experts_than_ranks_all_have_a_part(plans: dict[str, RankMemory]) -> None:
