@@ -60,7 +60,6 @@ RECOMPUTED: dict[str, Any] = {"max_tokens_per_microbatch": ROW, "activation_chec
 LEVERS: dict[str, dict[str, Any]] = {
     "plain": {"train": {"max_tokens_per_microbatch": ROW}},
     "recomputed": {"train": RECOMPUTED},
-    "half_moments": {"train": RECOMPUTED | {"moments": "bfloat16"}},
     "offloaded": {"train": RECOMPUTED | {"offload": ["activations", "moments"]}},
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
