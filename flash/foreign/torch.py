@@ -34,6 +34,7 @@ TOUCHED = (
     "torch.cuda.memory:_dump_snapshot",
     "torch._dynamo.config:recompile_limit",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "torch._subclasses.fake_tensor:FakeTensor",
     "torch._subclasses.fake_tensor:FakeTensorMode",
     "torch._subclasses.fake_impls:register_op_impl",
     "torch:ops.aten._grouped_mm.default",
@@ -218,12 +219,12 @@ def dump_memory(file: Path) -> None:
 
 
 @contextmanager
-def absent_ranks(count: int) -> Generator[None]:
-    """Be rank 0 of so many, of which there are no others: collectives end at once and carry nothing."""
+def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
+    """Be one of so many, of which there are no others: collectives end at once and carry nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
     try:
         yield
     finally:
@@ -367,6 +368,13 @@ def inputs_wait_on(layer: nn.Module, where: str) -> None:
 
     layer.register_forward_pre_hook(before, prepend=True)
     layer.register_forward_hook(after, always_call=True)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether it was made where tensors are not `counted`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor)
 
 
 class Attention(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from json import loads
 from logging import ERROR, getLogger
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -34,6 +35,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file
 from transformers.utils.output_capturing import OutputRecorder
 
+from flash.foreign.torch import has_data
+
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
     "transformers:PreTrainedModel._no_split_modules",
@@ -47,6 +50,7 @@ TOUCHED = (
     "transformers:PreTrainedModel.ep_plan",
     "transformers.distributed.configuration_utils:DistributedConfig",
     "transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES",
+    "transformers.distributed.tensor_parallel:EpDispatchExpertsParallel._dispatch_tokens",
     "transformers.distributed.tensor_parallel:EpDispatchExpertsParallel.transform_output_post_forward",
     "transformers.distributed.tensor_parallel:apply_expert_parallelism",
     "transformers.distributed.tensor_parallel:apply_tensor_parallelism",
@@ -246,8 +250,27 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
     return [one for name, one in model.named_modules() if replace_layer_number_by_wildcard(name) in held]
 
 
+class _Even(TorchFunctionMode):
+    """Says number by number how many choices go to each rank, then how many come from each, where none is known."""
+
+    def __init__(self, choices: int, ranks: int) -> None:
+        super().__init__()
+        sent = [choices // ranks + (rank < choices % ranks) for rank in range(ranks)]
+        self._said = iter([*sent, *[sent[0]] * ranks])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(self._said) if func is Tensor.item else func(*args, **(kwargs or {}))
+
+
 class _Dispatched(EpDispatchExpertsParallel):
     """transformers' own."""
+
+    def _dispatch_tokens(
+        self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
+    ) -> Any:
+        # Sizes of what is sent are numbers, and have to be, also where a step is only planned.
+        with nullcontext() if has_data(top_k_index) else _Even(top_k_index.numel(), ep_size):
+            return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
         found = super().transform_output_post_forward(module, output, mesh, **how)

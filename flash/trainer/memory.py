@@ -2,7 +2,8 @@
 
 The model is made, divided, sharded and run by the code that trains it; torch counts what is alive at a time. So what
 is said of a layout is what the layout does, of 512 ranks as of one. Activations are those of the processor's kernels;
-a GPU's fused ones keep less. Where all decoder layers are alike, a few are run, and the others take what the last took.
+a GPU's fused ones keep less. Divided experts are given as many tokens each. Where all decoder layers are alike, a few
+are run, and the others take what the last took.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 
 from flash.config.learning import TrainConfig
 from flash.config.tree import Config, ModelConfig
-from flash.errors import ConfigError
 from flash.foreign.torch import absent_ranks, counted
 from flash.foreign.transformers import layer_count, layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
@@ -70,11 +70,8 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     Makes and leaves a default process group: there may be none. Needs `config.json` of the model, no weights.
 
     Raises:
-        ConfigError: the model cannot be divided or trained, or its layers or experts are divided: torch makes the grid
-            of their ranks from tensors, and here these have no data.
+        ConfigError: the model cannot be divided or trained.
     """
-    if config.parallel.tensor > 1 or config.parallel.expert > 1:
-        raise ConfigError("parallel.tensor, parallel.expert: what divided layers and experts need cannot be planned")
     with absent_ranks(ranks):
         mesh = trainer_mesh("cpu", config.parallel)
         policy = _policy(config, mesh)

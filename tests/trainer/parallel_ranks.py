@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from flash.config.tree import Config
+from flash.trainer.memory import rank_memory
 from flash.trainer.model.model import DIVIDED, MIXTURES, named_full_tensors
 from flash.trainer.state import checkpoint, stored
 from tests.trainer.critic_cases import critic_gradient, set_head
@@ -18,6 +20,7 @@ from tests.trainer.trainer_cases import (
     aged_shard,
     gradient_of,
     kept,
+    local,
     make_config,
     moments_of,
     part_of,
@@ -56,6 +59,8 @@ LAYOUTS = {
 KINDS = sorted({kind for layout in LAYOUTS.values() for kind in layout.kinds})
 SAVED = {"tensor": "qwen3", "context": "qwen3", "expert": "qwen3_moe", "tensor and expert, of 4": "qwen3_moe"}
 """Layouts whose checkpoints are looked at, and of which kind."""
+PLANNED = ("tensor, of 4", "expert, of 4", "experts over tensor groups", "all")
+"""Layouts whose plans are looked at."""
 ALONE = "alone"
 """Folder of what one process has saved."""
 TABLES: dict[str, Any] = {
@@ -88,14 +93,36 @@ def trained(folder: Path, kind: str, **parallel: int) -> tuple[Trainer, dict[str
         set_head(critic, index)
     trainer.version = shard.step
     mine = list(range(len(shard.samples)))[trainer.mesh.data_shard :: trainer.mesh.data_shards]
+    held: list[tuple[int, int]] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: held.append(bytes_of(trainer)))
     metrics = trainer.train_step(part_of(shard, mine))
     return trainer, {
         "metrics": metrics,
+        "bytes": held[0],
         "gradient": gradient_of(trainer),
         "critics": [critic_gradient(critic) for critic in trainer.critics],
         "published": {name: tensor.clone() for name, tensor in named_full_tensors(trainer.model)},
         "canary": trainer.canaries.canary(trainer.model).logprobs,
     }
+
+
+def bytes_of(trainer: Trainer) -> tuple[int, int]:
+    """What this rank holds of the policy's weights, and of their gradient."""
+    weights = [*trainer.model.parameters()]
+    both = ((local(one) for one in some) for some in (weights, [one.grad for one in weights if one.grad is not None]))
+    held = [sum(one.numel() * one.element_size() for one in some) for some in both]
+    return held[0], held[1]
+
+
+def planned(folder: Path) -> dict[str, tuple[int, int]]:
+    """The same by layout, as it is planned. Makes process groups, so it wants a process of its own."""
+    found: dict[str, tuple[int, int]] = {}
+    for name in PLANNED:
+        layout = LAYOUTS[name]
+        config = configured(folder, layout.kinds[0], **layout.parallel)
+        memory = rank_memory(replace(config, model=replace(config.model, dtype="bfloat16")), layout.ranks)
+        found[name] = (memory.weights, memory.gradients)
+    return found
 
 
 def state_of_all(trainer: Trainer) -> dict[str, torch.Tensor]:

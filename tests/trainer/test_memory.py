@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flash.config.tree import Config
-from flash.errors import ConfigError
 from flash.trainer.memory import RankMemory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
@@ -94,11 +93,6 @@ def test_recomputed_activations_are_not_kept(plans: dict[str, RankMemory]) -> No
 def test_ranks_that_divide_rows_have_their_part_of_the_activations(plans: dict[str, RankMemory]) -> None:
     assert 0.45 < plans["of halves of longer rows"].at_work / plans["of longer rows"].at_work < 0.65
     assert plans["of halves of longer rows"].weights == plans["of two"].weights
-
-
-def test_divided_layers_and_experts_are_not_planned(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^parallel\.tensor, parallel\.expert: "):
-        rank_memory(configured(tmp_path, parallel={"expert": 2}), 2)
 
 
 def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> None:

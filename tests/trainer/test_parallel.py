@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,18 @@ from flash.trainer.model.model import check_divisible
 from flash.trainer.state import checkpoint, stored
 from tests.trainer import parallel_ranks
 from tests.trainer.packed_cases import tiny
-from tests.trainer.parallel_ranks import ALONE, DRAWN, KINDS, LAYOUTS, SAVED, configured, state_of_all, trained
+from tests.trainer.parallel_ranks import (
+    ALONE,
+    DRAWN,
+    KINDS,
+    LAYOUTS,
+    PLANNED,
+    SAVED,
+    configured,
+    planned,
+    state_of_all,
+    trained,
+)
 from tests.trainer.trainer_cases import Trainer, kept, relative_error, run_ranks, write_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -105,6 +118,21 @@ def test_checkpoints_load_in_another_layout(
     assert sorted(file.name for file in path.glob("rng-*")) == [f"rng-{shard:05d}.pt" for shard in range(shards)]
     checkpoint.load(path, trainer)
     assert_equal(state_of_all(trainer), of_ranks[0]["saved"])
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> dict[str, tuple[int, int]]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(planned, folder).result()
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_says_what_ranks_hold_to_the_byte(
+    name: str, plans: dict[str, tuple[int, int]], on_ranks: Callable[[str, str], list[Seen]]
+) -> None:
+    """At most: where weights do not divide, the first rank's part."""
+    held = [seen["bytes"] for seen in on_ranks(name, LAYOUTS[name].kinds[0])]
+    assert plans[name] == held[0] == max(held)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
