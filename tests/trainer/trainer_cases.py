@@ -269,7 +269,9 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
 class Rank(ForkedProcess):
     """One of several ranks, of a process that has imported what they are made of."""
 
-    server = Server(*(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel")))
+    server = Server(
+        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent"))
+    )
 
 
 def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:

@@ -1,0 +1,186 @@
+"""One of many ranks of which there are no others: takes a step, and writes what it told each group of them.
+
+Tensors have data, so that sizes which follow from it are numbers; what the others would say is anything.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flash.config.tree import Config
+from flash.foreign.torch import absent_ranks
+from flash.trainer.mesh import TrainerMesh, trainer_mesh
+from flash.trainer.model.adapters import empty_policy, engine_tensors
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import empty_model, named_full_tensors, shard_model
+from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.optimizer import global_norm, make_optimizer
+from flash.trainer.step import Trainer
+from tests.trainer.parallel_ranks import TABLES
+from tests.trainer.trainer_cases import aged_shard, local, make_config, make_shard, part_of
+
+LORA, MUON = {"lora": {"rank": 2}}, {"train": {"optimizer": "muon"}}
+AGAIN = {"train": {"activation_checkpointing": True}}
+ALL = {"tensor": 2, "context": 4, "expert": 16}
+
+
+class Case(NamedTuple):
+    """A layout of so many ranks, and some of them."""
+
+    ranks: int
+    kind: str
+    parallel: dict[str, int]
+    tables: dict[str, Any]
+    some: tuple[int, ...] = (0, 1, 9, 63)
+    """The first, its neighbour, others, and the last one, which has nothing of a weight that is divided among all."""
+
+
+CASES = {
+    "fsdp": Case(64, "qwen3", {}, AGAIN),
+    "adapters": Case(64, "qwen3_moe", {}, LORA | AGAIN),
+    "tensor": Case(64, "qwen3", {"tensor": 4}, MUON),
+    "context": Case(64, "qwen3", {"context": 4}, MUON),
+    "tensor and context": Case(64, "qwen3", {"tensor": 2, "context": 4}, AGAIN),
+    "expert": Case(64, "qwen3_moe", {"expert": 8}, AGAIN),
+    "experts over rows": Case(64, "qwen3_moe", {"context": 2, "expert": 8}, MUON),
+    "all": Case(64, "qwen3_moe", ALL, AGAIN),
+    "fsdp of 512": Case(512, "qwen3", {}, AGAIN, some=(0, 511)),
+    "all of 512": Case(512, "qwen3_moe", ALL, MUON, some=(0, 1, 9, 511)),
+}
+WHOLE = {
+    "experts over tensor groups": Case(512, "qwen3_moe", {"tensor": 2, "expert": 8}, MUON),
+    "adapters": Case(64, "qwen3", {}, LORA),
+}
+"""Of which the first rank takes a step with all that a step can have."""
+
+
+class Told(NamedTuple):
+    """A collective."""
+
+    name: str
+    group: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    """Of what it is given, in order; none where they follow from the data."""
+
+
+class Listening(TorchDispatchMode):
+    """Notes the collectives that are called meanwhile."""
+
+    def __init__(self, experts: tuple[int, ...]) -> None:
+        super().__init__()
+        self._experts = experts
+        self.heard: list[Told] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            given = tree_leaves((args, kwargs or {}))
+            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            group = next(members for one in reversed(given) if (members := _members(one)) is not None)
+            loose = "all_to_all" in name or "alltoall" in name
+            sizes = () if loose and group == self._experts else tuple(tuple(one.shape) for one in tensors)
+            self.heard.append(Told(name, group, sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def _members(given: Any) -> tuple[int, ...] | None:
+    """The ranks of a process group, where this is one, or the name of one."""
+    c10d: Any = dist.distributed_c10d
+    if isinstance(given, str):
+        given = next((one for one in c10d._world.pg_map if one.group_name == given), None)
+    elif isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
+        given = ProcessGroup.unbox(given)
+    return tuple(dist.get_process_group_ranks(given)) if isinstance(given, ProcessGroup) else None
+
+
+class Seen(NamedTuple):
+    """By a rank."""
+
+    groups: dict[str, tuple[int, ...]]
+    heard: list[Told]
+    ungiven: list[str]
+    """What is trained and has no gradient of its own shape."""
+    published: dict[str, tuple[int, ...]]
+    expected: dict[str, tuple[int, ...]]
+    """The shapes of these in the model that is not divided."""
+
+
+def configured(folder: Path, case: Case, **tables: Any) -> Config:
+    """In bfloat16, as on GPUs."""
+    both = {name: tables.get(name, {}) | case.tables.get(name, {}) for name in tables | case.tables}
+    return make_config(folder / case.kind, **both | {"parallel": case.parallel})
+
+
+def groups_of(mesh: TrainerMesh) -> dict[str, tuple[int, ...]]:
+    """The ranks of each grid."""
+    found = {"fsdp": mesh.fsdp.get_group(), "data": mesh.data}
+    if mesh.tensor is not None:
+        found["tensor"] = mesh.tensor.get_group()
+    if mesh.context is not None:
+        found["context"] = mesh.context.get_group()
+    if mesh.experts is not None:
+        found |= {"expert": mesh.experts.get_group("expert"), "like experts": mesh.experts.get_group("fsdp")}
+    return {name: tuple(dist.get_process_group_ranks(group)) for name, group in found.items()}
+
+
+def step(folder: Path, case: Case, rank: int) -> Seen:
+    """Forward and backward pass, an update, and what a version is gathered into."""
+    config = configured(folder, case, model={"dtype": "bfloat16"})
+    with absent_ranks(case.ranks, rank):
+        mesh = trainer_mesh("cpu", config.parallel)
+        recompute = config.train.activation_checkpointing
+        model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute).to_empty(device="cpu")
+        for tensor in [*model.parameters(), *model.buffers()]:
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data.fill_(0.01)
+        optimizer = make_optimizer(model, config.train)
+        groups = groups_of(mesh)
+        packed = in_one_row(np.split(np.arange(60) % 40, [9, 30]))
+        keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+        with Listening(groups.get("expert", ())) as listening:
+            token_logprobs(model, packed, keep_T, packed.input_P[keep_T + 1]).logp_T.sum().backward()
+            trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            ungiven = [
+                name
+                for name, one in trained.items()
+                if one.grad is None or local(one.grad).shape != local(one).shape or local(one.grad).dtype != one.dtype
+            ]
+            global_norm([one.grad for one in trained.values() if one.grad is not None])
+            optimizer.step()
+            published = {name: tuple(tensor.shape) for name, tensor in named_full_tensors(model)}
+            list(engine_tensors(model, config.lora))
+    whole = empty_model(config.model) if config.lora is None else empty_policy(config)
+    expected = {name: tuple(one.shape) for name, one in whole.named_parameters() if one.requires_grad}
+    return Seen(groups, listening.heard, ungiven, published, expected)
+
+
+def whole_step(folder: Path, case: Case) -> dict[str, float]:
+    """A step of a trainer, of whose data each other shard has the same."""
+    config = configured(folder, case, **TABLES | ({"critic": {}} if case.tables is LORA else {}))
+    with absent_ranks(case.ranks):
+        trainer = Trainer(config)
+        shard, shards = aged_shard(prompt=8), trainer.mesh.data_shards
+        trainer.version = shard.step
+        some = [sample.trajectory for sample in shard.samples[:2]] * shards
+        return trainer.train_step(part_of(make_shard(some, step=shard.step, min_version=shard.min_version), [0, 1]))
+
+
+def main(folder: Path, name: str, index: int) -> None:
+    """A process for each, as torch keeps grids of ranks beyond their process group."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    torch.save(step(folder, case, case.some[index]), folder / f"{name}-{index}.pt")
+
+
+def main_whole(folder: Path, index: int) -> None:
+    torch.set_num_threads(1)
+    torch.save(whole_step(folder, [*WHOLE.values()][index]), folder / f"whole-{index}.pt")
