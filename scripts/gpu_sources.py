@@ -1,17 +1,22 @@
-"""Holds what Flash uses of vLLM against the sources of another build: `python scripts/gpu_sources.py FOLDER`.
+"""Holds what Flash uses of vLLM and torch against the sources of other builds: `python scripts/gpu_sources.py FOLDER`.
 
-FOLDER has a package `vllm` in it, such as the unpacked wheel for CUDA, which no machine without a GPU can import:
+FOLDER has a package `vllm` or `torch` in it, or both, such as the unpacked wheels for CUDA, which no machine without a
+GPU can import (=== names the build of torch that has no +cpu behind its version):
 
-    pip download --no-deps vllm==VERSION && unzip vllm-*.whl '*.py' -d FOLDER
+    pip download --no-deps vllm==VERSION torch===VERSION
+    for WHEEL in *.whl; do unzip $WHEEL '*.py' '*.pyi' -d FOLDER; done
 
 Everything is read, nothing imported: each attribute that `flash/foreign` lists is there; what is called has the
 parameters that the installed build has, and takes the arguments that our calls give; methods that we override take what
-theirs do; the arguments of engines and the fields of messages to workers exist. A table; 1 where something is amiss.
+theirs do; the arguments of engines and the fields of messages to workers exist. Of torch all sources and stubs of what
+is compiled are those of the installed build, whose tests then hold for both; what that build lacks takes our calls. A
+table; 1 where something is amiss.
 """
 
 from __future__ import annotations
 
 import ast
+import filecmp
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +43,13 @@ FIELDS = {
 }
 """What `flash/weights` sends to vLLM's own receivers, by the class that it becomes there."""
 
+NCCL = "torch._C._distributed_c10d:ProcessGroupNCCL"
+COMPILED = (NCCL, f"{NCCL}.abort", f"{NCCL}.Options", f"{NCCL}.Options._timeout")
+"""What torch has in its builds for CUDA alone, beside `torch.cuda`."""
+NAMES = ("vllm", "torch")
+OWN_VERSION = "version.py"
+"""The file of torch that says which build it is."""
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -58,7 +70,7 @@ class Sources:
 
     def _read(self, name: str) -> ast.Module:
         path = self._folder.joinpath(*name.split("."))
-        files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+        files = (path / "__init__.py", *(path.with_name(f"{path.name}.{kind}") for kind in ("py", "pyi")))
         return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
 
     def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
@@ -73,6 +85,10 @@ class Sources:
                     for alias in names:
                         if (alias.asname or alias.name) == name:
                             return self.find(self._absolute(module, other, level), alias.name)
+                        if alias.name == "*":
+                            everything = self.find(self._absolute(module, other, level), name)
+                            if everything is not None:
+                                return everything
                     continue
                 case _:
                     continue
@@ -93,6 +109,8 @@ class Sources:
             return None
         for node in ast.walk(owner):
             match node:
+                case ast.ClassDef(name=found) if found == name and node is not owner:
+                    return node, module
                 case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if found == name:
                     return node, module
                 case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
@@ -159,9 +177,9 @@ def _signature(node: Definition) -> inspect.Signature:
     return inspect.Signature(made)
 
 
-def _calls(name: str) -> Iterator[tuple[str, ast.Call]]:
+def _calls(name: str, files: Sequence[str] = CALLERS) -> Iterator[tuple[str, ast.Call]]:
     """Ours of a function or a method of this name."""
-    for file in CALLERS:
+    for file in files:
         for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _name(node.func) == name:
                 yield f"{file}:{node.lineno}", node
@@ -246,7 +264,49 @@ def engine_arguments() -> list[str]:
     return sorted({name for config in configs for name in engine_args(config, 0, [0])})
 
 
+def sources_of_torch(folder: Path) -> Iterator[Row]:
+    """That they are the installed ones, as far as Python reads them, and our calls of what these lack."""
+    installed = Path(str(distribution("torch").locate_file("torch")))
+    names = [{file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed)]
+    read = {name for name in names[0] | names[1] if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
+    other = sorted(str(one) for one in read if not _same(folder / "torch" / one, installed / one))
+    told = f"{', '.join(other[:5])} {'are' if len(other) > 1 else 'is'} other than installed" if other else ""
+    yield Row("torch", f"{len(read):,} files of sources", told)
+    build = Sources(folder)
+    for path in COMPILED:
+        found = build.touched(path)
+        yield Row(path, "compiled", "is not there" if found is None else "")
+        if found is not None and (signature := build.signature(found)) is not None and path == NCCL:
+            for where, call in _calls("ProcessGroupNCCL", ("flash/foreign/torch.py",)):
+                yield Row(path, f"called in {where}", _misfit(call, signature))
+    for where, name, call in _calls_of_cuda():
+        found = build.find("torch.cuda", name)
+        signature = None if found is None else build.signature(found)
+        fault = "is not there" if found is None else "" if signature is None else _misfit(call, signature)
+        yield Row(f"torch.cuda:{name}", f"called in {where}", fault)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def _calls_of_cuda() -> Iterator[tuple[str, str, ast.Call]]:
+    for file in sorted(one for room in ("flash", "benchmarks") for one in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="cuda"), attr=name)):
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", name, node
+                case _:
+                    pass
+
+
 def rows(folder: Path) -> list[Row]:
+    """All of them, of what there is of both in a folder."""
+    torch = [*sources_of_torch(folder)] if (folder / "torch").is_dir() else []
+    return [*uses_of_vllm(folder), *torch] if (folder / "vllm").is_dir() else torch
+
+
+def uses_of_vllm(folder: Path) -> list[Row]:
     """All of them, of the `vllm` in a folder."""
     from flash.foreign import vllm, vllm_parsers
 
@@ -258,14 +318,14 @@ def rows(folder: Path) -> list[Row]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
-    if len(arguments) != 1 or not (Path(arguments[0]) / "vllm" / "__init__.py").is_file():
-        sys.stderr.write(f"{__doc__}\nexpected a folder with a package vllm in it\n")
+    if len(arguments) != 1 or not any((Path(arguments[0]) / name / "__init__.py").is_file() for name in NAMES):
+        sys.stderr.write(f"{__doc__}\nexpected a folder with a package vllm or torch in it\n")
         return 2
     found = rows(Path(arguments[0]))
     for row in found:
         sys.stdout.write(f"{'✗' if row.fault else '✓'} {row.what:<100} {row.how}{' ' * bool(row.fault)}{row.fault}\n")
     amiss = sum(bool(row.fault) for row in found)
-    sys.stdout.write(f"{len(found)} uses of vLLM, {amiss} amiss\n")
+    sys.stdout.write(f"{len(found)} uses of vLLM and torch, {amiss} amiss\n")
     return 1 if amiss else 0
 
 

