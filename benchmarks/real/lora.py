@@ -3,7 +3,8 @@
 *Bytes* are those of the tensors that engines are given in bfloat16, of models of these shapes, with adapters on all
 linear layers. *Versions*: a real vLLM engine on the CPU answers many requests while adapters that differ strongly are
 swapped under them; each token's log-prob is held to Hugging Face's of the merged weights of the version that the token
-is said to be of. *Recipe* (full runs): examples/tiny.toml, all weights and adapters alone, at ten times the rate.
+is said to be of. *Recipe*: the quickstart, whose model is a pretrained one, with all weights, sent as what has changed,
+and with adapters alone, at ten times the rate; and a few steps with all weights at a rate of 1e-6, to see what changes.
 """
 
 from __future__ import annotations
@@ -162,20 +163,22 @@ async def storm(
     from flash.types import Completion
 
     done: list[tuple[list[int], Completion]] = []
-    numbers = iter(range(requests))
-    enough = anyio.Event()
+    numbers, each = iter(range(requests)), requests / (swaps + 1)
+    swapped, changed = 0, anyio.Condition()
 
     async def client() -> None:
         for number in numbers:
+            async with changed:
+                while number > (swapped + 1) * each + CLIENTS:  # else all would be answered before the last swap
+                    await changed.wait()
             prompt = [3 + (number * 7 + place * (1 + number % 3)) % 9 for place in range(4 + number % 37)]
             count = TOKENS[0] + number * 11 % (TOKENS[1] - TOKENS[0])
             stream = engine.generate(GenerateRequest(prompt, count, key=number))
             (said,) = [piece async for piece in stream if isinstance(piece, Completion)]
             done.append((prompt, said))
-            if len(done) > swapped[0] * requests / (swaps + 1):
-                enough.set()
+            async with changed:
+                changed.notify_all()
 
-    swapped = [0]
     await engine.start()
     await engine.load(await anyio.to_thread.run_sync(versions.publish, 0), keep_cache=False)
     async with anyio.create_task_group() as group:
@@ -183,9 +186,13 @@ async def storm(
             group.start_soon(client)
         for version in range(1, swaps + 1):
             published = await anyio.to_thread.run_sync(versions.publish, version)
-            await enough.wait()
+            async with changed:
+                while len(done) < swapped * each:
+                    await changed.wait()
             await engine.load(published, keep_cache=False)
-            swapped[0], enough = version, anyio.Event()
+            async with changed:
+                swapped = version
+                changed.notify_all()
     return done
 
 

@@ -212,7 +212,7 @@ class WeightsConfig(Section, frozen=True):
     backend: Literal["auto", "tcp", "gloo", "nccl", "ipc"] = "auto"
     """`auto`: tcp without GPUs, ipc on shared ones, else nccl."""
     deltas: bool = False
-    """With `tcp`: engines keep a copy in the host's memory, and are sent [what has changed](weights.md#deltas)."""
+    """With `tcp`: each worker of an engine keeps a copy on the host, and gets [what has changed](weights.md#deltas)."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Most mean difference of log-probs, nats. None: six times what `dtype` does, at least 1e-4 (float32), 0.02
     (float16), 0.15 (bfloat16)."""

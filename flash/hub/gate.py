@@ -217,7 +217,7 @@ class Gate:
                 return f"engine {engine.index} at version {engine.version}, and the newest is {newest}"
             if engine.index < 0 or not _finite((engine.idle_s, engine.lifetime_s, engine.canary_error)):
                 return f"engine {engine.index} with numbers that cannot be"
-            if not 0 <= engine.accepted <= engine.drafted <= MOST:
+            if not 0 <= engine.accepted <= engine.drafted:
                 return f"engine {engine.index} with {engine.accepted} of {engine.drafted} drafted tokens"
         if len({engine.index for engine in request.engines}) < len(request.engines):
             return "an engine twice"

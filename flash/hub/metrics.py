@@ -146,8 +146,10 @@ class StepMetrics:
         drafted = accepted = 0
         for engine in engines:
             known = self._drafts.get(engine.index, (0, 0))
-            before = known if known[0] <= engine.drafted else (0, 0)  # else it is new
-            drafted, accepted = drafted + engine.drafted - before[0], accepted + engine.accepted - before[1]
+            more = engine.drafted - known[0], engine.accepted - known[1]
+            if not 0 <= more[1] <= more[0]:  # it is new
+                more = engine.drafted, engine.accepted
+            drafted, accepted = drafted + more[0], accepted + more[1]
             self._drafts[engine.index] = engine.drafted, engine.accepted
         return {"draft_accepted_share": accepted / drafted} if drafted > 0 else {}
 

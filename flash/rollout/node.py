@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
@@ -39,12 +39,14 @@ from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
-from flash.rollout.teacher import ServedTeacher
 from flash.samples.rules import ALIKE, Problems
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory
 from flash.waiting import deadline, unwrapped_group
+
+if TYPE_CHECKING:
+    from flash.rollout.teacher import ServedTeacher
 
 CLAIMS_AT_ONCE = 1024
 """Leases that are presented in one message: others are served between two."""

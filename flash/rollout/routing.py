@@ -181,7 +181,8 @@ class Router:
         """Requests that could start now, beyond those that wait for the same engines."""
         ready = [view for view in self.views if view.open and view.version >= 0]
         free = sum(min(view.limit - view.held, self.sessions.room(view.index)) for view in ready)
-        first = sum(count for need, count in self._counts.items() if any(_may(view, need) for view in ready))
+        # Also who waits for a version alone: what a hub hands out next needs that one, too.
+        first = sum(count for need, count in self._counts.items() if any(_suits(view, need) for view in ready))
         return max(0, int(free) - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -403,8 +404,13 @@ class Router:
 
 def _may(view: EngineView, need: Need) -> bool:
     """Whether an engine may serve what waits with this need, for all but memory."""
+    return need.min_version <= view.version and _suits(view, need)
+
+
+def _suits(view: EngineView, need: Need) -> bool:
+    """The same, once it has a version that is new enough."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
-    return only and need.min_version <= view.version and view.index not in need.barred
+    return only and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
@@ -40,7 +40,6 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.teacher import ServedTeacher
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
@@ -64,6 +63,9 @@ from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
 from flash.transport.server import serve
 from flash.waiting import deadline, first_error
+
+if TYPE_CHECKING:
+    from flash.rollout.teacher import ServedTeacher
 
 FAREWELL_S = 0.2
 """Seconds in which the other nodes are told that an interrupted run is over."""
@@ -316,6 +318,8 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
     """The server that holds the teacher, once it has shown that it can tell of the longest sample."""
     if config.algorithm.teacher is None or config.algorithm.teacher.url is None:
         return None
+    from flash.rollout.teacher import ServedTeacher
+
     teacher = ServedTeacher(config.algorithm.teacher.url, config.deadlines.env_step)
     await teacher.check(config.model.max_length, len(tokenizer.inner), tokenizer.token_texts)
     return teacher

@@ -122,6 +122,7 @@ def test_drafts_that_stayed_since_the_last_step_and_of_another_engine_from_its_s
     assert stayed((8, 6)) is None
     assert stayed((10, 6), (6, 6)) == pytest.approx(6 / 8)
     assert stayed((4, 1), (6, 6)) == pytest.approx(1 / 4), "the first one has begun anew"
+    assert stayed((4, 1), (20, 2)) == pytest.approx(2 / 20), "the second one, which has drafted more since"
 
 
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:

@@ -177,6 +177,7 @@ def test_a_server_with_other_tokens_or_too_short_is_refused_at_the_start() -> No
     ):
         check(Counting(text="<{}>".format))
     check(Counting(text=lambda token: "\ufffd"))
+    check(Counting(text=lambda token: " " + chr(token)))  # as vLLM says it of a token that begins a word
     with pytest.raises(ConfigError, match=r"length is 8; expected vLLM, with --max-model-len above 9 "):
         check(Counting(httpx.Response(400, text="the maximum context length is 8")))
 
