@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from flash.cli.arguments import CommandParsers
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
+from flash.errors import ConfigError
 
 if TYPE_CHECKING:
     from flash.trainer.memory import RankMemory
@@ -92,8 +93,11 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
 
     said = ""
     for changes, why in _changes(config):
-        changed = load(paths, [*overrides, *changes])
-        memory = rank_memory(changed, _ranks(changed))
+        try:
+            changed = load(paths, [*overrides, *changes])
+            memory = rank_memory(changed, _ranks(changed))
+        except ConfigError as error:  # what comes after goes on from it
+            return f"{said}  nothing further: {' '.join(changes)} is refused: {error}\n"
         if memory.total <= room:
             return f"{said}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
         said += f"  nor with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"

@@ -70,6 +70,8 @@ def _machine(config: Config) -> Iterator[ConfigProblem]:
     if config.gpus_per_node == 0 and config.cluster.trainer_ranks > cores:
         message = f"{config.cluster.trainer_ranks} ranks share the {cores} cores of this machine"
         yield ConfigProblem("cluster.trainer_ranks", message)
+    if config.gpus_per_node == 0 and config.train.offload:
+        yield ConfigProblem("train.offload", "trainers without GPUs have no other memory than the host's")
 
 
 def _engines(config: Config) -> Iterator[ConfigProblem]:

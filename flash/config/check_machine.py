@@ -241,16 +241,13 @@ def memory_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def offload_rule(config: Config) -> Iterator[ConfigProblem]:
-    """There is a memory beside the host's, what is to be moved is kept in one piece, and moments are AdamW's."""
+    """What is to be moved is kept in one piece, and moments are AdamW's."""
     train, key = config.train, "train.offload"
     if train.optimizer == "muon":
         message = 'moments in bfloat16 or on the host are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
         asked = {"train.moments": train.moments != "float32", key: "moments" in train.offload}
         yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
-    if train.offload and config.gpus_per_node == 0:
-        message = f"expected [], as trainers without GPUs have no other memory, got {show(train.offload)}"
-        yield ConfigProblem(key, message)
-    elif "activations" in train.offload and not train.activation_checkpointing:
+    if "activations" in train.offload and not train.activation_checkpointing:
         message = "`activations` are inputs of layers that run again: set train.activation_checkpointing = true"
         yield ConfigProblem(key, message)
 

@@ -85,7 +85,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         at_work = _at_work(config, mesh, policy, few)
         others = _others(config, mesh)
         loading = weights
-        if config.lora is not None:
+        if config.lora is not None and config.model.dtype != "float32":
             loading += _bytes(_made(config.model, config.model.path, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
     host = moments[1] + others[1] + _inputs(config, policy)
@@ -98,7 +98,7 @@ def _inputs(config: Config, policy: PreTrainedModel) -> int:
         return 0
     tokens = config.train.max_tokens_per_microbatch // config.parallel.context
     width = policy.config.get_text_config().hidden_size * getattr(torch, config.model.dtype).itemsize
-    return layer_count(policy) * tokens * width
+    return layer_count(policy) * _pinned(tokens * width)
 
 
 def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
@@ -156,8 +156,14 @@ def _moments(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     found = [0, 0]
     for one in (one for state in optimizer.state.values() for one in state.values() if one.dim() > 0):
         part = getattr(one, "_local_tensor", one)
-        found[part.device.type == ABSENT] += part.numel() * part.element_size()
+        away, size = part.device.type == ABSENT, part.numel() * part.element_size()
+        found[away] += _pinned(size) if away else size
     return found[0], found[1]
+
+
+def _pinned(size: int) -> int:
+    """What so many bytes take of memory that GPUs read: torch makes blocks of powers of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _kept_sets(config: Config, tokens: int) -> KeptSets | None:

@@ -32,10 +32,17 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     code, said = planned(*settings, *changes)
     assert code == 0, said
     assert "fits in 0.7 GiB" in said
+    few = ["rollout.group_size=8", "train.batch_size=8", "train.activation_checkpointing=true"]
+    code, said = planned(*settings, *few, card="0.001")
+    assert code == 1, said
+    tried, found, refused = said.partition("nothing further: ")
+    assert "nor with" in tried
+    assert found
+    assert "cluster.trainer_nodes=" in refused, "more ranks than samples, which nobody has asked for"
 
 
-def planned(*settings: str) -> tuple[int, str]:
+def planned(*settings: str, card: str = "0.7") -> tuple[int, str]:
     """Exit code and words of a process of its own: it makes a process group."""
-    command = [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "--card-gib", "0.7"]
+    command = [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "--card-gib", card]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.returncode, done.stdout

@@ -122,6 +122,7 @@ def test_a_path_with_a_nul_byte_is_one_clear_error(capsys: pytest.CaptureFixture
         ("rollout.temperature=9", "rollout.temperature"),
         ("weights.canary_tolerance=2", "weights.canary_tolerance"),
         (f"cluster.trainer_ranks={CORES + 1}", "cluster.trainer_ranks"),
+        ("train.offload=['moments']", "train.offload"),
     ],
 )
 def test_what_is_only_unwise_is_told_and_taken(file: Path, override: str, key: str) -> None:

@@ -403,10 +403,6 @@ def test_a_file_that_is_not_text_is_refused(project):
         (["eval.samples=4"], "`eval.samples` (override): 4 greedy answers are all the same"),
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
         (
-            ["train.offload=['moments']"],
-            '`train.offload` (override): expected [], as trainers without GPUs have no other memory, got ["moments"]',
-        ),
-        (
             ["train.optimizer=muon", "train.moments=bfloat16"],
             "`train.moments` (override): moments in bfloat16 or on the host are AdamW's; expected train.optimizer",
         ),

@@ -103,7 +103,7 @@ def test_a_reference_and_critics_are_counted(plans: dict[str, RankMemory]) -> No
 def test_inputs_that_wait_on_the_host_are_not_on_the_device(plans: dict[str, RankMemory]) -> None:
     recomputed, aside = plans["recomputed"], plans["offloaded"]
     assert (recomputed.host, aside.moments) == (0, 0)
-    assert aside.host == 6 * INPUT + recomputed.moments
+    assert 1 <= aside.host / (6 * INPUT + recomputed.moments) < 2, "in blocks of powers of two"
     # All but that of the layer whose turn it is, and of the next one to be brought.
     assert 4 * INPUT <= recomputed.at_work - aside.at_work <= 5 * INPUT
 

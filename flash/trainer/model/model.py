@@ -178,7 +178,12 @@ class _Stored:
         Raises:
             ConfigError: a part of it is missing.
         """
-        tensor, shape = self._read(name), self._shapes[name]
+        try:
+            tensor, shape = self._read(name), self._shapes[name]
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"model.path: {self._path} holds {name} in parts that do not fit together: {error}"
+            ) from error
         if tensor.shape != shape:
             raise ConfigError(f"model.path: {self._path} holds {name} as {[*tensor.shape]}, expected {[*shape]}")
         return tensor
