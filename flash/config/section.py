@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
-from algorithms.teacher import Teacher
 from flash.sampling import PLAIN, Sampling
+
+if TYPE_CHECKING:
+    from algorithms.teacher import Teacher
 
 MOST = 2**31 - 1
 """The largest of any count: what libraries below hold in 32 bits."""

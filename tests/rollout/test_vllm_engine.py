@@ -290,18 +290,22 @@ def test_an_engine_is_sent_what_has_changed_and_holds_all_of_it(served: Served) 
     import torch
 
     served.load(served.publish())
-    whole = sum(parameter.nbytes for parameter in served.model.parameters())
-    for seed in range(2):
-        torch.manual_seed(seed)
+    parameters = list(served.model.parameters())
+    before, whole = [parameter.detach().clone() for parameter in parameters], sum(one.nbytes for one in parameters)
+    torch.manual_seed(0)
+    for _ in range(2):
         with torch.no_grad():
-            for parameter in served.model.parameters():
+            for parameter in parameters:
                 parameter.add_(torch.where(torch.rand_like(parameter) < 0.02, 0.5, 0.0))
         published = served.publish()
         assert served.load(published) <= 1e-5
-        assert served.call(vllm.held_fingerprints, served.engine._llm) == [
-            decode_update(published.update_info).fingerprint
-        ]
+        held = served.call(vllm.held_fingerprints, served.engine._llm)
+        assert held == [decode_update(published.update_info).fingerprint]
         assert served.sent < 0.1 * whole if served.config.weights.deltas else served.sent == whole
+    with torch.no_grad():  # what other tests are about
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    served.load(served.publish())
 
 
 def test_an_engine_that_kept_its_weights_is_found_out_however_close_the_canary_is(served: Served) -> None:
