@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,28 @@ TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "decoupled 
 UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def ranks(
-    request: pytest.FixtureRequest, tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    model = tied_model if request.param == "tied" else untied_model
-    folder = tmp_path_factory.mktemp("ranks")
-    tiny("qwen3_moe", num_experts=1, num_local_experts=1, num_experts_per_tok=1).save_pretrained(
-        model.with_name(EXPERTS)
-    )
-    run_ranks(two_ranks.main, 2, model, folder, [*CASES] if request.param == "untied" else TIED)
-    results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
-    return {"model": model, "folder": folder, "results": results}
+@pytest.fixture(scope="module")
+def run_of(
+    tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """What two ranks have found of a model; they run once for each."""
+
+    @cache
+    def found(kind: str) -> dict[str, Any]:
+        model = tied_model if kind == "tied" else untied_model
+        folder = tmp_path_factory.mktemp("ranks")
+        experts = tiny("qwen3_moe", num_experts=1, num_local_experts=1, num_experts_per_tok=1)
+        experts.save_pretrained(model.with_name(EXPERTS))
+        run_ranks(two_ranks.main, 2, model, folder, [*CASES] if kind == "untied" else TIED)
+        results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
+        return {"model": model, "folder": folder, "results": results}
+
+    return found
+
+
+@pytest.fixture(params=["tied", "untied"])
+def ranks(request: pytest.FixtureRequest, run_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return run_of(request.param)
 
 
 @pytest.mark.parametrize(
