@@ -402,5 +402,5 @@ def receive_frame(
         raise TransportError(f"the peer sends {length} bytes at once, {most} are allowed")
     try:
         return decoder.decode(_receive(connection, length))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"the peer sends what cannot be read: {error}") from error

@@ -24,7 +24,7 @@ from flash.transport.auth import MAGIC, blocking_handshake, client_handshake
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.group import Ask, Got, GroupServer
 from flash.weights.member import Member
-from flash.weights.tcp import WORKER_NAME, TcpSource, WeightServer, make_image, pull
+from flash.weights.tcp import ASKED, NOTHING, WORKER_NAME, Held, TcpSource, WeightServer, make_image, pull
 from tests.fuzz.hub import Records
 from tests.fuzz.mutate import flipped
 
@@ -61,7 +61,8 @@ def _with_token(connection: socket.socket, source: TcpSource, rng: Random) -> No
     handshake = client_handshake(bytes.fromhex(source.token), name)
     blocking_handshake(handshake, connection.sendall, lambda count: _exactly(connection, count))
     version = rng.choice((0, 1, 2, -1, 2**63 - 1, -(2**63), rng.randrange(2**32)))
-    asked = struct.pack("!q", version)[: rng.choice((8, 8, 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9)))
+    asked = ASKED.pack(version, rng.choice((NOTHING, bytes.fromhex(source.digest), rng.randbytes(32))))
+    asked = asked[: rng.choice((len(asked), len(asked), 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9)))
     # Whoever holds the token may hold up a round, and so no attacker asks for what there is.
     word = msgspec.msgpack.encode(rng.choice((Ask("", rng.choice((0, 2, 2**63 - 1)), 0), Ask("x" * 99, 1, -1), Got())))
     framed = struct.pack("!I", rng.choice((len(word), len(word), 2**31))) + flipped(word, rng)
@@ -87,6 +88,7 @@ def _leave(connection: socket.socket, rng: Random) -> None:
 
 SERVERS: dict[str, Callable[[str, float, float], WeightServer]] = {
     "tcp": WeightServer,
+    "tcp, deltas": partial(WeightServer, deltas=True),
     "gloo": partial(GroupServer, "gloo"),
 }
 
@@ -107,6 +109,7 @@ def _attacked(backend: str, connections: int, seed: int) -> int:
         threading.excepthook = lambda about: dead.append(repr(about.exc_value))
         stack.callback(setattr, threading, "excepthook", hook)
         server, member = SERVERS[backend]("127.0.0.1", PATIENCE_S, PATIENCE_S), Member(torch.device("cpu"))
+        held = Held()
         stack.callback(server.close)
         stack.callback(member.leave)
         threads, fingerprint = threading.active_count(), Fingerprint()
@@ -118,7 +121,7 @@ def _attacked(backend: str, connections: int, seed: int) -> int:
             try:
                 attack(source, Random(f"{seed}/{attacker}"))
                 if attacker % PULL_EVERY == 0:
-                    pulled = dict(pull(source, None if backend == "tcp" else member.receive))
+                    pulled = dict(pull(source, member.receive if backend == "gloo" else held.receive))
                     assert all(torch.equal(pulled[name], tensor) for name, tensor in TENSORS)
                     pulls += 1
                 assert not records.bad, records.bad

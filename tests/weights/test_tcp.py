@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import socket
+import struct
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
-from flash.weights.tcp import CHUNK_BYTES, Held, TcpPublisher, TcpSource, WeightServer, make_image, pull
+from flash.weights.group import Ask, Got
+from flash.weights.tcp import CHUNK_BYTES, Held, TcpPublisher, TcpSource, WeightServer, make_image, pull, receive_frame
 from flash.weights.update import decode_update
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -210,3 +213,12 @@ def test_damaged_changes_are_refused_and_the_next_pull_is_whole(place: int) -> N
         dict(pull(source, held.receive))
     assert torch.equal(dict(pull(source, held.receive))["weight"], weights)
     server.close()
+
+
+@pytest.mark.parametrize("word", [b"\x81\xa4type\xa3As\xeb", b"\x81\xa1x" + b"\x91" * 9000, b"\xc1"])
+def test_a_word_that_cannot_be_read_is_a_transport_error(word: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("!I", len(word)) + word)
+        with pytest.raises(TransportError, match="cannot be read"):
+            receive_frame(ours, msgspec.msgpack.Decoder(Got | Ask))
