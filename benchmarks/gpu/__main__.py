@@ -5,9 +5,12 @@ canary over 20 swaps, seconds of a swap, and what that is in bytes. The second i
 `layer`: memory and speed of the output layer against whole logits. `mfu`: training steps of a model of the size of
 Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32.
 `engine`: tokens per second through the whole rollout path beside a bare vLLM.
+`lora`, `speculation`, `fp8`, `routing`: runs with adapters, drafts, weights in eight bits, replayed experts.
+`divided`, `groups`: gradients of divided layers, rows and experts, and nccl's groups that form anew; of two cards.
 
-Without names all parts run, in under eight minutes on one card, `job-model` only with --model. A part that fails is
-told with its error, and the others go on. Rows are written with the versions and the card that they were measured on.
+Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. A part that fails
+is told with its error, and one that lacks cards with its reason, and the others go on. Rows are written with the
+versions and the card that they were measured on.
 Without a GPU, `--quick` runs each part at a size for two CPU cores, which shows that it works and no figure.
 """
 
@@ -24,16 +27,16 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.form import Row, machine, print_table
+from benchmarks.gpu import kinds, ranks
 from benchmarks.gpu.compute import layer_rows, mfu_rows
 from benchmarks.gpu.engine import engine_rows
 from benchmarks.gpu.exact import exact_rows
 from benchmarks.gpu.job import job_rows
-from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.sizes import Part, Sizes, Skipped
 from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"
 VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "numpy", "msgspec")
-Part = Callable[[Sizes], list[Row]]
 
 
 def parts(model: Path | None) -> dict[str, Part]:
@@ -44,6 +47,8 @@ def parts(model: Path | None) -> dict[str, Part]:
         "exact": exact_rows,
         "job-tiny": lambda sizes: job_rows(sizes, None),
         "engine": engine_rows,
+        **kinds.PARTS,
+        **ranks.PARTS,
     }
     if model is not None:
         known["job-model"] = lambda sizes: job_rows(sizes, model)
@@ -81,22 +86,27 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
         print(f"  {title:<8} {text}")
     rows: list[Row] = []
     failed: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name in args.parts or known:
         print(f"\n=== {name}", flush=True)
         begun = time.perf_counter()
         try:
             found = known[name](sizes)
+        except Skipped as why:
+            skipped[name] = str(why)
+            continue
         except Exception as error:  # a part that fails must not take the others' figures with it
             traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"
             continue
         rows += [*found, Row(name, "part_s", "s", time.perf_counter() - begun)]
         print_table(rows[-len(found) - 1 :])
-    report = {"machine": dict(on), "quick": args.quick, "rows": rows, "failed": failed}
+    report = {"machine": dict(on), "quick": args.quick, "rows": rows, "failed": failed, "skipped": skipped}
     args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     print(f"\nwritten to {args.json}")
-    for name, why in failed.items():
-        print(f"{name} failed: {why}")
+    for how, those in (("failed", failed), ("skipped", skipped)):
+        for name, why in those.items():
+            print(f"{name} {how}: {why}")
     return 1 if failed else 0
 
 

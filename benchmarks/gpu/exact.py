@@ -13,6 +13,7 @@ from benchmarks.form import Row
 from benchmarks.gpu.compute import step_config_for
 from benchmarks.gpu.sizes import MIDDLE, Shape, Sizes
 from benchmarks.real.objective_cost import apart, random_shard
+from flash.config.tree import ParallelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,10 @@ class Case(msgspec.Struct, frozen=True):
     vocabulary: int
     into: str
     """The file that the gradient goes to."""
+    parallel: ParallelConfig = ParallelConfig()
+    ranks: int = 1
+    rank: int = 0
+    """Of these, with a card of its own where there are cards."""
 
 
 def exact_rows(sizes: Sizes) -> list[Row]:
@@ -81,15 +86,16 @@ def save_random(asked: tuple[Shape, str]) -> None:
 
 
 def take_gradient(case: Case) -> None:
-    """The gradient of one step, not clipped."""
+    """The gradient of one step, not clipped, of this rank's part of a batch. The first one writes it."""
     import torch
 
-    with one_rank(gpu=case.gpu):
+    with one_rank(case):
         from flash.trainer.step import Trainer
 
         config = step_config_for(case.folder, case.dtype, LENGTH[1], GROUPS * 8, 1, gpu=case.gpu)
         replace = msgspec.structs.replace
-        trainer = Trainer(replace(config, train=replace(config.train, max_grad_norm=1e9)))
+        train = replace(config.train, max_grad_norm=1e9)
+        trainer = Trainer(replace(config, train=train, parallel=case.parallel))
         found: dict[str, Tensor] = {}
 
         def keep(*_: Any) -> None:
@@ -98,19 +104,26 @@ def take_gradient(case: Case) -> None:
                 found[name] = weight.grad.full_tensor().cpu()  # pyright: ignore[reportAttributeAccessIssue]
 
         trainer.optimizer.register_step_pre_hook(keep)
-        trainer.train_step(random_shard(0, GROUPS, LENGTH, case.vocabulary))
-        torch.save(found, case.into)
+        shard, mesh = random_shard(0, GROUPS, LENGTH, case.vocabulary), trainer.mesh
+        trainer.train_step(replace(shard, samples=shard.samples[mesh.data_shard :: mesh.data_shards]))
+        if case.rank == 0:
+            torch.save(found, case.into)
 
 
 @contextmanager
-def one_rank(*, gpu: bool) -> Iterator[None]:
-    """A process group of this process alone, as a trainer rank has it."""
+def one_rank(case: Case) -> Iterator[None]:
+    """A process group as a trainer rank has it."""
     import torch
     import torch.distributed as dist
 
-    if gpu:
-        torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if case.gpu:
+        torch.cuda.set_device(case.rank)
+    dist.init_process_group(
+        "nccl" if case.gpu else "gloo",
+        init_method=f"file://{case.into}.store",
+        rank=case.rank,
+        world_size=case.ranks,
+    )
     try:
         yield
     finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from benchmarks.form import Row
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -68,6 +70,23 @@ MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
 TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
 
 
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+}
+"""Of a small Qwen 3 with experts."""
+
+
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """What each part does."""
 
@@ -120,6 +139,13 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+Part = Callable[[Sizes], list[Row]]
+
+
+class Skipped(Exception):
+    """A part cannot run on this machine; it says what that lacks."""
+
+
 def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
     """A folder with random weights of this shape, another model's tokenizer, and no end-of-text token."""
     import torch
@@ -136,6 +162,19 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
         content = json.loads(file.read_text())
         content.pop("eos_token", None)
         file.write_text(json.dumps(content))
+    return folder
+
+
+def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path | None = None) -> Path:
+    """A folder with a mixture of random weights, and another model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    if not (folder / "model.safetensors").is_file():
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE, vocab_size=vocabulary)).save_pretrained(folder)
+    if tokenizer_of is not None:
+        AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.form import Args, Row, main
 
@@ -37,7 +37,9 @@ def work(orders: Connection, backend: str) -> None:
     from flash.weights.member import Member
     from flash.weights.tcp import TcpSource, pull
 
-    member = Member(torch.device("cpu"))
+    if backend == "nccl":
+        torch.cuda.set_device(1)  # the first is the trainer's
+    member = Member(torch.device("cuda", 1) if backend == "nccl" else torch.device("cpu"))
     receive = None if backend == "tcp" else member.receive
     while (order := orders.recv()) is not None:
         source, fatal = order
@@ -94,14 +96,14 @@ class Workers:
 
 
 @contextmanager
-def trainer(backend: str) -> Generator[Any]:
+def trainer(backend: Literal["gloo", "nccl", "tcp"]) -> Generator[Any]:
     """A publisher as rank 0 of a run has it."""
     import torch
 
     from flash.weights.group import GroupServer
     from flash.weights.tcp import TcpPublisher
 
-    serve = None if backend == "tcp" else partial(GroupServer, "gloo")
+    serve = None if backend == "tcp" else partial(GroupServer, backend)
     publisher = TcpPublisher(0, "127.0.0.1", torch.float32, TIMEOUT_S, TIMEOUT_S, serve)
     try:
         yield publisher
@@ -153,7 +155,7 @@ def changing(changes: int, layers: int) -> list[Row]:
     ]
 
 
-def staying(backend: str, layers: int, versions: int = 8) -> float:
+def staying(backend: Literal["gloo", "tcp"], layers: int, versions: int = 8) -> float:
     """Milliseconds of the trainer's processor for a version that four workers take."""
     workers = Workers(backend)
     with trainer(backend) as publisher:
