@@ -54,6 +54,8 @@ TOUCHED = (
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch:ops.aten._scaled_dot_product_flash_attention",
     "torch:ops.aten._scaled_dot_product_flash_attention_backward",
+    "torch:ops.aten._flash_attention_forward",
+    "torch:ops.aten._flash_attention_backward",
     "torch:ops.aten._scaled_dot_product_efficient_attention",
     "torch:ops.aten._scaled_dot_product_efficient_attention_backward",
 )
@@ -457,6 +459,65 @@ def attend_backward(
         groups = (1, query.shape[1] // key.shape[1], query.shape[1] // value.shape[1])
         grads = [one.unflatten(1, (-1, count)).sum(2) for one, count in zip(grads, groups, strict=True)]
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
+
+
+def takes_ragged(query: Tensor, value: Tensor) -> bool:
+    """Whether `attend_ragged` has a kernel for these: queries and values of [M, H, D]."""
+    wide = _to_width(query[:0], (query, value))
+    return query.device.type == "cuda" and _takes_flash(wide, None)
+
+
+class Sequences(NamedTuple):
+    """One after the other, those that ask and those that are asked."""
+
+    begins: tuple[Tensor, Tensor]
+    """int32, [S + 1] each: where the tokens of each begin, and the last end."""
+    most: tuple[int, int]
+    """Tokens of the longest."""
+    window: int | None = None
+    """Each sees so many, its own among them; causal ones alone have one."""
+
+
+def attend_ragged(
+    query: Tensor, key: Tensor, value: Tensor, how: Attention, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, without padding, mask or cap, on a GPU: [M, H, D], and float32 [M, H]."""
+    import torch
+
+    wide = [_to_width(one, (query, value)).contiguous() for one in (query, key, value)]
+    answer, weight, *_ = torch.ops.aten._flash_attention_forward(
+        *wide, *sequences.begins, *sequences.most, 0.0, how.causal, False, scale=how.scale, **_windows(sequences)
+    )
+    return answer[..., : value.shape[-1]], weight.transpose(0, 1)
+
+
+def attend_ragged_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    weight: Tensor,
+    how: Attention,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_backward`, of the same."""
+    import torch
+
+    grad, answer, *wide = (
+        _to_width(one.to(query.dtype), (query, value)).contiguous() for one in (grad, answer, query, key, value)
+    )
+    none = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        grad, *wide, answer, weight.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, how.causal,
+        none, none[:0], scale=how.scale, **_windows(sequences),
+    )  # fmt: skip
+    return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
+
+
+def _windows(sequences: Sequences) -> dict[str, int]:
+    window = sequences.window
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:

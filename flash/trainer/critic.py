@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
-from flash.trainer.mesh import TrainerMesh
+from flash.trainer.mesh import TrainerMesh, sent
 from flash.trainer.model.model import load_sharded, recomputed, reshard
 from flash.trainer.model.packed import PackedRow, given, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
@@ -148,7 +148,7 @@ class Critic:
         return part.told(value_M1, row_T)[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.model.backbone.device)
+        return sent(array, self.model.backbone.device)
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from flash.foreign.peft import without_adapters
 from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
-from flash.trainer.mesh import TrainerMesh, raise_together
+from flash.trainer.mesh import TrainerMesh, raise_together, sent
 from flash.trainer.model.logprobs import TokenLogprobs, token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.output_layer import KeptSets
@@ -143,7 +143,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
         worth = _in_rhythm(plan, passes, worth, models.rhythm, models.mesh)
 
     def tensor(values_T: FloatArray) -> Tensor:
-        return torch.from_numpy(values_T.astype(np.float32)).to(device)
+        return sent(values_T.astype(np.float32), device)
 
     return [
         [
@@ -151,7 +151,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
                 advantage_T=tensor(worth[index][place].advantage_T),
                 reward_T=tensor(plan.credit.reward_B[micro.index_T]),
                 weight_T=tensor(plan.credit.weights(micro)),
-                counted_T=torch.from_numpy(plan.credit.counted_B[micro.index_T]).to(device),
+                counted_T=sent(plan.credit.counted_B[micro.index_T], device),
                 first_T=passes[index][place].first_T,
                 average_T=passes[index][place].average_T,
                 reference_T=passes[index][place].reference_T,
@@ -207,7 +207,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
         references = over(models.reference, routed=False)
     if config.algorithm.teacher is not None and models.teacher is None:
         device = models.policy.device
-        teachers = _each(plan.minibatches, lambda micro: torch.from_numpy(micro.teacher_T).to(device))
+        teachers = _each(plan.minibatches, lambda micro: sent(micro.teacher_T, device))
     else:
         teachers = over(models.teacher)
     if models.ewma is None:

@@ -17,7 +17,7 @@ from algorithms.base import PackedTokens
 from algorithms.lag import Lag
 from flash.ages import version_of
 from flash.config.learning import TrainConfig
-from flash.trainer.mesh import TrainerMesh
+from flash.trainer.mesh import TrainerMesh, sent
 from flash.trainer.optimizer import learning_rate
 
 LARGEST = 2.0
@@ -49,14 +49,13 @@ class LagPass:
         self.apart = (0.0, 0.0)
         """Sum of the squares at tokens that the present weights have sampled, and their number; older ones decayed."""
 
-    def add(self, tokens: PackedTokens, age_T: np.ndarray) -> None:
-        """Look at a micro-batch of the next update."""
+    def add(self, tokens: PackedTokens, age_T: np.ndarray, mask_T: np.ndarray) -> None:
+        """Look at a micro-batch of the next update; `mask_T` is that of the tokens."""
         log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach().double().where(tokens.mask_T, 0.0)
         square_T = log_ratio_T.clamp(-LARGEST, LARGEST).square()
         self._row[0] += square_T.sum()
-        self._row[1] += square_T[torch.from_numpy(age_T == 0).to(square_T.device)].sum()
-        count_A = np.bincount(age_T[tokens.mask_T.cpu().numpy()], minlength=self._ages)
-        self._row[2:] += torch.from_numpy(count_A).to(self._row)
+        self._row[1] += square_T.where(sent(age_T == 0, square_T.device), 0.0).sum()
+        self._row[2:] += sent(np.bincount(age_T[mask_T], minlength=self._ages), square_T.device)
 
     def held(self, rate: float, version: int) -> float:
         """The rate of the update whose micro-batches were all added. A collective."""

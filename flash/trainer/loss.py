@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from algorithms.base import Objective, PackedTokens, Proximal
@@ -24,6 +23,7 @@ from algorithms.teacher import Teacher, distilled
 from flash.ages import age_of
 from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts
+from flash.trainer.mesh import sent
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.objective import checked_output
 from flash.trainer.packing import MicroBatch
@@ -70,11 +70,11 @@ def pack_tokens(
     Masked slots are emptied before any arithmetic: 0 · NaN in a backward pass would still be NaN.
     """
     device = now.logp_T.device
-    mask_T = torch.from_numpy(micro.mask_T).to(device)
-    behaviour_T = torch.from_numpy(micro.behaviour_T).to(device).where(mask_T, 0.0)
+    mask_T = sent(micro.mask_T, device)
+    behaviour_T = sent(micro.behaviour_T, device).where(mask_T, 0.0)
     logp_T = now.logp_T.where(mask_T, 0.0)
     if proximal == "loglinear":
-        age_T = torch.from_numpy(age_of(micro.version_T, step)).to(device).where(mask_T, 0)
+        age_T = sent(age_of(micro.version_T, step), device).where(mask_T, 0)
         proximal_T = loglinear(logp_T, behaviour_T, age_T)
     elif proximal == "ewma":
         assert facts.average_T is not None, "the first pass ran for this"
@@ -91,7 +91,7 @@ def pack_tokens(
         advantage_T=advantage_T,
         reward_T=facts.reward_T.where(mask_T, 0.0),
         mask_T=mask_T,
-        sequence_T=torch.from_numpy(micro.sequence_T).to(device),
+        sequence_T=sent(micro.sequence_T, device),
         sequences=micro.sequences,
         deviation_T=facts.deviation_T.where(mask_T, 0.0),
         limit=limits.limit,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -98,6 +99,12 @@ class TrainerMesh:
     def add(self, sums: Tensor) -> None:
         """Add up over all data shards, in place."""
         dist.all_reduce(sums, group=self.data)
+
+
+def sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the same numbers where they are needed; without a wait for what a GPU has yet to do before."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def trainer_mesh(

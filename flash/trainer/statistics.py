@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algorithms.base import PackedTokens
 from flash.trainer.loss import TokenLoss
-from flash.trainer.mesh import TrainerMesh
+from flash.trainer.mesh import TrainerMesh, sent
 from flash.trainer.plan import StepPlan
 from flash.types import Shard
 
@@ -164,10 +164,11 @@ class StepStatistics:
     def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
         """The mismatch of the current version's tokens, by environment."""
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
-        sums_S2 = k3_T.new_zeros(len(kinds_S), 2)
-        sums_S2.index_add_(0, sequence_T, torch.stack([current_T.double(), k3_T], dim=-1))
-        for kind, sums in zip(kinds_S, sums_S2.cpu(), strict=True):
-            self._by_kind[kind] = self._by_kind.get(kind, torch.zeros_like(sums)) + sums
+        kinds = sorted({*kinds_S})
+        kind_T = sent(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
+        sums_K2 = k3_T.new_zeros(len(kinds), 2).index_add_(0, kind_T, torch.stack([current_T.double(), k3_T], dim=-1))
+        for kind, sums in zip(kinds, sums_K2, strict=True):
+            self._by_kind[kind] = self._by_kind[kind] + sums if kind in self._by_kind else sums
 
     def _kind_metrics(self) -> dict[str, float]:
         """`mismatch_k3_age_0`, and by environment where there are several; nothing without a token of age 0."""

@@ -42,7 +42,7 @@ from flash.trainer.firstpass import (
 )
 from flash.trainer.lag import LagPass, lags_behind
 from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
-from flash.trainer.mesh import TrainerMesh, trainer_mesh
+from flash.trainer.mesh import TrainerMesh, sent, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
@@ -271,7 +271,7 @@ class Trainer:
         if not asked or sum(plan.shard_tokens) == 0:
             return LossLimits().bounds
         deviations = [
-            known.deviation_T[torch.from_numpy(micro.mask_T).to(known.deviation_T.device)]
+            known.deviation_T[sent(micro.mask_T, known.deviation_T.device)]
             for minibatch, row in zip(plan.minibatches, facts, strict=True)
             for micro, known in zip(minibatch.micro_batches, row, strict=True)
         ]
@@ -298,7 +298,7 @@ class Trainer:
                 facts = facts_in_rhythm(facts, along, watch)
             tokens = self._packed(micro, now, facts, step, limits)
             if self.lag is not None:
-                self.lag.add(tokens, age_of(micro.version_T, step))
+                self.lag.add(tokens, age_of(micro.version_T, step), micro.mask_T)
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
@@ -309,8 +309,10 @@ class Trainer:
         statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
         if look is not None:
             look.add(micro, tokens, first_T, now.entropy_T, loss)
-        kept = (int(loss.mask_T.sum()), tokens.sequence_T[loss.mask_T].unique().numel())
-        return torch.tensor(kept, device=loss.mask_T.device)
+        # Nothing here waits for the GPU, which so has the next micro-batch to work on before it has done this one.
+        kept_S = torch.zeros(tokens.sequences, dtype=torch.int64, device=loss.mask_T.device)
+        kept_S.index_add_(0, tokens.sequence_T, loss.mask_T.long())
+        return torch.stack([kept_S.sum(), kept_S.count_nonzero()])
 
     def _kept_share(self, whole: MinibatchPlan, kept: Sequence[Tensor]) -> float:
         """The part of the loss's denominator that no correction rejected, over all ranks.
@@ -375,7 +377,7 @@ class Trainer:
         return critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device)
+        return sent(array, self.model.device)
 
 
 def _share_rows(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flash.foreign import torch as kernels
+from flash.foreign.torch import Attention
 from flash.trainer.firstpass import policy_logprobs
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.packed import TakenRows, packed_row, taken
-from flash.trainer.model.prefixes import Computed, Sequences
+from flash.trainer.model.packed import attend_in_parts, packed_row
+from flash.trainer.model.parts import Ragged, RaggedKernels, Scores, TakenRows, taken
+from flash.trainer.model.prefixes import Computed, Sequences, in_one_row
 from flash.trainer.packing import pack
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
 from tests.trainer.trainer_cases import (
@@ -69,6 +75,65 @@ def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Pa
             expected_T, _ = one_by_one(reference_model(folder), sequences, *MIXED)
         torch.testing.assert_close(logp_T.double(), expected_T, rtol=0, atol=2e-5)
     assert relative_error(*grads) < 1e-5
+
+
+def attend_one_by_one(*given: Any) -> Any:
+    """Attention of sequences one after the other by the processor's kernel, which takes them padded."""
+    *states, how, among = given
+    found = [kernels.attend(*_batches(places, *states), seen) for places, seen in _each(how, among)]
+    return [torch.cat([_tokens(one) for one in some]) for some in zip(*found, strict=True)]
+
+
+def gradients_one_by_one(*given: Any) -> Any:
+    *tensors, how, among = given
+    totals = [torch.zeros_like(one) for one in tensors[1:4]]
+    for places, seen in _each(how, among):
+        batches = _batches((places[0], *places, places[0], places[0]), *tensors)
+        for total, rows, part in zip(totals, places, kernels.attend_backward(*batches, seen), strict=True):
+            total[rows] = _tokens(part)
+    return totals
+
+
+def _each(how: Attention, among: kernels.Sequences) -> Iterator[tuple[tuple[slice, slice, slice], Attention]]:
+    for (begin, end), (first, last) in zip(*(pairwise(one.tolist()) for one in among.begins), strict=True):
+        assert end - begin <= among.most[0]
+        assert last - first <= among.most[1]
+        mask = None
+        if among.window is not None:
+            assert how.causal
+            mask = torch.ones(1, 1, end - begin, last - first).tril().triu(1 - among.window).bool()
+        yield (slice(begin, end), slice(first, last), slice(first, last)), how._replace(mask=mask)
+
+
+def _batches(places: Sequence[slice], *states: Tensor) -> list[Tensor]:
+    return [one[rows].transpose(0, 1)[None] for one, rows in zip(states, places, strict=True)]
+
+
+def _tokens(batch: Tensor) -> Tensor:
+    return batch[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_sequences_one_after_the_other_attend_as_padded_ones(seed: int, window: int | None) -> None:
+    sequences = [one.numpy() for one in drawn_tree(np.random.default_rng(seed))]
+    layout = packed_row(in_one_row(sequences), torch.device("cpu")).layout
+    scores, plain = Scores(0.3, window, None), RaggedKernels(attend_one_by_one, gradients_one_by_one)
+    ragged = [
+        replace(part, kernels=plain) if isinstance(part, Ragged) else part for part in layout.parts.fewest(scores)
+    ]
+    assert isinstance(ragged[0], Ragged)
+    assert len(ragged) <= 2 or window is not None
+    torch.manual_seed(seed)
+    heads = [torch.randn(layout.part.tokens, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
+    grad = torch.randn_like(heads[0])
+    found = list[list[Tensor]]()
+    for parts in (ragged, layout.parts.padded):
+        states = [one.clone().requires_grad_() for one in heads]
+        answer = attend_in_parts(*states, None, parts, scores)
+        found.append([answer.detach(), *torch.autograd.grad(answer, states, grad)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [aged_shard, branched_shard])

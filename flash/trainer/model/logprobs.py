@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import logits_unchanged
+from flash.trainer.mesh import sent
 from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
 from flash.trainer.model.prefixes import PackedSequences
@@ -68,8 +68,7 @@ def token_logprobs(
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
-        torch.from_numpy(each).to(model.device)
-        for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
+        sent(each, model.device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
     selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, model.device))
     if layer.replay is not None:
@@ -82,7 +81,7 @@ def token_logprobs(
         raise changes_logits(model)
     answer_T2 = part.told(output.logits[0], row_N)
     if asked is not None:
-        answer_T2 = answer_T2[torch.from_numpy(asked.place_T).to(model.device)]
+        answer_T2 = answer_T2[sent(asked.place_T, model.device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
 
