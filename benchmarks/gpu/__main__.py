@@ -3,9 +3,11 @@
 `job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer share the card, weights over `ipc`: the
 canary over 20 swaps, seconds of a swap, and what that is in bytes. The second is a model of your own, of --model.
 `layer`: memory and speed of the output layer against whole logits. `mfu`: training steps of a model of the size of
-Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32.
+Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32. `memory`: most of the card
+beside what `flash plan` says, of adapters for a model of eight billion weights, too.
 `engine`: tokens per second through the whole rollout path beside a bare vLLM.
-`lora`, `speculation`, `fp8`, `routing`: runs with adapters, drafts, weights in eight bits, replayed experts.
+`lora`, `speculation`, `filters`, `moved`, `deltas`, `fp8`, `routing`: runs with adapters, drafts, top-k and top-p, what
+is moved to the host's memory, changes alone sent, weights in eight bits, replayed experts.
 `divided`, `groups`: gradients of divided layers, rows and experts, and nccl's groups that form anew; of two cards.
 
 Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. A part that fails
@@ -32,6 +34,7 @@ from benchmarks.gpu.compute import layer_rows, mfu_rows
 from benchmarks.gpu.engine import engine_rows
 from benchmarks.gpu.exact import exact_rows
 from benchmarks.gpu.job import job_rows
+from benchmarks.gpu.memory import memory_rows
 from benchmarks.gpu.sizes import Part, Sizes, Skipped
 from flash.config.machine import count_gpus
 
@@ -45,6 +48,7 @@ def parts(model: Path | None) -> dict[str, Part]:
         "layer": layer_rows,
         "mfu": mfu_rows,
         "exact": exact_rows,
+        "memory": memory_rows,
         "job-tiny": lambda sizes: job_rows(sizes, None),
         "engine": engine_rows,
         **kinds.PARTS,

@@ -1,4 +1,5 @@
-"""Runs of other kinds on one card: with adapters, drafts, weights in eight bits, or experts that are replayed.
+"""Runs of other kinds on one card: with adapters, drafts, filters, deltas, what is moved to the host, weights in eight
+bits, or experts that are replayed.
 
 Each is a whole run of `flash train` in bfloat16, whose canary holds an engine of that kind to its trainer at every
 version; `mismatch_k3` is how far their log-probs are apart on what is trained.
@@ -20,12 +21,15 @@ KINDS = {
     "speculation": [
         'engine.vllm.speculative_config={method = "ngram", num_speculative_tokens = 3, prompt_lookup_max = 3}',
     ],
+    "filters": ["rollout.top_k=8", "rollout.top_p=0.9"],
+    "moved": ["train.activation_checkpointing=true", 'train.offload=["activations", "moments"]'],
+    "deltas": ["weights.backend=tcp", "weights.deltas=true"],
     "fp8": ['engine.vllm.quantization="fp8_per_channel"', "weights.canary_tolerance=1"],
 }
 """What each adds to the run of the tiny model."""
 VOCABULARY = 64
 """Of the mixture: the tiny model's tokens, and some that are none."""
-NOT_ON_CPU = ("speculation", "fp8", "routing")
+NOT_ON_CPU = ("speculation", "moved", "fp8", "routing")
 
 
 def kind_rows(kind: str, sizes: Sizes) -> list[Row]:

@@ -1,9 +1,9 @@
-"""What a GPU does in one pass over memory where torch's own kernels take many: norms, MLPs, and what follows logits.
+"""What a GPU does in one pass over memory where torch's own kernels take many: layers, and what follows logits.
 
 Between matrix products each number is read and written once per operation, and that bounds a step more than the
 products do: benchmarks/results/gpu_check.json has what it gives. torch.compile makes the kernels in the first step,
-which takes some seconds more. Attention stays as it is: packed rows are cut anew for each micro-batch.
-TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
+which takes some seconds more. What comes before attention is one part of a layer, and what comes after it another:
+packed rows are cut anew for each micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from flash.foreign.torch import keep_kernels
-from flash.foreign.transformers import routers
+from flash.foreign.transformers import layer_types, routers
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 KINDS = ("Norm", "MLP")
-"""Ends of the class names of layers that are fused."""
+"""Ends of the class names of what is fused by itself, where whole layers are not."""
 COMPILERS = ("gcc", "clang")
 """Programs of which Triton calls one, unless CC names another."""
 
@@ -54,15 +55,23 @@ def _compiled(call: Any) -> Any:
     return torch.compile(call)
 
 
-def fuse_layers(model: PreTrainedModel, *, cuda: bool) -> None:
-    """The same for a model's norms and MLPs, in place. To be called before the model is sharded.
+def fuse_layers(model: PreTrainedModel, *, cuda: bool, whole: bool) -> None:
+    """The same for a model's layers, in place. To be called before the model is sharded.
 
-    Not for what chooses experts: each token's way is another one, and may be told (`flash.trainer.model.replay`).
+    `whole`: all of a decoder layer but its attention; else its norms and MLPs alone. A layer that chooses experts is
+    never taken whole: each token's way is another one, and may be told (`flash.trainer.model.replay`).
     """
     if not cuda or not can_fuse():
         return
     keep_kernels(KERNELS)
     choosing = {router.module for router in routers(model)}
+    kinds, inside = layer_types(model) if whole else set[str](), set[nn.Module]()
     for module in model.modules():
-        if type(module).__name__.endswith(KINDS) and choosing.isdisjoint(module.modules()):
+        if module in inside or not choosing.isdisjoint(module.modules()):
+            continue
+        if type(module).__name__ in kinds:
+            inside.update(module.modules())
+            # Its hooks are FSDP's, which come around it. Rows are of any length, known from the first one on.
+            module.forward = torch.compile(module.forward, dynamic=True)
+        elif type(module).__name__.endswith(KINDS):
             module.compile()

@@ -49,7 +49,7 @@ from flash.foreign.transformers import (
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
-from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
+from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, packs
 
 DIVIDED = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Kinds of models whose gradients are, their layers divided, those of one process: `tests/trainer/test_parallel.py`
@@ -228,7 +228,7 @@ def shard_model(
         model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None)
+    fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None, whole=packs(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()

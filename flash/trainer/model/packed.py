@@ -130,6 +130,7 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     return PackedRow(sent(sequences.input_P[place_U], device), sent(position_U, device), row_P, layout, routes_ULK)
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

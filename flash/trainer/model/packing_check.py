@@ -248,7 +248,9 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
     shared = packs(model)
     attend_alone(model)
     try:
-        yield
+        # Kernels that are made of it would never be used again.
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         if shared:
             model.set_attn_implementation(PACKED_ATTENTION)
