@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import chat_templates, forking, peft, torch, transformers, vllm, vllm_parsers
+from flash.foreign import chat_templates, dividing, forking, peft, torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -23,6 +23,7 @@ TOUCHED = [
     *torch.TOUCHED,
     *forking.TOUCHED,
     *transformers.TOUCHED,
+    *dividing.TOUCHED,
     *peft.TOUCHED,
     *chat_templates.TOUCHED,
 ]

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,7 +40,6 @@ from flash.foreign.peft import described_in
 from flash.foreign.torch import inputs_wait_on
 from flash.foreign.transformers import (
     default_attention,
-    divide_layers,
     layer_types,
     positions_by_length,
     running_layers,
@@ -236,8 +237,12 @@ def shard_model(
 
 def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: Recompute) -> None:
     check_divisible(model.config, mesh.parallel)
-    # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
-    experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
+    experts = list[nn.Module]()
+    if mesh.tensor is not None or mesh.experts is not None:
+        from flash.foreign.dividing import divide_layers
+
+        # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
+        experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
     # With one rank there is nothing to free between forward and backward; resharding would only copy.
     ranks = mesh.fsdp.size()
     reshard = ranks > 1
@@ -302,6 +307,15 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
         ConfigError: a count does not divide, or nothing has shown that it is exact for a model of this kind.
     """
     described = described.get_text_config()
+    if parallel.tensor > 1 or parallel.expert > 1:
+        try:
+            import_module("flash.foreign.dividing")
+        except ImportError as error:
+            key = "tensor" if parallel.tensor > 1 else "expert"
+            raise ConfigError(
+                f"parallel.{key}: expected 1 with transformers {transformers.__version__}, which divides models in "
+                f"another way ({error}); install transformers 5.19"
+            ) from error
     kind, tensor, context, expert = described.model_type, parallel.tensor, parallel.context, parallel.expert
     for key, ranks, exact in (("tensor", tensor, DIVIDED), ("expert", expert, MIXTURES)):
         if ranks > 1 and kind not in exact:
