@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage, nn
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
 TOUCHED = (
     "torch.distributed:TCPStore",
@@ -40,7 +40,7 @@ TOUCHED = (
     "torch:ops.aten._grouped_mm.default",
     "torch.distributed._composable.checkpoint_activation:checkpoint.state",
     "torch.distributed._tools.common_utils:get_untyped_storages",
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator._fake_mode_lock",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
     "torch:UntypedStorage.resize_",
     "torch:ops._c10d_functional.wait_tensor.default",
     "torch.utils._python_dispatch:TorchDispatchMode",
@@ -172,6 +172,14 @@ def _blocking_wait() -> Generator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """What each rank has, one below the other, by the name that torch has for it: a new one since 2.13."""
+    import torch.distributed as dist
+
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+    gather(found, own, group=group)
 
 
 @contextmanager
@@ -310,16 +318,21 @@ def counted() -> Generator[Count]:
         return made
 
     propagation: Any = ShardingPropagator
-    lock = propagation._fake_mode_lock
+    learn_shapes: Any = propagation._propagate_tensor_meta_non_cached
+
+    def uncounted(*given: Any) -> Any:
+        with count:
+            return learn_shapes(*given)
+
     # FSDP frees what it has gathered so, which is no operation.
     storages.resize_ = resized
     # To learn shapes DTensor makes whole tensors without data, which are not there when it runs.
-    propagation._fake_mode_lock = count
+    propagation._propagate_tensor_meta_non_cached = uncounted
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Counting():
             yield count
     finally:
-        storages.resize_, propagation._fake_mode_lock = resize, lock
+        storages.resize_, propagation._propagate_tensor_meta_non_cached = resize, learn_shapes
 
 
 @cache

@@ -91,8 +91,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
     """AdamW over what is trained, or `Muon`, for which `model` is a language model.
 
-    On the CPU AdamW passes once over memory, where torch's default makes some ten passes. `host` is where moments are
-    that `train.offload` names.
+    AdamW passes once over memory, where torch's default makes some ten passes. `host` is where moments are that
+    `train.offload` names.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -101,7 +101,7 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     if train.moments != "float32" or "moments" in train.offload:
         where = host if "moments" in train.offload else None
         return LeanAdamW(parameters, options, getattr(torch, train.moments), where)
-    options["fused"] = parameters[0].device.type == "cpu"
+    options["fused"] = parameters[0].device.type in ("cpu", "cuda")
     if train.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
     ends = {id(parameter) for layer in _ends(model) for parameter in layer.parameters()}

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from flash.branches import Int64Array
+from flash.foreign.torch import all_gather
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class _Told(torch.autograd.Function):
     def forward(ctx: Any, answer_MX: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.count = group, len(answer_MX)
         found = answer_MX.new_empty(group.size() * ctx.count, answer_MX.shape[1])
-        dist.all_gather_single(found, answer_MX.contiguous(), group=group)
+        all_gather(found, answer_MX.contiguous(), group)
         return found
 
     @staticmethod
