@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 RANKS = 512
 """Most trainer ranks that are proposed."""
-OFFLOADED: dict[Literal["activations", "moments"], str] = {
+OFFLOADED: dict[Literal["activations", "moments", "weights"], str] = {
     "activations": "inputs of layers wait on the host; copied twice a step",
     "moments": "moments are on the host; copied there and back in each update",
+    "weights": "weights and gradients, too, updated there; of each weight 12 bytes are copied in each micro-batch",
 }
 """Values of `train.offload`."""
 

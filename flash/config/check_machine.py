@@ -244,7 +244,9 @@ def offload_rule(config: Config) -> Iterator[ConfigProblem]:
     """What is to be moved is kept in one piece, and moments are AdamW's."""
     train, key = config.train, "train.offload"
     if train.optimizer == "muon":
-        message = 'moments in bfloat16 or on the host are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
+        message = (
+            'moments in bfloat16, or alone on the host, are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
+        )
         asked = {"train.moments": train.moments != "float32", key: "moments" in train.offload}
         yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
     if "activations" in train.offload and not train.activation_checkpointing:

@@ -69,8 +69,9 @@ class TrainConfig(Section, frozen=True):
     """A third more time, far less memory."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Of AdamW; `bfloat16` is rounded at random."""
-    offload: list[Literal["activations", "moments"]] = field(default_factory=list)
-    """What waits in host memory."""
+    offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
+    """What waits in host memory. `weights` of all models take gradients and moments along, are updated there, and
+    copied in each pass."""
 
     @property
     def max_age(self) -> int:

@@ -289,8 +289,8 @@ class Count:
 
 
 @contextmanager
-def counted() -> Generator[Count]:
-    """Tensors made inside have no data; those that are on the CPU, as they say, are counted while they live."""
+def counted(device: str = "cpu") -> Generator[Count]:
+    """Tensors made inside have no data; those that are on this device, as they say, are counted while they live."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import DTensor
@@ -298,7 +298,7 @@ def counted() -> Generator[Count]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     _any_grouped_product()
-    count = Count("cpu")
+    count = Count(device)
     waiting = torch.ops._c10d_functional.wait_tensor.default
     storages: Any = torch.UntypedStorage
     resize: Any = storages.resize_

@@ -208,16 +208,19 @@ def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack)
     import torch.distributed as dist
     import transformers
 
+    from flash.trainer.mesh import backend
+
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.run.seed + config.parallel.data_shard(index))
-    cuda = config.gpus_per_node > 0
+    cuda, offloads = config.gpus_per_node > 0, "weights" in config.train.offload
     if cuda:
         torch.cuda.set_device(local)
-    else:
+    if offloads or not cuda:
+        # On the host, updates are made with all cores.
         node, cpus = index // config.cluster.trainer_ranks, sorted(os.sched_getaffinity(0))
         torch.set_num_threads(trainer_threads(config, node, cpus))
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backend(cuda=cuda, offloads=offloads),
         store=store,
         rank=index,
         world_size=config.trainer_world_size,

@@ -83,12 +83,12 @@ class Critic:
         self._config, self.mesh = config.critic, mesh
         self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
         self.model = ValueModel(_backbone(config, mesh)).eval()
-        fully_shard(self.model, mesh=mesh.fsdp, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload, reshard_after_forward=False)
         rate = self._config.learning_rate
         train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
         self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
-        self.tally = _Tally(self.model.backbone.device)
+        self.tally = _Tally(mesh.device)
         """Of its updates since the last `critic_metrics`."""
 
     @torch.no_grad()
@@ -142,13 +142,13 @@ class Critic:
                 f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
-        row = packed_row(micro, self.model.backbone.device).over(self.mesh.context)
+        row = packed_row(micro, self.mesh.device).over(self.mesh.context)
         part, row_T = row.layout.part, row.row_P[micro.keep_T]
         value_M1 = self.model(row, self._tensor(row_T[part.holds(row_T)] - part.first))
         return part.told(value_M1, row_T)[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return sent(array, self.model.backbone.device)
+        return sent(array, self.mesh.device)
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash.trainer.model.model import reshard, trained
+from flash.trainer.model.model import device_of, reshard, trained
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
@@ -50,6 +50,9 @@ def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[Non
 def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
     """Swap contents, one parameter at a time, so that no second copy of the model is held."""
     reshard(model)
+    if device_of(model).type == "cuda":
+        # The GPU may still have to copy weights from the host, which waits for nothing.
+        torch.cuda.synchronize()
     for name, parameter in trained(model):
         mine, other = _local(parameter), _local(average[name])
         held = mine.clone()

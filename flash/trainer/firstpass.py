@@ -137,7 +137,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
         ContractError: on every rank, when a trained token of any has an advantage that is not a finite number.
     """
     passes = _run(plan, config, method, models)
-    device = models.policy.device
+    device = models.mesh.device
     worth = _token_advantages(plan, config, method, passes, models.mesh)
     if models.rhythm is not None:
         worth = _in_rhythm(plan, passes, worth, models.rhythm, models.mesh)
@@ -206,7 +206,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
         # Also where it is the policy itself, it chooses its own experts.
         references = over(models.reference, routed=False)
     if config.algorithm.teacher is not None and models.teacher is None:
-        device = models.policy.device
+        device = models.mesh.device
         teachers = _each(plan.minibatches, lambda micro: sent(micro.teacher_T, device))
     else:
         teachers = over(models.teacher)

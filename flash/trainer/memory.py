@@ -73,7 +73,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         ConfigError: the model cannot be divided or trained.
     """
     with absent_ranks(ranks):
-        mesh = trainer_mesh("cpu", config.parallel)
+        mesh = trainer_mesh("cpu", config.parallel, offloads="weights" in config.train.offload)
         policy = _policy(config, mesh)
         moments = _moments_of(policy, config.train)
         weights, trained = _bytes(policy), _bytes(policy, trained=True)
@@ -89,6 +89,9 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
             loading += _bytes(_made(config.model, config.model.path, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
     host = moments[1] + others[1] + _inputs(config, policy)
+    if mesh.offloads:
+        host += _bytes(policy, pinned=True) + _bytes(policy, trained=True, pinned=True) + moments[0] + others[0]
+        return RankMemory(numbers, 0, 0, 0, 0, at_work, 0, host)
     return RankMemory(numbers, weights, trained, moments[0], others[0], at_work, loading, host)
 
 
@@ -106,13 +109,15 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
     layers = [
         module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
     ]
+    # From the host a layer's weights are copied as they are, one at a time.
+    copied = max(_sizes(layers[0])) if mesh.offloads else 0
     if (
         len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
         or len(layers) <= few + 1
     ):
-        return _step(config, mesh, len(layers))
+        return _step(config, mesh, len(layers)) + copied
     one, other = (_step(config, mesh, count) for count in (few, few + 1))
-    return one + (len(layers) - few) * (other - one)
+    return one + (len(layers) - few) * (other - one) + copied
 
 
 def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
@@ -186,12 +191,12 @@ def _others(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
     if config.lora is not None and frozen == [config.model.path]:
         frozen = []  # the policy without its adapters
     frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
-    device += sum(_bytes(_made(config.model, path, mesh)) for path in frozen)
+    device += sum(_bytes(_made(config.model, path, mesh), pinned=mesh.offloads) for path in frozen)
     if method.critics:
         assert config.critic is not None
         critic = _made(config.model, config.critic.path or config.model.path, mesh)
         moments = _moments_of(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
-        device += method.critics * (2 * _bytes(critic) + moments[0])
+        device += method.critics * (2 * _bytes(critic, pinned=mesh.offloads) + moments[0])
         host = method.critics * moments[1]
     return device, host
 
@@ -209,10 +214,15 @@ def _made(model: ModelConfig, path: str, mesh: TrainerMesh) -> PreTrainedModel:
     return shard_model(empty_model(named), mesh, named)
 
 
-def _bytes(model: nn.Module, *, trained: bool = False) -> int:
-    """Of this rank's part of all parameters, or of those that are trained."""
-    parts = (getattr(one, "_local_tensor", one) for one in model.parameters() if one.requires_grad or not trained)
-    return sum(part.numel() * part.element_size() for part in parts)
+def _bytes(model: nn.Module, *, trained: bool = False, pinned: bool = False) -> int:
+    """Of this rank's part of all parameters, or of those that are trained; `pinned`: in memory that GPUs read."""
+    sizes = _sizes(model, trained=trained)
+    return sum(map(_pinned, sizes) if pinned else sizes)
+
+
+def _sizes(model: nn.Module, *, trained: bool = False) -> list[int]:
+    parts = [getattr(one, "_local_tensor", one) for one in model.parameters() if one.requires_grad or not trained]
+    return [part.numel() * part.element_size() for part in parts]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from flash.config.tree import ParallelConfig
 from flash.errors import ContractError
@@ -29,6 +30,11 @@ T = TypeVar("T")
 
 UNDIVIDED = ParallelConfig()
 """FSDP over all ranks."""
+
+
+def backend(*, cuda: bool, offloads: bool) -> str:
+    """Of the ranks' process group; `offloads`: whether weights wait on the host, whose norms are added up there."""
+    return ("cpu:gloo,cuda:nccl" if offloads else "nccl") if cuda else "gloo"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,19 @@ class TrainerMesh:
     """Its place in all tensor groups of its context group; None where there is one."""
     experts: DeviceMesh | None = None
     """All ranks as `fsdp` by `expert`; None where each has all experts."""
+    offloads: bool = False
+    """Whether weights of all models, their gradients and moments, are on the host between passes."""
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """What FSDP knows it as."""
+        # Memory that is not pinned would be copied twice, and passes wait for it.
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
+
+    @property
+    def home(self) -> str:
+        """The kind of device on which each rank keeps its part of weights."""
+        return "cpu" if self.offloads else self.device.type
 
     @property
     def data_shards(self) -> int:
@@ -108,11 +127,15 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def trainer_mesh(
-    device: Literal["cpu", "cuda"], parallel: ParallelConfig = UNDIVIDED, seconds: float | None = None
+    device: Literal["cpu", "cuda"],
+    parallel: ParallelConfig = UNDIVIDED,
+    seconds: float | None = None,
+    *,
+    offloads: bool = False,
 ) -> TrainerMesh:
     """The grids of all ranks of the default process group.
 
-    `seconds` bounds a collective of a part of them; None: as long as torch has it.
+    `seconds` bounds a collective of a part of them; None: as long as torch has it. `offloads`: weights are on the host.
     """
     world, tensor, context, where = dist.get_world_size(), parallel.tensor, parallel.context, torch.device(device)
     timeout = None if seconds is None else timedelta(seconds=seconds)
@@ -138,7 +161,7 @@ def trainer_mesh(
         data = group(cube.flatten(1).T)
         of_context = DeviceMesh.from_group(group(cube.transpose(1, 2).flatten(0, 1)), device)
     experts = grid(parallel.expert, "expert") if parallel.expert > 1 else None
-    return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts)
+    return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts, offloads)
 
 
 def raise_together(fault: str, told: Tensor, what: str) -> None:

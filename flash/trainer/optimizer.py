@@ -65,11 +65,11 @@ class Muon(torch.optim.AdamW):
 
 
 def _orthogonal_part(matrix: Tensor) -> Tensor:
-    """What `orthogonal` makes of the whole matrix, and of that this rank's part."""
+    """What `orthogonal` makes of the whole matrix, on the ranks' device, and of that this rank's part."""
     if not isinstance(matrix, DTensor):
         return orthogonal(matrix)
-    whole = orthogonal(matrix.full_tensor())
-    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    whole = orthogonal(matrix.to(matrix.device_mesh.device_type).full_tensor())
+    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None).to(matrix.device)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -92,14 +92,15 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     """AdamW over what is trained, or `Muon`, for which `model` is a language model.
 
     AdamW passes once over memory, where torch's default makes some ten passes. `host` is where moments are that
-    `train.offload` names.
+    `train.offload` names alone: beside weights that are on the CPU they are there, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
         "lr": train.learning_rate, "betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay,
     }  # fmt: skip
-    if train.moments != "float32" or "moments" in train.offload:
-        where = host if "moments" in train.offload else None
+    apart = "moments" in train.offload and "weights" not in train.offload
+    if train.moments != "float32" or apart:
+        where = host if apart else None
         return LeanAdamW(parameters, options, getattr(torch, train.moments), where)
     options["fused"] = parameters[0].device.type in ("cpu", "cuda")
     if train.optimizer == "adamw":

@@ -72,7 +72,8 @@ class Trainer:
         self._objective = make_objective(config.algorithm)
         self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
-        self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective)
+        offloads = "weights" in config.train.offload
+        self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective, offloads=offloads)
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         recompute = recomputed(config.train)
@@ -377,7 +378,7 @@ class Trainer:
         return critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return sent(array, self.model.device)
+        return sent(array, self.mesh.device)
 
 
 def _share_rows(

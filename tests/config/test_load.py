@@ -404,11 +404,11 @@ def test_a_file_that_is_not_text_is_refused(project):
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
         (
             ["train.optimizer=muon", "train.moments=bfloat16"],
-            "`train.moments` (override): moments in bfloat16 or on the host are AdamW's; expected train.optimizer",
+            "`train.moments` (override): moments in bfloat16, or alone on the host, are AdamW's; expected train.opt",
         ),
         (
             ["cluster.gpus_per_node=8", "train.optimizer=muon", "train.offload=['moments']"],
-            "`train.offload` (override): moments in bfloat16 or on the host are AdamW's; expected train.optimizer",
+            "`train.offload` (override): moments in bfloat16, or alone on the host, are AdamW's; expected train.opt",
         ),
         (
             ["cluster.gpus_per_node=8", "train.offload=['activations']"],

@@ -35,8 +35,11 @@ class Layout(NamedTuple):
     ranks: int
     parallel: dict[str, int]
     kinds: tuple[str, ...]
+    offload: tuple[str, ...] = ()
+    """`train.offload`."""
 
 
+UNDIVIDED = Layout(1, {}, ())
 DRAWN = "drawn"
 """A llama, some of whose tokens were drawn from some tokens."""
 DENSE = tuple(kind for kind in DIVIDED if kind not in MIXTURES)
@@ -55,9 +58,16 @@ LAYOUTS = {
     "experts over tensor groups": Layout(4, {"tensor": 2, "expert": 4}, ("qwen3_moe",)),
     "experts over rows": Layout(4, {"context": 2, "expert": 4}, ("qwen3_moe",)),
     "all": Layout(4, {"tensor": 2, "context": 2, "expert": 2}, ("qwen3_moe",)),
+    "tensor, on the host": Layout(2, {"tensor": 2}, ("qwen3",), ("weights",)),
+    "tensor, on the host, of 4": Layout(4, {"tensor": 2}, ("qwen3",), ("weights",)),
+    "expert, on the host": Layout(2, {"expert": 2}, ("qwen3_moe",), ("weights",)),
+    "all, on the host": Layout(4, {"tensor": 2, "context": 2, "expert": 2}, ("qwen3_moe",), ("weights",)),
 }
 KINDS = sorted({kind for layout in LAYOUTS.values() for kind in layout.kinds})
-SAVED = {"tensor": "qwen3", "context": "qwen3", "expert": "qwen3_moe", "tensor and expert, of 4": "qwen3_moe"}
+SAVED = {
+    "tensor": "qwen3", "context": "qwen3", "expert": "qwen3_moe", "tensor and expert, of 4": "qwen3_moe",
+    "all, on the host": "qwen3_moe",
+}  # fmt: skip
 """Layouts whose checkpoints are looked at, and of which kind."""
 PLANNED = ("tensor, of 4", "expert, of 4", "experts over tensor groups", "all")
 """Layouts whose plans are looked at."""
@@ -78,15 +88,16 @@ AGAIN = ("qwen3", "qwen3_moe")
 """Kinds that are computed again in the backward pass."""
 
 
-def configured(folder: Path, kind: str, **parallel: int) -> Config:
+def configured(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> Config:
     """All that a step can have beside rhythm."""
-    train = TABLES["train"] | {"activation_checkpointing": kind in AGAIN} | LESS.get(kind, {})
-    return make_config(folder / kind, **TABLES | {"train": train, "parallel": parallel})
+    again: dict[str, Any] = {"activation_checkpointing": kind in AGAIN, "offload": [*layout.offload]}
+    train = TABLES["train"] | again | LESS.get(kind, {})
+    return make_config(folder / kind, **TABLES | {"train": train, "parallel": layout.parallel})
 
 
-def trained(folder: Path, kind: str, **parallel: int) -> tuple[Trainer, dict[str, Any]]:
+def trained(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> tuple[Trainer, dict[str, Any]]:
     """A trainer after one step on its part of a batch whose groups share prompts, and what is seen of it."""
-    trainer, shard = Trainer(configured(folder, kind, **parallel)), aged_shard(prompt=8)
+    trainer, shard = Trainer(configured(folder, kind, layout)), aged_shard(prompt=8)
     if kind == DRAWN:
         shard = partly_kept(shard)
     for index, critic in enumerate(trainer.critics):
@@ -119,7 +130,7 @@ def planned(folder: Path) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for name in PLANNED:
         layout = LAYOUTS[name]
-        config = configured(folder, layout.kinds[0], **layout.parallel)
+        config = configured(folder, layout.kinds[0], layout)
         memory = rank_memory(replace(config, model=replace(config.model, dtype="bfloat16")), layout.ranks)
         found[name] = (memory.weights, memory.gradients)
     return found
@@ -153,7 +164,7 @@ def main(folder: Path, ranks: int, rank: int) -> None:
     results: dict[tuple[str, str], Any] = {}
     for name, layout in LAYOUTS.items():
         for kind in layout.kinds if layout.ranks == ranks else ():
-            trainer, seen = trained(folder, kind, **layout.parallel)
+            trainer, seen = trained(folder, kind, layout)
             again = saved_and_loaded(folder, name, trainer) if SAVED.get(name) == kind else {}
             results[name, kind] = seen | again
     torch.save(results, folder / f"results-{ranks}-{rank}.pt")

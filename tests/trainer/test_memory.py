@@ -18,6 +18,7 @@ EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 32}
 """Widths that as many ranks divide."""
 INPUT = 128 * 32 * 2
 """Bytes that a layer is given of a micro-batch, in bfloat16."""
+ALL_ASIDE = ("activations", "moments", "weights")
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -45,6 +46,11 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of many": rank_memory(plain, 64),
         "recomputed": rank_memory(configured(folder, train=recomputed), 1),
         "offloaded": rank_memory(configured(folder, train=recomputed | {"offload": ["activations", "moments"]}), 1),
+        "weights aside": rank_memory(configured(folder, train=recomputed | {"offload": [*ALL_ASIDE]}), 1),
+        "aside, of many": rank_memory(configured(folder, train=recomputed | {"offload": [*ALL_ASIDE]}), 64),
+        "aside, beside others": rank_memory(
+            configured(folder, train={"offload": ["weights"]}, algorithm=critics, critic={"count": 2}), 1
+        ),
         "half moments, kept sets": rank_memory(
             configured(folder, train={"moments": "bfloat16"}, rollout={"top_k": 20}), 1
         ),
@@ -106,6 +112,22 @@ def test_inputs_that_wait_on_the_host_are_not_on_the_device(plans: dict[str, Ran
     assert 1 <= aside.host / (6 * INPUT + recomputed.moments) < 2, "in blocks of powers of two"
     # All but that of the layer whose turn it is, and of the next one to be brought.
     assert 4 * INPUT <= recomputed.at_work - aside.at_work <= 5 * INPUT
+
+
+def test_of_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[str, RankMemory]) -> None:
+    recomputed, inputs_aside, aside = plans["recomputed"], plans["offloaded"], plans["weights aside"]
+    for found in (aside, plans["aside, of many"], plans["aside, beside others"]):
+        assert (found.weights, found.gradients, found.moments, found.others, found.loading) == (0, 0, 0, 0, 0)
+        assert found.total == found.at_work
+    kept = recomputed.weights + recomputed.gradients + recomputed.moments
+    assert 1 <= aside.host / (kept + 6 * INPUT) < 2, "in blocks of powers of two"
+    # One rank that has its weights on the device keeps all layers in bfloat16 there until their gradients are made.
+    layer = (aside.parameters - 2 * 40 * 32) // 6 * 2
+    assert 3 * layer < inputs_aside.at_work - aside.at_work < 6 * layer
+    assert plans["aside, of many"].host - 6 * INPUT < aside.host / 32
+    beside = plans["beside others"]
+    kept = beside.weights + beside.gradients + beside.moments + beside.others
+    assert 1 <= plans["aside, beside others"].host / kept < 2
 
 
 def test_moments_in_bfloat16_take_half_and_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:

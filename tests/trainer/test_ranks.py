@@ -30,7 +30,7 @@ from tests.trainer.two_ranks import CANARY, CASES, EXPERTS, case_batch, case_con
 
 pytestmark = pytest.mark.integration
 
-TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "decoupled critics")
+TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "on the host", "decoupled critics")
 """Cases that are also tried where the output layer is the embedding: its part of the gradient comes twice."""
 UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 

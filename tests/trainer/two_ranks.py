@@ -56,6 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
         "split": "even", "aged": True, "algorithm": {"kl": {"coefficient": 0.3}, "entropy_bonus": 0.2},
         "train": {"minibatches": 2, "activation_checkpointing": True, "offload": ["activations"]},
     },
+    "on the host": {
+        "split": "uneven", "aged": True, "critic": {},
+        "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.3}, "options": {"proximal": "ewma"}},
+        "train": {"offload": ["weights"], "activation_checkpointing": True, "max_grad_norm": 0.1},
+    },
+    "adapters on the host": {
+        "split": "uneven", "aged": True, "lora": {"rank": 4}, "train": {"offload": ["weights"], "minibatches": 2},
+    },
     "fewer experts than ranks": {"split": "uneven", "experts": True},
     "kl in the reward": {
         "split": "all on one", "aged": True,
@@ -206,10 +214,10 @@ def main(model: Path, folder: Path, names: Sequence[str], rank: int) -> None:
     trainer.train_step(part_of(random_shard(), SPLITS["uneven"][rank]))
     checkpoint.save(folder, trainer, kept(b"hub"), keep=2)
     results["saved"] = weights_of(trainer)
-    restored = Trainer(case_config(model, {}))
+    restored = Trainer(case_config(model, {"train": {"offload": ["weights"]}}))
     checkpoint.load(folder / "checkpoints" / "step-000001", restored)
     results["restored"] = weights_of(restored)
-    muon = Trainer(case_config(model, {"train": {"optimizer": "muon"}}))
+    muon = Trainer(case_config(model, {"train": {"optimizer": "muon", "offload": ["weights"]}}))
     muon.train_step(part_of(random_shard(), SPLITS["uneven"][rank]))
     results["muon"] = weights_of(muon)
     results["failed save"] = failed_save(trainer, folder, rank)

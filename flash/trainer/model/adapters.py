@@ -73,6 +73,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         return
     found: dict[str, Any] = {name: state.pop(_base_name(name)) for name, _ in kept_buffers(model)}
     generator = torch.Generator().manual_seed(seed)
+    home = next(plain.parameters()).device
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             found[name] = state.pop(_base_name(name)).to(parameter.dtype)
@@ -82,7 +83,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         whole = whole if ".lora_A." in name else torch.zeros_like(whole)
         assert isinstance(parameter, DTensor), "the policy is sharded"
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        found[name] = part.to(parameter.device_mesh.device_type)
+        found[name] = part.to(home)
     model.load_state_dict(found, strict=False, assign=True)
 
 

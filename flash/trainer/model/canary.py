@@ -25,7 +25,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import reshard
+from flash.trainer.model.model import device_of, reshard
 from flash.trainer.model.packed import class_name
 from flash.trainer.model.prefixes import in_one_row
 from flash.types import Canary
@@ -82,7 +82,7 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
     generator = torch.Generator().manual_seed(seed)
-    ids_BP = torch.full((max(count // SHORT, 1), 1), first, device=model.device)
+    ids_BP = torch.full((max(count // SHORT, 1), 1), first, device=device_of(model))
     model.eval()
     cache: Any = None
     while ids_BP.numel() < count:

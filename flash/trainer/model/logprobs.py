@@ -16,6 +16,7 @@ from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import logits_unchanged
 from flash.trainer.mesh import sent
+from flash.trainer.model.model import device_of
 from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
 from flash.trainer.model.prefixes import PackedSequences
@@ -57,7 +58,8 @@ def token_logprobs(
     """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
-    row = packed_row(sequences, model.device).watched(watch).over(layer.context)
+    device = device_of(model)
+    row = packed_row(sequences, device).watched(watch).over(layer.context)
     part = row.layout.part
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
     # Beside kept sets, the same token may be drawn from others.
@@ -68,9 +70,9 @@ def token_logprobs(
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
-        sent(each, model.device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
+        sent(each, device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
-    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, model.device))
+    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, device))
     if layer.replay is not None:
         layer.replay.take(row.routes_ULK)
     with layer.selecting(selection), logits_unchanged(model):
@@ -81,7 +83,7 @@ def token_logprobs(
         raise changes_logits(model)
     answer_T2 = part.told(output.logits[0], row_N)
     if asked is not None:
-        answer_T2 = answer_T2[sent(asked.place_T, model.device)]
+        answer_T2 = answer_T2[sent(asked.place_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
 

@@ -142,7 +142,7 @@ def load_sharded(
     stored = [names[id(tensor)] for _, tensor in _named_weights(model)]
     tensors = _Stored(config, whole)
     shard_model(model, mesh, config, recompute=recompute)
-    return _fill(model, tensors, stored)
+    return _fill(model, tensors, stored, mesh.home)
 
 
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
@@ -158,7 +158,7 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
         model.set_attn_implementation(default_attention(model))
     names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
-    return _fill(model, tensors, names)
+    return _fill(model, tensors, names, mesh.home)
 
 
 class _Stored:
@@ -190,15 +190,15 @@ class _Stored:
         return tensor
 
 
-def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str]) -> PreTrainedModel:
-    """Give each weight, in their order, this rank's part of what is stored under its name."""
+def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str], home: str) -> PreTrainedModel:
+    """Give each weight, in their order, this rank's part of what is stored under its name, to be kept at `home`."""
     found: dict[str, Tensor] = {}
     for (own, tensor), name in zip(_named_weights(model), names, strict=True):
         whole = stored.read(name)
         if isinstance(tensor, DTensor):
             # No rank sends: each cuts its own part, as a copy, so that no more than one tensor is whole at a time.
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            found[own] = local.to(tensor.device_mesh.device_type, torch.float32, copy=True)
+            found[own] = local.to(home, torch.float32, copy=True)
         elif isinstance(tensor, nn.Parameter):
             found[own] = whole.to(torch.float32, copy=True)
         else:
@@ -243,9 +243,10 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 
         # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
         experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
-    # With one rank there is nothing to free between forward and backward; resharding would only copy.
+    # With one rank there is nothing to free between forward and backward; resharding would only copy. But from a host
+    # each layer is to be there alone.
     ranks = mesh.fsdp.size()
-    reshard = ranks > 1
+    reshard = ranks > 1 or mesh.offloads
     for module in experts:
         _shard_experts(module, mesh, policy)
 
@@ -263,9 +264,14 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
             if isinstance(recompute, str):
                 inputs_wait_on(module, recompute)
             fully_shard(
-                module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=along
+                module,
+                mesh=mesh.fsdp,
+                mp_policy=policy,
+                offload_policy=mesh.offload,
+                reshard_after_forward=reshard,
+                shard_placement_fn=along,
             )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, offload_policy=mesh.offload, reshard_after_forward=False)
 
 
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
@@ -286,7 +292,8 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
         module,
         mesh=others,
         mp_policy=replace(policy, cast_forward_inputs=False),
-        reshard_after_forward=others.size() > 1,
+        offload_policy=mesh.offload,
+        reshard_after_forward=others.size() > 1 or mesh.offloads,
         shard_placement_fn=along,
     )
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
@@ -357,6 +364,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes. Its weights may be elsewhere: on the host, but for those that are gathered."""
+    one = next(model.parameters())
+    return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
+
+
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Those that belong to a model's files, such as what biases the choice of experts. Nothing trains them."""
     kept = model.state_dict().keys()
@@ -364,13 +377,13 @@ def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name in the model and full float32 tensor of each parameter of a version, on every rank, one at a time.
+    """Name in the model and full float32 tensor of each parameter of a version, on every rank's device, one at a time.
 
     A tied output layer is the input embedding and is not repeated.
     """
     for name, parameter in trained(model):
         value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

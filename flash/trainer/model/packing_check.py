@@ -33,7 +33,7 @@ from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
 from flash.foreign.transformers import default_attention, running_layers, windows
 from flash.trainer.model.logprobs import changes_logits, token_logprobs
-from flash.trainer.model.model import reshard
+from flash.trainer.model.model import device_of, reshard
 from flash.trainer.model.output_layer import OutputLayer, Selection, changed
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, packs
 from flash.trainer.model.prefixes import in_one_row
@@ -119,7 +119,7 @@ def replay_routing(model: PreTrainedModel) -> None:
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     layer.replay = RoutingReplay(model)
     layer.replay.watches = True
-    _forward(model, [torch.arange(2, device=model.device)])
+    _forward(model, [torch.arange(2, device=device_of(model))])
     layer.replay.watches = False
 
 
@@ -152,12 +152,13 @@ def _check_logits(model: PreTrainedModel) -> None:
     """Whether the model does with logits what its output layer says that it does: it is shown some in their place."""
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
-    probe = torch.linspace(-PROBE, PROBE, int(layer.weight.shape[0]), device=model.device).view(1, 1, -1)
-    selection = Selection(torch.zeros(1, dtype=torch.int64, device=model.device), torch.ones(1), entropy_gradient=False)
+    device = device_of(model)
+    probe = torch.linspace(-PROBE, PROBE, int(layer.weight.shape[0]), device=device).view(1, 1, -1)
+    selection = Selection(torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1), entropy_gradient=False)
     shown = layer.register_forward_hook(lambda *_: probe)
     try:
         with _own_attention(model), layer.selecting(selection):
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
             said = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
     finally:
         shown.remove()
@@ -201,7 +202,7 @@ def _why_alone(
 
 def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
     """Whether any has found so: what they then do is the same on all."""
-    flag = torch.tensor([float(found)], device=model.device)
+    flag = torch.tensor([float(found)], device=device_of(model))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 
@@ -213,7 +214,7 @@ def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
     lengths += [max(beyond)] if beyond else []
     choose = random.Random("packing").choices
     vocabulary = range(int(model.config.get_text_config().vocab_size))
-    return [torch.tensor(choose(vocabulary, k=length), device=model.device) for length in lengths]
+    return [torch.tensor(choose(vocabulary, k=length), device=device_of(model)) for length in lengths]
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:

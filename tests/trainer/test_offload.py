@@ -1,0 +1,146 @@
+"""Weights, gradients and moments on the host: the same steps, by way of FSDP's own policy for it.
+
+Several ranks are in two_ranks.py and parallel_ranks.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from flash.trainer.mesh import backend, trainer_mesh
+from flash.trainer.model.model import named_full_tensors
+from flash.trainer.state import checkpoint
+from tests.trainer.critic_cases import set_head
+from tests.trainer.trainer_cases import (
+    Trainer,
+    aged_shard,
+    kept,
+    make_config,
+    moments_of,
+    weights_of,
+    whole,
+    write_model,
+)
+
+STEP = 3
+HOST: dict[str, Any] = {"offload": ["weights"]}
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": {"train": {"max_grad_norm": 0.1}},
+    "critic, reference and average": {
+        "algorithm": {
+            "objective": "decoupled_ppo", "options": {"proximal": "ewma"}, "advantage": "gae",
+            "kl": {"coefficient": 0.3, "refresh": 1},
+        },
+        "critic": {},
+        "train": {"minibatches": 2},
+    },
+    "adapters": {"lora": {"rank": 4}, "algorithm": {"kl": {"coefficient": 0.3}}},
+    "adapters in bfloat16": {"lora": {"rank": 4}, "model": {"dtype": "bfloat16"}},
+    "moments in bfloat16": {"model": {"dtype": "bfloat16"}, "train": {"moments": "bfloat16"}},
+    "muon": {"train": {"optimizer": "muon"}},
+    "run again": {"train": {"activation_checkpointing": True}},
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", tied=True)
+
+
+def trainer_of(model: Path, case: dict[str, Any], **how: Any) -> Trainer:
+    """Which takes its weights for those of the batch."""
+    train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40} | case.get("train", {}) | how
+    trainer = Trainer(make_config(model, **case | {"train": train}))
+    for critic in trainer.critics:
+        set_head(critic)
+    trainer.version = STEP
+    return trainer
+
+
+def models_of(trainer: Trainer) -> list[nn.Module]:
+    """The policy, and those beside it."""
+    beside = [] if trainer.reference is None else [trainer.reference]
+    return [trainer.model, *beside, *(critic.model for critic in trainer.critics)]
+
+
+def parts_of(model: nn.Module) -> list[Any]:
+    """What FSDP holds of each weight."""
+    groups: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    return [part for one in groups for part in one._get_fsdp_state()._fsdp_param_group.fsdp_params]
+
+
+def state_of(trainer: Trainer) -> list[torch.Tensor]:
+    """All that is trained, or follows what is."""
+    weights = [whole(one) for model in models_of(trainer) for one in model.parameters()]
+    optimizers = [trainer.optimizer, *(critic.optimizer for critic in trainer.critics)]
+    kept = [one for optimizer in optimizers for state in optimizer.state.values() for one in state.values()]
+    return [*weights, *kept, *(trainer.ewma or {}).values()]
+
+
+def test_steps_are_those_of_weights_on_the_device(model: Path, case: dict[str, Any]) -> None:
+    plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
+    for step in (STEP, STEP + 1):
+        expected, found = (one.train_step(aged_shard(step, step)) for one in (plain, host))
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for mine, other in zip(state_of(host), state_of(plain), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
+
+
+def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(model: Path) -> None:
+    case = CASES["critic, reference and average"]
+    plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
+    assert not any(part.offload_to_cpu for one in models_of(plain) for part in parts_of(one))
+    assert len(models_of(host)) == 3
+    for one in models_of(host):
+        assert len(parts_of(one)) >= len([*one.parameters()])
+        assert all(part.offload_to_cpu for part in parts_of(one))
+    gathered: list[int] = []
+    first, second = (host.model.get_submodule(f"model.layers.{layer}") for layer in (0, 1))
+
+    def look(*_: Any) -> None:
+        [part, *_] = parts_of(first)
+        gathered.append(sum(one.untyped_storage().size() for one in part.all_gather_outputs))
+
+    first.mlp.register_forward_pre_hook(look)
+    second.mlp.register_forward_pre_hook(look)
+    host.train_step(aged_shard(STEP, STEP))
+    assert gathered[::2]
+    assert 0 not in gathered[::2]
+    assert not any(gathered[1::2])
+
+
+def test_a_gpu_reads_pinned_memory_and_the_host_adds_up_norms() -> None:
+    mesh = trainer_mesh("cpu", offloads=True)
+    assert (mesh.home, trainer_mesh("cpu").home) == ("cpu", "cpu")
+    on_gpu = type(mesh)(torch.device("cuda"), mesh.parallel, mesh.fsdp, mesh.data, offloads=True)
+    assert on_gpu.home == "cpu"
+    assert isinstance(on_gpu.offload, CPUOffloadPolicy)
+    assert on_gpu.offload.pin_memory
+    assert backend(cuda=True, offloads=True) == "cpu:gloo,cuda:nccl"
+    assert (backend(cuda=True, offloads=False), backend(cuda=False, offloads=True)) == ("nccl", "gloo")
+
+
+@pytest.mark.parametrize("resumed", [{}, HOST], ids=["with weights on the device", "on the host"])
+def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, resumed: dict[str, Any]) -> None:
+    case = CASES["critic, reference and average"]
+    host, other = trainer_of(model, case, **HOST), trainer_of(model, case, **resumed)
+    host.train_step(aged_shard(STEP, STEP))
+    other.train_step(aged_shard(9, STEP))
+    checkpoint.load(checkpoint.save(model.parent, host, kept(b"hub"), keep=1), other)
+    assert all(map(torch.equal, state_of(other), state_of(host)))
+    assert weights_of(other).keys() == dict(named_full_tensors(host.model)).keys()
+    step = STEP + 1
+    expected = host.train_step(aged_shard(step, step))
+    assert other.train_step(aged_shard(step, step)) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert moments_of(other).keys() == moments_of(host).keys()
