@@ -6,8 +6,9 @@ canary over 20 swaps, seconds of a swap, and what that is in bytes. The second i
 Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32. `memory`: most of the card
 beside what `flash plan` says, of adapters for a model of eight billion weights, too.
 `engine`: tokens per second through the whole rollout path beside a bare vLLM.
-`lora`, `speculation`, `filters`, `moved`, `deltas`, `fp8`, `routing`: runs with adapters, drafts, top-k and top-p, what
-is moved to the host's memory, changes alone sent, weights in eight bits, replayed experts.
+`lora`, `speculation`, `filters`, `moved`, `weights-moved`, `deltas`, `fp8`, `routing`: runs with
+adapters, drafts, top-k and top-p, what is moved to the host's memory, changes alone sent, weights in eight bits,
+replayed experts.
 `divided`, `groups`: gradients of divided layers, rows and experts, and nccl's groups that form anew; of two cards.
 
 Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. A part that fails

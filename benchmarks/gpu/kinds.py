@@ -23,13 +23,14 @@ KINDS = {
     ],
     "filters": ["rollout.top_k=8", "rollout.top_p=0.9"],
     "moved": ["train.activation_checkpointing=true", 'train.offload=["activations", "moments"]'],
+    "weights-moved": ["train.activation_checkpointing=true", 'train.offload=["activations", "weights"]'],
     "deltas": ["weights.backend=tcp", "weights.deltas=true"],
     "fp8": ['engine.vllm.quantization="fp8_per_channel"', "weights.canary_tolerance=1"],
 }
 """What each adds to the run of the tiny model."""
 VOCABULARY = 64
 """Of the mixture: the tiny model's tokens, and some that are none."""
-NOT_ON_CPU = ("speculation", "moved", "fp8", "routing")
+NOT_ON_CPU = ("speculation", "moved", "weights-moved", "fp8", "routing")
 
 
 def kind_rows(kind: str, sizes: Sizes) -> list[Row]:

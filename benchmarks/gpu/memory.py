@@ -1,4 +1,5 @@
-"""What training steps take of a card at most, beside what `flash plan` says of them."""
+"""What training steps take of a card at most, beside what `flash plan` says of them. Wherever weights are, they are the
+same steps."""
 
 from __future__ import annotations
 
@@ -21,14 +22,20 @@ LEVERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"train": RECOMPUTED},
     "moved": {"train": RECOMPUTED | {"offload": ["activations", "moments"]}},
+    "weights moved": {"train": RECOMPUTED | {"offload": ["activations", "weights"]}},
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
 """Tables of a configuration."""
 LARGE = Shape(36, 4096, 12_288, 32, 8, 128, 151_936)
 """Of Qwen3-8B, but for an output layer of its own."""
 ON_LARGE = ("adapters",)
+MOVED = ("moved", "weights moved")
 ROW = 8192
 """Tokens of a micro-batch, and of its sequences together."""
+
+
+ALIKE = 1e-3
+"""Goal: how far losses, entropies and norms of gradients of two steps may be from those of "recomputed"."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -47,12 +54,17 @@ def memory_rows(sizes: Sizes) -> list[Row]:
     for name, shape in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
             apart(save_random, (shape, folder, sizes.gpu))
+            steps: dict[str, list[float]] = {}
             for lever in LEVERS if shape is sizes.shape else ON_LARGE:
                 case = Case(folder, shape.vocabulary, lever, sizes)
-                peak, planned = apart(measured, case), apart(planned_bytes, case)
+                (peak, steps[lever]), planned = apart(measured, case), apart(planned_bytes, case)
                 rows.append(Row(f"{name}, {lever}", "peak_gib", "GiB", peak / GIB, planned / GIB))
                 if sizes.gpu:
                     rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), None, NEAR))
+                if lever in MOVED:
+                    pairs = zip(steps[lever], steps["recomputed"], strict=True)
+                    error = max(abs(one - other) / abs(other) for one, other in pairs if other)
+                    rows.append(Row(f"{name}, {lever}", "step_error", "share", error, None, ALIKE))
     return rows
 
 
@@ -82,20 +94,22 @@ def configured(case: Case) -> Config:
     return msgspec.convert(tables, Config)
 
 
-def measured(case: Case) -> int:
-    """Most bytes of the card in two steps; without one, 0."""
+def measured(case: Case) -> tuple[int, list[float]]:
+    """Most bytes of the card in two steps, without one 0; and loss, entropy and norm of the gradient of each step."""
     import torch
 
     from flash.foreign.torch import alone
+    from flash.trainer.mesh import backend
     from flash.trainer.step import Trainer
 
-    gpu = case.sizes.gpu
-    with alone("nccl" if gpu else "gloo"):
-        trainer = Trainer(configured(case))
-        longest = case.sizes.length[1]
+    gpu, config, longest = case.sizes.gpu, configured(case), case.sizes.length[1]
+    seen: list[float] = []
+    with alone(backend(cuda=gpu, offloads="weights" in config.train.offload)):
+        trainer = Trainer(config)
         for step in range(2):
-            trainer.train_step(random_shard(step, 4, (longest - 8, longest), case.vocabulary))
-        return torch.cuda.max_memory_allocated() if gpu else 0
+            metrics = trainer.train_step(random_shard(step, 4, (longest - 8, longest), case.vocabulary))
+            seen += [metrics[name] for name in ("loss", "entropy", "grad_norm")]
+        return torch.cuda.max_memory_allocated() if gpu else 0, seen
 
 
 def planned_bytes(case: Case) -> int:

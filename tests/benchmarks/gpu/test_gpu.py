@@ -67,7 +67,8 @@ def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
     found = {row["metric"]: row["ours"] for row in json.loads(file.read_text())["rows"]}
     assert found["step_s"] > 0
     assert 0 < found["of_one_large_product"] < 1
-    kinds = {"lora", "speculation", "filters", "moved", "deltas", "fp8", "routing", "divided", "groups"}
+    kinds = {"lora", "speculation", "filters", "moved", "weights-moved", "deltas", "fp8", "routing"}
+    kinds |= {"divided", "groups"}
     assert set(parts(tmp_path)) == {"layer", "mfu", "exact", "memory", "job-tiny", "engine", "job-model"} | kinds
 
 
