@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from flash.config.tree import ParallelConfig
 from flash.errors import ContractError
@@ -124,6 +125,12 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor of the same numbers where they are needed; without a wait for what a GPU has yet to do before."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def gathered(part: DTensor) -> Tensor:
+    """All of a tensor that ranks have parts of, on their device, also where the parts are on the host."""
+    here: Any = part.to(part.device_mesh.device_type)
+    return here.full_tensor()
 
 
 def trainer_mesh(

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from flash.config.learning import TrainConfig
 from flash.errors import ContractError
+from flash.trainer.mesh import gathered
 
 FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
 """Of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so gradients stay far from both ends."""
@@ -68,7 +69,7 @@ def _orthogonal_part(matrix: Tensor) -> Tensor:
     """What `orthogonal` makes of the whole matrix, on the ranks' device, and of that this rank's part."""
     if not isinstance(matrix, DTensor):
         return orthogonal(matrix)
-    whole = orthogonal(matrix.to(matrix.device_mesh.device_type).full_tensor())
+    whole = orthogonal(gathered(matrix))
     return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None).to(matrix.device)
 
 

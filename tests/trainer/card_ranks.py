@@ -24,7 +24,7 @@ from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import recomputed, shard_model
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.optimizer import make_optimizer
-from tests.trainer.trainer_cases import local
+from tests.trainer.trainer_cases import local, make_config
 
 CARD: Any = "card"
 
@@ -79,8 +79,6 @@ class Card:
 def main(folder: Path, tables: dict[str, Any], ranks: int, rank: int) -> None:
     """`folder` is of the model, and takes what was seen. In a process of its own: torch keeps what a card is."""
     _setup_privateuseone_for_python_backend(CARD, Card())
-    from tests.trainer.trainer_cases import make_config
-
     config = make_config(folder, **tables)
     torch.save(step(config, ranks, rank) | {"planned": rank_memory(config, ranks).total}, folder / "seen.pt")
 
@@ -111,6 +109,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
             published = [one for _, one in engine_tensors(model, config.lora)]
     return {
         "waiting": waiting,
+        "weights": sum(local(one).numel() * one.element_size() for one in model.parameters()),
         "most": most,
         "computed on": {logp_T.device.type},
         "published on": {one.device.type for one in published},

@@ -1,6 +1,7 @@
 """Weights, gradients and moments on the host: the same steps, by way of FSDP's own policy for it.
 
-Several ranks are in two_ranks.py and parallel_ranks.py.
+Several ranks are in two_ranks.py and parallel_ranks.py. On the CPU weights are where they would be anyway, so
+card_ranks.py takes the same step on another device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from flash.trainer.mesh import backend, trainer_mesh
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.state import checkpoint
+from tests.trainer import card_ranks
 from tests.trainer.critic_cases import set_head
 from tests.trainer.trainer_cases import (
     Trainer,
@@ -23,6 +25,7 @@ from tests.trainer.trainer_cases import (
     kept,
     make_config,
     moments_of,
+    run_ranks,
     weights_of,
     whole,
     write_model,
@@ -109,8 +112,7 @@ def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(
     first, second = (host.model.get_submodule(f"model.layers.{layer}") for layer in (0, 1))
 
     def look(*_: Any) -> None:
-        [part, *_] = parts_of(first)
-        gathered.append(sum(one.untyped_storage().size() for one in part.all_gather_outputs))
+        gathered.append(sum(one.untyped_storage().size() for one in parts_of(first)[0].all_gather_outputs))
 
     first.mlp.register_forward_pre_hook(look)
     second.mlp.register_forward_pre_hook(look)
@@ -144,3 +146,31 @@ def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, res
     expected = host.train_step(aged_shard(step, step))
     assert other.train_step(aged_shard(step, step)) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert moments_of(other).keys() == moments_of(host).keys()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("ranks", "tables"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"lora": {"rank": 4}}),
+        (1, {"train": {"optimizer": "muon"}}),
+    ],
+    ids=["one rank", "two", "adapters", "muon"],
+)
+def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, tables: dict[str, Any]) -> None:
+    wide = write_model(tmp_path / "wide", tied=True, num_hidden_layers=6, hidden_size=64, intermediate_size=256)
+    train = {"max_tokens_per_microbatch": 128} | tables.get("train", {})
+    seen: list[dict[str, Any]] = []
+    for how in ({}, HOST):
+        whole = tables | {"model": {"dtype": "bfloat16"}, "train": train | how}
+        run_ranks(card_ranks.main, 1, wide, whole, ranks)
+        seen.append(torch.load(wide / "seen.pt"))
+    plain, host = seen
+    assert host["with gradients"] == host["trained"] > 0
+    assert (host["computed on"], host["published on"], host["kept on"]) == ({"card"}, {"card"}, {"cpu"})
+    assert plain["waiting"] > 0.9 * plain["weights"]
+    assert host["waiting"] < 100, "buffers"
+    assert host["most"] < plain["most"] - plain["waiting"]
+    assert host["most"] == pytest.approx(host["planned"], rel=0.1)

@@ -270,7 +270,7 @@ class Rank(ForkedProcess):
     """One of several ranks, of a process that has imported what they are made of."""
 
     server = Server(
-        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent"))
+        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card"))
     )
 
 

@@ -47,7 +47,7 @@ from flash.foreign.transformers import (
     takes_attention,
     without_weights,
 )
-from flash.trainer.mesh import TrainerMesh
+from flash.trainer.mesh import TrainerMesh, gathered
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, packs
@@ -383,7 +383,7 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in trained(model):
         value = parameter.detach()
-        yield name, value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
+        yield name, gathered(value) if isinstance(value, DTensor) else value
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
