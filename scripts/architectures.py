@@ -17,6 +17,7 @@ import signal
 import sys
 from collections import Counter
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from flash.errors import ConfigError
 from flash.foreign.torch import alone
 from flash.foreign.transformers import default_attention, takes_attention
 from flash.trainer.mesh import trainer_mesh
+from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
 from flash.trainer.model.packed import packs
@@ -46,8 +48,8 @@ MOST_BYTES = 12 * 2**30
 """Of this process's addresses: of some kinds no tiny model can be made, and such a row is to end nothing else."""
 
 
-def compare(kind: str, **options: Any) -> dict[str, Any]:
-    """A row of the table."""
+def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, Any]:
+    """A row of the table. `compiled`: with layers that torch.compile has traced, as on a GPU, but without kernels."""
     windows = {
         name: WINDOW
         for name in ("sliding_window", "attention_chunk_size")
@@ -66,6 +68,9 @@ def compare(kind: str, **options: Any) -> dict[str, Any]:
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, max_length=64))
     model = deepcopy(plain)
+    if compiled:
+        torch.compiler.reset()
+        fuse_layers(model, whole=takes_attention(model), compiled=partial(torch.compile, backend="aot_eager"))
     try:
         check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
         rows = [sequences] if packs(model) else [[one] for one in sequences]
@@ -110,7 +115,9 @@ def main() -> int:
     """Print the rows; 1 where a model that is trained is not exact."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="as in config.json's model_type; all by default")
-    kinds = parser.parse_args().kinds
+    parser.add_argument("--compiled", action="store_true", help="trace layers as on a GPU; rows are not kept")
+    args = parser.parse_args()
+    kinds, compiled = args.kinds, args.compiled
     known = sorted(kind for kind, made in CONFIG_MAPPING.items() if made in MODEL_FOR_CAUSAL_LM_MAPPING)
     logging.getLogger("flash").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, _late)
@@ -119,12 +126,12 @@ def main() -> int:
     with alone("gloo"):
         for kind in kinds or known:
             signal.alarm(SECONDS)
-            rows.append(compare(kind))
+            rows.append(compare(kind, compiled=compiled))
             signal.alarm(0)
             sys.stdout.write(f"{json.dumps(rows[-1])}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{dict(Counter(row['way'] for row in rows))}\n")
-    if not kinds:
+    if not kinds and not compiled:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return int(any(row.get("gradient_error", 0.0) > 1e-3 for row in rows))
 

@@ -40,3 +40,11 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, 
     if way != "refused":
         assert row["logprob_error"] < 1e-4
         assert row["gradient_error"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_moe"])
+def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(kind: str) -> None:
+    row = compare(kind, compiled=True)
+    assert row["way"] == "packed", row
+    assert row["logprob_error"] < 1e-4
+    assert row["gradient_error"] < 1e-5

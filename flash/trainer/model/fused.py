@@ -55,23 +55,22 @@ def _compiled(call: Any) -> Any:
     return torch.compile(call)
 
 
-def fuse_layers(model: PreTrainedModel, *, cuda: bool, whole: bool) -> None:
+def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
     """The same for a model's layers, in place. To be called before the model is sharded.
 
     `whole`: all of a decoder layer but its attention; else its norms and MLPs alone. A layer that chooses experts is
     never taken whole: each token's way is another one, and may be told (`flash.trainer.model.replay`).
     """
-    if not cuda or not can_fuse():
-        return
     keep_kernels(KERNELS)
     choosing = {router.module for router in routers(model)}
     kinds, inside = layer_types(model) if whole else set[str](), set[nn.Module]()
     for module in model.modules():
         if module in inside or not choosing.isdisjoint(module.modules()):
             continue
+        # Its hooks are FSDP's, which come around it.
         if type(module).__name__ in kinds:
             inside.update(module.modules())
-            # Its hooks are FSDP's, which come around it. Rows are of any length, known from the first one on.
-            module.forward = torch.compile(module.forward, dynamic=True)
+            # Rows are of any length, as is known from the first one on.
+            module.forward = compiled(module.forward, dynamic=True)
         elif type(module).__name__.endswith(KINDS):
-            module.compile()
+            module.forward = compiled(module.forward)

@@ -48,7 +48,7 @@ from flash.foreign.transformers import (
     without_weights,
 )
 from flash.trainer.mesh import TrainerMesh, gathered
-from flash.trainer.model.fused import fuse_layers
+from flash.trainer.model.fused import can_fuse, fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, packs
 
@@ -229,7 +229,8 @@ def shard_model(
         model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    fuse_layers(model, cuda=mesh.device.type == "cuda" and mesh.tensor is None, whole=packs(model))
+    if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
+        fuse_layers(model, whole=packs(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()
