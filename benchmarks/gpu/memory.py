@@ -63,7 +63,8 @@ def memory_rows(sizes: Sizes) -> list[Row]:
                     rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), None, NEAR))
                 if lever in MOVED:
                     pairs = zip(steps[lever], steps["recomputed"], strict=True)
-                    error = max(abs(one - other) / abs(other) for one, other in pairs if other)
+                    # Losses are sums of numbers of either sign, so near 0.
+                    error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
                     rows.append(Row(f"{name}, {lever}", "step_error", "share", error, None, ALIKE))
     return rows
 

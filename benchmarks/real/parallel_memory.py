@@ -61,6 +61,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "plain": {"train": {"max_tokens_per_microbatch": ROW}},
     "recomputed": {"train": RECOMPUTED},
     "offloaded": {"train": RECOMPUTED | {"offload": ["activations", "moments"]}},
+    "weights_offloaded": {"train": RECOMPUTED | {"offload": ["activations", "weights"]}},
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
 """Tables of a configuration."""

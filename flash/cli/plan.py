@@ -119,12 +119,13 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
         yield changes, "activations of half as many tokens; layers are gathered twice as often"
     offload = [*train.offload]
     for name, why in OFFLOADED.items() if config.gpus_per_node > 0 else ():
-        if name not in offload and (name != "moments" or train.optimizer == "adamw"):
+        alone = train.optimizer == "adamw" and "weights" not in offload
+        if name not in offload and (name != "moments" or alone):
             offload.append(name)
             before = [change for change in changes if not change.startswith("train.offload")]
             changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
             yield changes, why
-    if train.moments == "float32" and "moments" not in offload and train.optimizer == "adamw":
+    if train.moments == "float32" and not {"moments", "weights"} & {*offload} and train.optimizer == "adamw":
         changes = [*changes, 'train.moments="bfloat16"']
         yield changes, "two bytes of each weight for four, twice; rounded at random"
     nodes = cluster.trainer_nodes

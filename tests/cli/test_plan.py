@@ -37,6 +37,7 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert code == 1, said
     tried, found, refused = said.partition("nothing further: ")
     assert "nor with" in tried
+    assert 'train.offload=["activations","moments","weights"]' in tried
     assert found
     assert "cluster.trainer_nodes=" in refused, "more ranks than samples, which nobody has asked for"
 
