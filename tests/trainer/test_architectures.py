@@ -42,6 +42,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, 
         assert row["gradient_error"] < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it asks while it traces
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_moe"])
 def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(kind: str) -> None:
     row = compare(kind, compiled=True)
