@@ -43,7 +43,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, 
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of what it asks while it traces
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
 def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(kind: str) -> None:
     row = compare(kind, compiled=True)
     assert row["way"] == "packed", row
