@@ -42,7 +42,7 @@ lint: env
 bench: env
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# What one NVIDIA GPU can show, in under eight minutes: `make gpu-check GPU_CHECK="mfu engine"` for some parts,
+# What one NVIDIA GPU can show, in a quarter of an hour: `make gpu-check GPU_CHECK="mfu engine"` for some parts,
 # GPU_CHECK="--model FOLDER" to train a model of your own as well.
 gpu-check: env
 	$(BIN)/python -m benchmarks.gpu $(GPU_CHECK)
