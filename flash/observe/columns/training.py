@@ -325,7 +325,7 @@ CRITIC = ColumnGroup(
     ),
 )
 RHYTHM = ColumnGroup(
-    "With `[algorithm.rhythm]`; [`flash rhythm`](algorithms.md#looking-at-it-flash-rhythm) shows more.",
+    "With `[algorithm.rhythm]`; [`flash rhythm`](commands.md) shows more.",
     (
         Column("rhythm_share", "share of the trained tokens whose advantage was multiplied by more than 1", "share"),
         Column("rhythm_span_local", "tokens that the local heads look back, in the mean", "tokens"),
