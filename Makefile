@@ -12,6 +12,9 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 ALONE := $(BIN)/python -m pytest -v --exitfirst --last-failed --last-failed-no-failures none
 
+# Else each process of the tests compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env check unit test all-tests lint bench gpu-check docs site clean
 
 # Returns at once when .venv is current.

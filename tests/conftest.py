@@ -78,6 +78,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage neither while modules are imported, which stay, nor in them later: a quarter of the time of the
+    one, a twentieth of that of the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture
 def anyio_backend(request: pytest.FixtureRequest) -> str | tuple[str, dict[str, Any]]:
     """asyncio, on the clock that the test's markers ask for."""
@@ -92,7 +104,7 @@ def imports(tmp_path: Path) -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # at once: threads import
         if str(getattr(module, "__file__", "")).startswith(f"{tmp_path}{os.sep}"):
             del sys.modules[name]
 
