@@ -44,39 +44,13 @@ def by_process(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_a_profile_has_all_ranks_and_engines_on_one_time_and_then_ends_the_run(start: Callable[..., Run]) -> None:
-    run = start("--steps=2", "--warm-up=1", "cluster.trainer_ranks=2", "engine.count=2", command=COMMAND)
-    assert run.wait() == 0, run.text()
-    out = run.folder / "run-profile"
-    assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) < 6, "the run ends with what was asked for"
-    processes = by_process(events_of(out / "trace.json.gz"))
-    whos = {f"{kind} {number}" for kind in ("trainer", "engine") for number in (0, 1)}
-    assert set(processes) >= whos | {"who was busy", "steps"}
-    (steps,) = ([event for event in processes["steps"] if event["name"] == f"step {step}"] for step in (1,))
-    begin = steps[0]["ts"]
-    last = max(event["ts"] + event["dur"] for event in processes["steps"])
-    for rank in (0, 1):
-        updates = [each for each in processes[f"trainer {rank}"] if each["name"].startswith("Optimizer.step")]
-        assert len(updates) == 2, "of both steps, and of no other"
-        assert all(begin <= update["ts"] <= last for update in updates)
-    for engine in (0, 1):
-        assert any(event["name"] == "engine step" for event in processes[f"engine {engine}"])
-    report = (out / "report.txt").read_text()
-    assert report.startswith("steps 1 to 2 of 6 of the run in ")
-    assert "nothing is there of" not in report
-    assert all(f"\n{who}: " in report for who in whos)
-    assert report.rstrip() in run.text()
-    assert f"{out / 'trace.json.gz'}: open it at ui.perfetto.dev" in run.text()
-    run.nothing_left()
-
-
-def test_an_interrupted_profile_leaves_what_it_has_and_its_run_goes_on_under_another(
+def test_an_interrupted_profile_leaves_what_it_has_and_its_run_goes_on_under_another_of_all_ranks_and_engines(
     start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start("--steps=6", "--warm-up=0", command=COMMAND)
+    run = start("--steps=6", "--warm-up=0", "run.steps=9", "checkpoint.every=1", command=COMMAND)
     out = run.folder / "run-profile"
     metrics = out / "run" / "metrics.jsonl"
-    run.until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
+    run.until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
     run.nothing_left()
@@ -84,16 +58,38 @@ def test_an_interrupted_profile_leaves_what_it_has_and_its_run_goes_on_under_ano
     made = metrics.read_text().count("\n")
     assert f"the run ended before {6 - made} of the 6 steps" in report
     assert {"trainer 0", "engine 0"} <= by_process(events_of(out / "trace.json.gz")).keys()
+    assert main(["replay", str(out / "run")]) == 0
+    assert "every weight equals the checkpoint's" in capsys.readouterr().out, "recording has changed nothing"
 
     other = run.folder / "other"
     # The first step may be made of what the journal brings back, before there is an engine.
-    arguments = ("--resume", "--steps=1", "--warm-up=1", f"--out={other}", f"run.output_dir={out}")
-    again = start(*arguments, command=COMMAND)
+    arguments = ("--resume", "--steps=2", "--warm-up=1", f"--out={other}", f"run.output_dir={out}")
+    several = ("cluster.trainer_ranks=2", "engine.count=2")
+    again = start(*arguments, *several, "run.steps=9", command=COMMAND)
     assert again.wait() == 0, again.text()
-    assert (other / "report.txt").read_text().startswith(f"step {made + 1} of 6 of the run in {out / 'run'}\n")
     assert not (other / "run").exists()
-    assert metrics.read_text().count("\n") > made
+    assert made < metrics.read_text().count("\n") < 9, "the run ends with what was asked for"
+    of_all_on_one_time(other, first=made + 1)
+    report = (other / "report.txt").read_text()
+    assert report.startswith(f"steps {made + 1} to {made + 2} of 9 of the run in {out / 'run'}\n")
+    assert report.rstrip() in again.text()
+    assert f"{other / 'trace.json.gz'}: open it at ui.perfetto.dev" in again.text()
     again.nothing_left()
 
-    assert main(["replay", str(out / "run")]) == 0
-    assert "every weight equals the checkpoint's" in capsys.readouterr().out, "recording has changed nothing"
+
+def of_all_on_one_time(folder: Path, first: int) -> None:
+    """Two ranks and two engines are in the trace, and in the report, in two steps from this one on."""
+    processes = by_process(events_of(folder / "trace.json.gz"))
+    whos = {f"{kind} {number}" for kind in ("trainer", "engine") for number in (0, 1)}
+    assert set(processes) >= whos | {"who was busy", "steps"}
+    (begin,) = (event["ts"] for event in processes["steps"] if event["name"] == f"step {first}")
+    last = max(event["ts"] + event["dur"] for event in processes["steps"])
+    for rank in (0, 1):
+        updates = [each for each in processes[f"trainer {rank}"] if each["name"].startswith("Optimizer.step")]
+        assert len(updates) == 2, "of both steps, and of no other"
+        assert all(begin <= update["ts"] <= last for update in updates)
+    for engine in (0, 1):
+        assert any(event["name"] == "engine step" for event in processes[f"engine {engine}"])
+    report = (folder / "report.txt").read_text()
+    assert "nothing is there of" not in report
+    assert all(f"\n{who}: " in report for who in whos)
