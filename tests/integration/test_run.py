@@ -98,34 +98,6 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(
     trained_again_alike(run, capsys)
 
 
-def test_a_run_with_two_small_critics_and_rhythm_is_resumed_and_ends_with_what_its_batches_make_again(
-    start: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = (
-        *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
-        f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
-        "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4, reach=2, heads='first'}",
-        *("checkpoint.every=1", "eval.every=0"),
-    )
-    run = start(*overrides, "run.steps=3")
-    assert run.wait() == 0, run.text()
-    run.nothing_left()
-    resumed = start(*overrides, "run.steps=4", "run.resume=true")
-    assert resumed.wait() == 0, resumed.text()
-    rows = resumed.rows()
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert [row["critic_warmup"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
-    assert rows[0]["deviation_max"] == 0.0
-    assert rows[-1]["deviation_mean"] > 0.0
-    assert 0.8 <= rows[-1]["learned_mean"] < 1.0
-    assert all(0 < row["rhythm_share"] < 1 for row in rows)
-    assert unlisted({name for row in rows for name in row}) == []
-    assert main(["replay", str(run.directory)]) == 0
-    again = capsys.readouterr().out
-    assert "version 4: every weight equals the checkpoint's (step-000004), bit for bit" in again
-    resumed.nothing_left()
-
-
 def trained_again_alike(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The recorded batches make the run's last weights again, bit for bit, and other ones with another objective."""
     capsys.readouterr()
@@ -173,9 +145,16 @@ def test_an_interrupt_while_there_is_no_hub_ends_the_ranks_that_wait_for_one(sta
 
 
 def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_interrupt_ends_in_time_to_be_resumed(
-    start: Callable[..., Run],
+    start: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start("run.steps=1000", "checkpoint.every=1000")
+    """With two small critics and rhythm, which are resumed too: its batches make again what it ends with."""
+    overrides = (
+        *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
+        f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
+        "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4, reach=2, heads='first'}",
+        *("checkpoint.every=1000", "eval.every=0"),
+    )
+    run = start(*overrides, "run.steps=1000")
     run.until(lambda: len(run.rows()) >= 2)
     scratch = Path(run.variable(run.trainer(), "FLASH_SCRATCH"))
     second = start()
@@ -185,7 +164,7 @@ def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_in
     assert not run.directory.with_name("run.1").exists()
     run.process.kill()
 
-    again = start("run.steps=1000", "checkpoint.every=1000", "--resume")
+    again = start(*overrides, "run.steps=1000", "--resume")
     again.until(lambda: "continuing" in again.text())
     assert f"process {run.process.pid}, which started this run, is gone" in again.text()
     done = max(int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").iterdir())
@@ -201,10 +180,21 @@ def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_in
 
     done = len(again.rows())
     assert [row["step"] for row in again.rows()] == list(range(done))
-    last = start(f"run.steps={done + 1}", "--resume")
+    last = start(*overrides, f"run.steps={done + 1}", "--resume")
     assert last.wait() == 0, last.text()
-    assert [row["step"] for row in last.rows()] == list(range(done + 1))
+    rows = last.rows()
+    assert [row["step"] for row in rows] == list(range(done + 1))
     assert balanced(last.summary()["ledger"])
+    assert [row["critic_warmup"] for row in rows] == [1.0] + [0.0] * done
+    assert rows[0]["deviation_max"] == 0.0
+    assert rows[-1]["deviation_mean"] > 0.0
+    assert 0.8 <= rows[-1]["learned_mean"] < 1.0
+    assert all(0 < row["rhythm_share"] < 1 for row in rows)
+    assert unlisted({name for row in rows for name in row}) == []
+    assert main(["replay", str(run.directory)]) == 0
+    made = f"version {done + 1}: every weight equals the checkpoint's (step-{done + 1:06d}), bit for bit"
+    assert made in capsys.readouterr().out
+    last.nothing_left()
 
 
 def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
