@@ -62,6 +62,11 @@ class Job:
     def until_said(self, host: int, words: str) -> None:
         self.until(lambda: words in self.text(host), f"words {words!r} of {self.hosts.names[host]}")
 
+    def until_more(self, host: int, words: str, told: str) -> None:
+        """Wait until a host says it once more than in what it had told."""
+        more = f"more words {words!r} of {self.hosts.names[host]}"
+        self.until(lambda: self.text(host).count(words) > told.count(words), more)
+
     def until_engines(self, number: int) -> None:
         """Wait for another step, with so many engines."""
         seen = len(self.rows("metrics.jsonl"))
