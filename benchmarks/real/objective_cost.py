@@ -232,10 +232,11 @@ class Watch:
 
 
 class StepCase(msgspec.Struct, frozen=True):
-    """Objectives to measure, and over how many steps each."""
+    """Objectives to measure, over how many steps each, and of how many groups."""
 
     objectives: list[str]
     steps: int
+    groups: int = GROUPS
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -263,7 +264,7 @@ def step_costs(case: StepCase) -> dict[str, StepCost]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder)
-        costs = {name: step_cost(name, folder, case.steps) for name in case.objectives}
+        costs = {name: step_cost(name, folder, case) for name in case.objectives}
     dist.destroy_process_group()
     return costs
 
@@ -287,15 +288,15 @@ def make_tiny_model(folder: str, layers: int = LAYERS) -> None:
     Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
-def step_cost(objective: str, folder: str, steps: int) -> StepCost:
+def step_cost(objective: str, folder: str, case: StepCase) -> StepCost:
     """Some steps with one objective, after one that is not counted."""
     from flash.trainer.step import Trainer
 
-    trainer = Trainer(step_config(objective, folder, steps + 1))
+    trainer = Trainer(step_config(objective, folder, case.steps + 1))
     watch = Watch(trainer)
     costs: list[tuple[float, ...]] = []
-    for step in range(steps + 1):
-        shard = random_shard(step)
+    for step in range(case.steps + 1):
+        shard = random_shard(step, case.groups)
         watch.clear()
         start = time.process_time()
         trainer.train_step(shard)

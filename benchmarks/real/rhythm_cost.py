@@ -49,7 +49,14 @@ WAYS: dict[str, dict[str, Any] | None] = {"none": None, "first": {"heads": "firs
 """Tables of rhythm."""
 
 
-def step_seconds(steps: int) -> dict[str, float]:
+class StepsCase(msgspec.Struct, frozen=True):
+    """So many steps to measure, on sequences of so many tokens."""
+
+    steps: int
+    tokens: int = LENGTH
+
+
+def step_seconds(case: StepsCase) -> dict[str, float]:
     """Median processor time of a step, by way. Makes a process group, so it wants a process of its own."""
     import torch
     import torch.distributed as dist
@@ -65,14 +72,17 @@ def step_seconds(steps: int) -> dict[str, float]:
         make_tiny_model(folder)
         trainers = {name: Trainer(config(folder, rhythm)) for name, rhythm in WAYS.items()}
         # The first step settles the heads, and is no example of the others.
-        rows = [{name: one_step(trainer, step) for name, trainer in trainers.items()} for step in range(steps + 1)][1:]
+        rows = [
+            {name: one_step(trainer, step, case.tokens) for name, trainer in trainers.items()}
+            for step in range(case.steps + 1)
+        ][1:]
     dist.destroy_process_group()
     return {name: statistics.median(row[name] for row in rows) for name in WAYS}
 
 
-def one_step(trainer: Trainer, step: int) -> float:
+def one_step(trainer: Trainer, step: int, tokens: int) -> float:
     """Seconds of the processor."""
-    shard = random_shard(step, groups=GROUPS, answers=(LENGTH - PROMPT, LENGTH - PROMPT))
+    shard = random_shard(step, groups=GROUPS, answers=(tokens - PROMPT, tokens - PROMPT))
     start = time.process_time()
     trainer.train_step(shard)
     return time.process_time() - start
@@ -155,7 +165,7 @@ def look_eagerly(folder: str, tokens: int) -> int:
 
 def measure(args: Args) -> list[Row]:
     """Steps, then memory."""
-    seconds = apart(step_seconds, 3 if args.quick else 15)
+    seconds = apart(step_seconds, StepsCase(3 if args.quick else 15))
     tokens = QUICK_LONG if args.quick else LONG
     ours, eager = (apart(pass_bytes, PassCase(way, tokens)) / MIB for way in ("blocks", "eager"))
     # A quick run's few tokens fit into some blocks: there the memory shows nothing.

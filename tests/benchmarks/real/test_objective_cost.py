@@ -40,7 +40,7 @@ def test_the_batch_keeps_the_counts_and_the_ages_that_it_states() -> None:
 
 @pytest.mark.integration
 def test_the_parts_of_a_step_add_up_with_and_without_a_critic() -> None:
-    costs = apart(step_costs, StepCase(["grpo", "ppo"], steps=1))
+    costs = apart(step_costs, StepCase(["grpo", "ppo"], steps=1, groups=2))
     assert list(costs) == ["grpo", "ppo"]
     for cost in costs.values():
         parts = (cost.model_s, cost.objective_s, cost.optimizer_s, cost.rest_s)
