@@ -37,11 +37,15 @@ path = "MODEL"
 max_length = 96
 
 [env]
-path = "envs.arithmetic:Arithmetic"
-options = {{ template = "chat" }}
+path = "envs.agent:Agent"
+folders = ["EXAMPLES"]
+
+[env.options]
+function = "agent_openai:solve"
+tasks = {{ path = "envs.instructions:Instructions", options = {{ kinds = ["begin", "without"] }} }}
 
 [rollout]
-max_new_tokens = 12
+max_new_tokens = 32
 
 [engine]
 max_sequences = 16
@@ -73,16 +77,17 @@ def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
     assert tokenizer.token_texts(said)[-1] == "<|im_end|>"
 
 
-def test_it_is_trained_with_the_defaults_and_what_is_exported_says_the_same_in_vllm_and_transformers(
+def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_the_same_in_vllm_and_transformers(
     smollm2: Path, start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = start(text=TEXT.replace("MODEL", str(smollm2)))
+    """An agent of the official client."""
+    run = start(text=TEXT.replace("MODEL", str(smollm2)).replace("EXAMPLES", str(REPOSITORY / "examples")))
     assert run.wait(400) == 0, run.text()
     summary = run.summary()
-    assert summary["samples"] == 32
+    assert (summary["samples"], summary["failures"]) == (32, 0)
     assert 0 < summary["canary_error"] < LEAST["bfloat16"]
     (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
-    assert 0 < fresh < 0.01
+    assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
     exported = tmp_path / "exported"
     command = [sys.executable, "-m", "flash", "export", str(run.directory), str(exported)]
     subprocess.run(command, check=True, cwd=REPOSITORY, timeout=120)
@@ -98,26 +103,6 @@ def test_it_is_trained_with_the_defaults_and_what_is_exported_says_the_same_in_v
         expected.append(said[0, len(prompt) :].tolist())
     assert "Paris" in tokenizer.decode(expected[0])
     assert anyio.run(greedy, VLLMEngine(config, 0, []), prompts) == expected
-
-
-def test_an_agent_of_the_official_client_is_trained_on_it(smollm2: Path, start: Callable[..., Run]) -> None:
-    env = """
-[env]
-path = "envs.agent:Agent"
-folders = ["EXAMPLES"]
-
-[env.options]
-function = "agent_openai:solve"
-tasks = {{ path = "envs.instructions:Instructions", options = {{ kinds = ["begin", "without"] }} }}
-"""
-    tasks = TEXT.partition("[env]")[2].partition("[rollout]")[0]
-    text = TEXT.replace(f"[env]{tasks}", env.replace("EXAMPLES", str(REPOSITORY / "examples")))
-    run = start(text=text.replace("MODEL", str(smollm2)).replace("max_new_tokens = 12", "max_new_tokens = 32"))
-    assert run.wait(400) == 0, run.text()
-    assert run.summary()["samples"] == 32
-    assert run.summary()["failures"] == 0
-    (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
-    assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
 
 
 async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
