@@ -45,9 +45,11 @@ def start_of_engines(seconds: float, config: Config) -> str:
         return f"; at most {most:g} s (deadlines.engine_start)"
     if seconds < LONG_S:
         return ""
+    teacher = config.algorithm.teacher
+    asked = "" if teacher is None or teacher.url is None else f", or {teacher.url} does not answer yet"
     if runs_eagerly(config):
-        return "; vLLM loads the model"
-    return "; vLLM compiles, for minutes at its first start here"
+        return f"; vLLM loads the model{asked}"
+    return f"; vLLM compiles, for minutes at its first start here{asked}"
 
 
 async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
