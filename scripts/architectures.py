@@ -50,14 +50,9 @@ MOST_BYTES = 12 * 2**30
 
 def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, Any]:
     """A row of the table. `compiled`: with layers that torch.compile has traced, as on a GPU, but without kernels."""
-    windows = {
-        name: WINDOW
-        for name in ("sliding_window", "attention_chunk_size")
-        if getattr(CONFIG_MAPPING[kind](), name, None)
-    }
     row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
     try:
-        plain = tiny(kind, **windows | OPTIONS.get(kind, {}) | options).eval()
+        plain = tiny(kind, **_windows(kind) | OPTIONS.get(kind, {}) | options).eval()
         if takes_attention(plain):
             plain.set_attn_implementation(default_attention(plain))
         sequences = random_sequences(plain.config.get_text_config().vocab_size, LENGTHS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash.foreign.torch import SUMS, Attention, attend, attend_backward
+from flash.foreign.kernels import SUMS, Attention, attend, attend_backward
 
 SEQUENCES, HEADS, OF_KEYS, ASKING, ASKED = 3, 4, 2, 5, 7
 

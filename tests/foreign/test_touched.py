@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import chat_templates, dividing, forking, peft, torch, transformers, vllm, vllm_parsers
+from flash.foreign import chat_templates, dividing, forking, kernels, peft, torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -21,6 +21,7 @@ TOUCHED = [
     *vllm.TOUCHED_BY_WORKERS,
     *vllm_parsers.TOUCHED,
     *torch.TOUCHED,
+    *kernels.TOUCHED,
     *forking.TOUCHED,
     *transformers.TOUCHED,
     *dividing.TOUCHED,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash.foreign import torch as kernels
-from flash.foreign.torch import Attention
+from flash.foreign import kernels
+from flash.foreign.kernels import Attention
 from flash.trainer.firstpass import policy_logprobs
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from algorithms.rhythm import IntArray
-from flash.foreign import torch as kernels
-from flash.foreign.torch import Attention
+from flash.foreign import kernels
+from flash.foreign.kernels import Attention
 
 ROWS = 128
 """Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
@@ -89,7 +89,7 @@ def make_scratch(query: Tensor, wanted: Iterable[Block]) -> Scratch:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
-    """As `flash.foreign.torch.attend`, scores that are capped among them."""
+    """As `flash.foreign.kernels.attend`, scores that are capped among them."""
     if how.cap is None:
         return kernels.attend(query, key, value, how)
     answer = query.new_empty(*query.shape[:3], value.shape[-1])
@@ -105,7 +105,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[T
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, weight: Tensor, how: Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `flash.foreign.torch.attend_backward`, of the same."""
+    """As `flash.foreign.kernels.attend_backward`, of the same."""
     if how.cap is None:
         return kernels.attend_backward(grad, query, key, value, answer, weight, how)
     wide = weight.dtype

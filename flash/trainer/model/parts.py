@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from flash.branches import Int64Array
-from flash.foreign import torch as kernels
-from flash.foreign.torch import Attention
+from flash.foreign import kernels
+from flash.foreign.kernels import Attention
 from flash.trainer.mesh import sent
 from flash.trainer.model.attention import attend, attend_backward
 
