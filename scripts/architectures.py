@@ -57,12 +57,12 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
             plain.set_attn_implementation(default_attention(plain))
         sequences = random_sequences(plain.config.get_text_config().vocab_size, LENGTHS)
         sequences.append(torch.cat([sequences[-1][:12], sequences[0]]))
+        model = deepcopy(plain)
         expected_T, expected = _learned(plain, one_by_one(plain, sequences)[0])
     except Exception as error:  # whatever other people's code stops with is what the row says
         return row | {"way": "none", "why": _said(error)}
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, max_length=64))
-    model = deepcopy(plain)
     if compiled:
         torch.compiler.reset()
         fuse_layers(model, whole=takes_attention(model), compiled=partial(torch.compile, backend="aot_eager"))

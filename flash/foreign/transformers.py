@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
     "transformers:PreTrainedModel._no_split_modules",
+    "transformers:PreTrainedModel._is_stateful",
     "transformers:PreTrainedModel.set_attn_implementation",
     "transformers:PreTrainedModel.get_output_embeddings",
     "transformers:PreTrainedModel.set_output_embeddings",
@@ -128,6 +129,11 @@ def layer_types(model: PreTrainedModel) -> set[str]:
 
 RUNNING = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
 """What transformers calls layers whose state runs on from one token to the next."""
+
+
+def runs_on(model: PreTrainedModel) -> bool:
+    """Whether a model says that a state runs on in it."""
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def running_layers(described: PreTrainedConfig) -> str:

@@ -109,8 +109,11 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
     layers = [
         module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
     ]
-    # From the host a layer's weights are copied as they are, one at a time.
-    copied = max(_sizes(layers[0])) if mesh.offloads else 0
+    copied = 0
+    if mesh.offloads:
+        # From the host a layer's weights are copied as they are; one at a time, where they are cast then.
+        at_once = sum if config.model.dtype == "float32" else max
+        copied = max((at_once(sizes) for layer in layers if (sizes := _sizes(layer))), default=0)
     if (
         len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
         or len(layers) <= few + 1

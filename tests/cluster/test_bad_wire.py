@@ -80,8 +80,9 @@ def test_trainers_on_two_hosts_go_on_over_a_bad_wire_and_come_back_alone_after_e
     assert len({row["group_id"] for row in job.rows("samples.jsonl")}) == STEPS * BATCH // GROUP
     assert len(job.rows("metrics.jsonl")) == STEPS
     assert summary["restarts"] == 0, told
-    assert summary["trainer_restarts"] == told.count("The trainer ranks start again"), told
-    assert told.count("the trainer ranks are back at version ") == summary["trainer_restarts"] > 0, told
+    # A start that the cut wire keeps from its end is told of, too, and is made anew.
+    backs = told.count("the trainer ranks are back at version ")
+    assert 2 <= backs <= summary["trainer_restarts"] <= told.count("The trainer ranks start again"), told
     # They are compared where the version was published before the cut.
     assert "not the weights that they had" not in told, told
     waits = re.findall(WAIT, job.told())

@@ -635,7 +635,8 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
     shards = at_once(deal(gather(groups, 0, 0), ranks))
     assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
-    assert max(loads) - min(loads) <= max(lengths) + 2
+    # The rank with most is what the others wait for.
+    assert max(loads) <= sum(loads) / ranks + max(lengths) + 2
     assert {shard.total_tokens for shard in shards} == {sum(lengths)}
 
 

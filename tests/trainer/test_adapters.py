@@ -175,6 +175,7 @@ def test_adapters_count_as_they_were_trained_or_are_refused(tied_model: Path, tm
 
 
 def test_an_export_loads_in_peft_and_a_merged_one_in_transformers(model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(model, tmp_path / "base")
     trainer = stirred(model)
     TOKENIZER.save_pretrained(model)
     checkpoint.export_hf(trainer.model, TOKENIZER, tmp_path / "of the run")

@@ -43,6 +43,7 @@ from flash.foreign.transformers import (
     layer_types,
     positions_by_length,
     running_layers,
+    runs_on,
     stored_tensors,
     takes_attention,
     without_weights,
@@ -230,7 +231,7 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
-        fuse_layers(model, whole=packs(model))
+        fuse_layers(model, whole=packs(model) and not runs_on(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()

@@ -347,7 +347,9 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
         module.register_forward_hook(remember(name), with_kwargs=True) for name, module in model.named_modules() if name
     ]
     try:
-        run()
+        # torch.compile neither sees nor forgets hooks on what is inside a layer.
+        with torch.compiler.set_stance("force_eager"):
+            run()
     finally:
         for hook in hooks:
             hook.remove()
