@@ -79,6 +79,7 @@ def _changers(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
     found: list[tuple[object, str, float | None]] = [
         (model.config, "final_logit_softcapping", None),
         (model.config, "logits_scaling", 1.0),
+        (model, "logits_scaling", 1.0),
         (model, "logit_scale", 1.0),
         (model.base_model, "lm_head_multiplier", 1.0),
     ]

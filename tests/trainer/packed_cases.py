@@ -83,8 +83,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
     "falcon_mamba": {"state_size": 4},
     "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {1: {"head_dim": 16}},
+        "final_logit_softcapping": 4.0,
+    },
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "dots1": {"n_shared_experts": 1},
     "granite": {"logits_scaling": 8.0},
+    "granitemoe": {"logits_scaling": 8.0},
+    "granitemoeshared": {"logits_scaling": 8.0, "shared_intermediate_size": 16},
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"], "logits_scaling": 8.0},
     "hyperclovax": {"logits_scaling": 0.2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False},
@@ -112,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def tiny(kind: str, **options: Any) -> PreTrainedModel:
     """A random model of this kind, with weights larger than usual so that every error shows."""
     known = CONFIG_MAPPING[kind]()
-    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    sizes = {name: value for name, value in SIZES.items() if name in known.to_dict() or hasattr(known, name)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | options), dtype=torch.float32)
     with torch.no_grad():
