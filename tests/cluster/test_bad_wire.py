@@ -22,8 +22,8 @@ BATCH = 8
 GROUP = 4
 COLLECTIVE_S = 10
 """More than a busy machine keeps a trainer rank from a collective; the cut lasts longer."""
-WAIT = r"(?im)^.*(?:waited [\d.]+ s for|timed out|silent for|the trainer ranks start again, and).*$"
-"""A line that says that a wait has ended, or what it was that ended one."""
+WAIT = r"(?im)^(?!\[W).*(?:waited [\d.]+ s for|timed out|silent for|the trainer ranks start again, and).*$"
+"""A line that says that a wait has ended, or what it was that ended one; warnings of torch itself aside."""
 PEER = r"\bhub\b|node \d|rank \d|10\.77\.0\.\d"
 
 
