@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -112,14 +113,16 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
     for how, those in (("failed", failed), ("skipped", skipped)):
         for name, why in those.items():
             print(f"{name} {how}: {why}")
-    return 1 if failed else 0
+    # What was asked for by name is not there either where it was skipped.
+    return 1 if failed or (args.parts and skipped) else 0
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    # vLLM's build for CPUs has a name of its own.
+    for name in (package, f"{package}-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "not installed"
 
 
 if __name__ == "__main__":

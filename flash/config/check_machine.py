@@ -247,7 +247,9 @@ def offload_rule(config: Config) -> Iterator[ConfigProblem]:
         message = (
             'moments in bfloat16, or alone on the host, are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
         )
-        asked = {"train.moments": train.moments != "float32", key: "moments" in train.offload}
+        # Beside weights they are on the host whoever they are of.
+        alone = "moments" in train.offload and "weights" not in train.offload
+        asked = {"train.moments": train.moments != "float32", key: alone}
         yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
     if "activations" in train.offload and not train.activation_checkpointing:
         message = "`activations` are inputs of layers that run again: set train.activation_checkpointing = true"

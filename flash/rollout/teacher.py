@@ -133,12 +133,14 @@ class ServedTeacher:
                     else:
                         if reply.is_success:
                             return reply.content
-                        said = f"HTTP {reply.status_code}: {reply.text[:QUOTED]}"
+                        said = f"HTTP {reply.status_code}: {' '.join(reply.text[:QUOTED].split())}"
+                        if reply.status_code == HTTPStatus.NOT_IMPLEMENTED:
+                            raise self._fault(f"is no server of a model: {said}")
                         if reply.is_client_error and reply.status_code != HTTPStatus.TOO_MANY_REQUESTS:
                             raise self._fault(f"refuses a sample's tokens: {said}")
                     await anyio.sleep(pause)
                     pause = min(2 * pause, LAST_PAUSE_S)
-        raise self._fault(f"does not answer within {self._seconds:g} s (deadlines.env_step): {said}")
+        raise self._fault(f"gives no answer within {self._seconds:g} s (deadlines.env_step): {said}")
 
     def _fault(self, what: str) -> RewardError:
         return RewardError(f"algorithm.teacher.url: {self._url} {what}")

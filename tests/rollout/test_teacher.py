@@ -152,7 +152,7 @@ def test_a_server_that_stays_away_is_given_up_in_time() -> None:
 
     failed, took = run_virtual(ask)
     assert isinstance(failed, Failure)
-    assert failed.message.endswith("not answer within 20 s (deadlines.env_step): ConnectError('no route')")
+    assert failed.message.endswith("gives no answer within 20 s (deadlines.env_step): ConnectError('no route')")
     assert took == SECONDS
 
 
