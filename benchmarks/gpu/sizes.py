@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from benchmarks.form import Row
+from benchmarks.real.routing_replay import SHAPE
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -70,20 +71,7 @@ MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
 TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
 
 
-MIXTURE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "initializer_range": 0.06,
-    "tie_word_embeddings": False,
-}
+MIXTURE = SHAPE | {"intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
 """Of a small Qwen 3 with experts."""
 
 
@@ -172,7 +160,7 @@ def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path | None = Non
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE, vocab_size=vocabulary)).save_pretrained(folder)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE | {"vocab_size": vocabulary})).save_pretrained(folder)
     if tokenizer_of is not None:
         AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
     return folder

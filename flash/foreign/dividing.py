@@ -47,10 +47,8 @@ DISPATCHED = "ep_dispatch_experts"
 def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> list[nn.Module]:
     """Leave to each rank of a mesh its part of the decoder layers, in place, by the model's own plans.
 
-    Returns what holds the experts where they are divided.
+    One of the meshes is there. Returns what holds the experts where they are divided.
     """
-    if tensor is None and expert is None:
-        return []
     sizes = [1 if mesh is None else mesh.size() for mesh in (tensor, expert)]
     asked = DistributedConfig(tp_size=sizes[0], ep_size=sizes[1], fsdp_size=get_world_size() // sizes[0])
     layers, experts = resolve_parallel_plans(model, asked)

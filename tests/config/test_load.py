@@ -167,6 +167,11 @@ def test_what_is_no_configuration_file_is_told_by_what_it_is(project, named, tol
     assert str(error.value).startswith(told)
 
 
+def test_moments_beside_weights_on_the_host_are_any_optimizers():
+    config = resolve("train.optimizer=muon", "train.offload=['moments', 'weights']")
+    assert config.train.offload == ["moments", "weights"]
+
+
 def test_an_override_may_hold_an_equals_sign():
     assert resolve("run.output_dir=a=b").run.output_dir == "a=b"
 

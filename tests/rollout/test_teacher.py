@@ -126,6 +126,7 @@ def test_a_server_that_is_busy_or_gone_is_asked_again() -> None:
     ("said", "message"),
     [
         (httpx.Response(400, text="too long"), "refuses a sample's tokens: HTTP 400: too long"),
+        (httpx.Response(501, text="<p>no\nPOST"), "is no server of a model: HTTP 501: <p>no POST"),
         (httpx.Response(200, json={"choices": [{}]}), "expected a server of vLLM"),
         (httpx.Response(200, json={"choices": []}), "expected a server of vLLM"),
         (httpx.Response(200, json={"choices": [{"prompt_logprobs": [None]}]}), "expected a server of vLLM"),
