@@ -186,9 +186,9 @@ class Agent:
         await shared(ENDPOINT, open_endpoint)
 
     @classmethod
-    def problem_of(cls, seed: int, options: AgentOptions) -> str | None:
-        """As the class of the tasks names it."""
-        return nested.problem_of(*options.environment, seed)
+    def wrapped(cls, options: AgentOptions) -> tuple[type[Any], dict[str, Any]]:
+        """Return the class of the tasks, which knows their kinds, domains and names."""
+        return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""

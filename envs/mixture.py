@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from envs import nested
-from flash.config.objects import check_options, load_environment
+from flash.config.objects import check_options, class_with, load_environment
 from flash.config.section import PositiveFloat
 from flash.environment import (
     Domain,
@@ -61,7 +61,7 @@ class Kind(Domain, frozen=True, kw_only=True):
             yield "drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped"
 
 
-class _Maker(msgspec.Struct, frozen=True):
+class _Maker(msgspec.Struct, frozen=True, dict=True):
     """Makes instances of one kind."""
 
     env: type[Environment | SyncEnvironment]
@@ -69,6 +69,11 @@ class _Maker(msgspec.Struct, frozen=True):
 
     def __call__(self) -> Environment | SyncEnvironment:
         return self.env(**self.kwargs)
+
+    @cached_property
+    def named(self) -> tuple[type[Any], dict[str, Any]] | None:
+        """The class that names the problems, and its keyword arguments; None if they have no names."""
+        return class_with("problem_of", self.env, self.kwargs)
 
 
 class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -145,9 +150,12 @@ class Mixture:
 
     @classmethod
     def problem_of(cls, seed: int, options: MixtureOptions) -> str | None:
-        """As the environment of its kind names it."""
+        """Return the name that the environment of its kind gives the problem."""
         maker = options.makers[cls.kind_of(seed, options)]
-        return nested.problem_of(maker.env, maker.kwargs, seed)
+        if maker.named is None:
+            return None
+        env, kwargs = maker.named
+        return env.problem_of(seed, **kwargs)
 
     @classmethod
     def domains(cls, options: MixtureOptions) -> dict[str, Domain]:
@@ -210,6 +218,10 @@ def _maker(name: str, kind: Kind) -> _Maker:
         env = cast("type[Environment | SyncEnvironment]", load_environment(kind.path))
     except ConfigError as error:
         raise ConfigError(f"`kinds.{name}.path`: {error}") from error
-    if issubclass(env, Mixture):
+    # A mixture is refused before its options, which are of no use then.
+    is_mixture = callable(getattr(env, "domains", None))
+    kwargs = {} if is_mixture else check_options(env, kind.options, f"kinds.{name}.options")
+    if is_mixture or class_with("domains", env, kwargs) is not None:
+        # Its domains would be lost without a word: a problem has one kind, that of the outer mixture.
         raise ConfigError(f"`kinds.{name}.path`: a mixture cannot hold a mixture: name its environments here")
-    return _Maker(env, check_options(env, kind.options, f"kinds.{name}.options"))
+    return _Maker(env, kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flash.config.objects import check_options, load_environment
-from flash.environment import Prepared, Recurring
+from flash.environment import Prepared
 from flash.errors import ConfigError
 
 
@@ -42,11 +42,6 @@ def check(kind: type[Any], kwargs: dict[str, Any]) -> None:
     own_check = getattr(kind, "check", None)
     if own_check is not None:
         own_check(**kwargs)
-
-
-def problem_of(kind: type[Any], kwargs: dict[str, Any], seed: int) -> str | None:
-    """The name that a class has for the problem of a seed, if it has one."""
-    return kind.problem_of(seed, **kwargs) if isinstance(kind, Recurring) else None
 
 
 async def prepare(kind: type[Any], kwargs: dict[str, Any]) -> None:

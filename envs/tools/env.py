@@ -134,9 +134,9 @@ class ToolEnv:
             await judge.try_out(options.language, limits_of(options.limits))
 
     @classmethod
-    def problem_of(cls, seed: int, options: ToolOptions) -> str | None:
-        """As the class of the tasks names it."""
-        return nested.problem_of(*options.environment, seed)
+    def wrapped(cls, options: ToolOptions) -> tuple[type[Any], dict[str, Any]]:
+        """Return the class of the tasks, which knows their kinds, domains and names."""
+        return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""

@@ -17,7 +17,7 @@ from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule, un
 from flash.config.check_machine import ENGINE_RULES, MACHINE_RULES, Rule
 from flash.config.check_models import fetch_rule, model_rule, other_models_rule, unreachable
 from flash.config.decode import ConfigProblem, show
-from flash.config.objects import examine_options, load_environment, load_sink, refusal
+from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
@@ -76,7 +76,8 @@ def environment_rule(config: Config) -> Iterator[ConfigProblem]:
     kwargs, problems = examine_options(env, config.env.options, "env.options")
     faults = problems or list(_own_check(env, kwargs))
     yield from faults or _domains(config, env, kwargs)
-    if config.rollout.selection == "pass_rate" and not callable(getattr(env, "problem_of", None)):
+    recurs = bool(faults) or class_with("problem_of", env, kwargs) is not None
+    if config.rollout.selection == "pass_rate" and not recurs:
         message = (
             f"`{config.env.path}` does not say which of its problems come again: expected `uniform`, or a class with "
             "problem_of (docs/environments.md)"
@@ -102,14 +103,16 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProb
 
 
 def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """What domains want goes together with the rest of the configuration."""
-    told: Callable[..., dict[str, Any]] | None = getattr(env, "domains", None)
-    domains = {} if told is None else told(**kwargs)
+    """Find options of domains that do not go together with the rest of the configuration."""
+    found = class_with("domains", env, kwargs)
+    domains: dict[str, Any] = {} if found is None else found[0].domains(**found[1])
+    # The wrapper alone knows under which of its options the table of a wrapped mixture stands.
+    table = "env.options.kinds" if found is not None and found[0] is env else "env.options … kinds"
     if len(domains) > 1 and config.rollout.fifo_window is not None:
         message = "cannot hold with several domains, whose shares decide which groups a step takes: leave it out"
         yield ConfigProblem("rollout.fifo_window", message)
     for name, domain in domains.items():
-        key, limit = f"env.options.kinds.{name}", config.model.max_length - 1
+        key, limit = f"{table}.{name}", config.model.max_length - 1
         if (domain.max_new_tokens or 0) > limit:
             message = f"expected at most {limit} (model.max_length = {limit + 1}), got {domain.max_new_tokens}"
             yield ConfigProblem(f"{key}.max_new_tokens", message)

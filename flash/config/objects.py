@@ -30,6 +30,9 @@ from flash.errors import ConfigError
 ENVIRONMENT_METHODS = ("reset", "step", "close")
 """What makes a class an environment: see `flash.environment`."""
 
+WRAPPED = "wrapped"
+"""The method by which a class around another environment names that environment."""
+
 OPTIONS = "options"
 """The parameter that stands for the whole table of options, where it is the only one and annotated with a struct."""
 
@@ -140,6 +143,19 @@ def load_environment(path: str) -> type[object]:
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
         raise ConfigError(f"`{path}` is not an environment: expected a class with reset, step and close")
     return cast("type[object]", found)
+
+
+def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[type[Any], dict[str, Any]] | None:
+    """Find the environment class that answers a question about problems, and its keyword arguments.
+
+    The class itself answers where it has the method. Otherwise a class around another environment names that one with
+    `wrapped` (`flash.environment.Wrapping`), and the search goes on there. None: no class has the method.
+    """
+    while not callable(getattr(cls, method, None)):
+        if not callable(getattr(cls, WRAPPED, None)):
+            return None
+        cls, kwargs = cls.wrapped(**kwargs)
+    return cls, kwargs
 
 
 def load_objective(name: str) -> type[Objective]:

@@ -23,6 +23,7 @@ from flash.environment.interface import (
     StepResult,
     SyncEnvironment,
     WarmStart,
+    Wrapping,
     is_held_out,
 )
 from flash.environment.shared import run_name, shared, sharing
@@ -44,6 +45,7 @@ __all__ = [
     "Domain",
     "Domains",
     "Recurring",
+    "Wrapping",
     "WarmStart",
     "SolvedExample",
     "Spoken",

@@ -8,11 +8,12 @@ is `reset`, `step`, `close`; `close` is called exactly once, also after an error
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Six more
+Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Seven more
 things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), `prepare`, which
 opens on each node what its episodes share (`Prepared`), `inform`, which is given the episode's count of tokens
 (`Informed`), solved examples for a supervised warm start (`WarmStart`), names of problems that come again
-(`Recurring`), and, where it stands for several environments, the kind of a problem (`Kinds`).
+(`Recurring`), where it stands for several environments, the kind of a problem (`Kinds`), and, where it is put around
+another environment, which one (`Wrapping`).
 """
 
 from __future__ import annotations
@@ -298,6 +299,19 @@ class Recurring(Protocol):
         Seeds of one name show the same problem, or problems that are about as hard. The hub asks for each group: it
         must take microseconds, but for the first one.
         """
+        ...
+
+
+@runtime_checkable
+class Wrapping(Protocol):
+    """An environment class around another one, such as tools for its problems.
+
+    Kinds, domains and names of problems are those of the other class, unless the outer one has these methods itself.
+    """
+
+    @classmethod
+    def wrapped(cls, **options: Any) -> tuple[type[Any], dict[str, Any]]:
+        """Return the class of the environment inside, and its keyword arguments."""
         ...
 
 

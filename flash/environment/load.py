@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
-from flash.config.objects import check_options, load_environment
-from flash.environment.interface import Domain, Domains, Environment, Kinds, Prepared, Recurring
+from flash.config.objects import check_options, class_with, load_environment
+from flash.environment.interface import Domain, Domains, Environment, Prepared
 from flash.environment.threaded import wrap
 from flash.errors import ConfigError
 
@@ -36,14 +37,18 @@ class LoadedEnvironment:
             await self._class.prepare(**self._kwargs)
 
     def kind_of(self, seed: int) -> str:
-        """The kind of the problem of a seed; one unnamed kind for classes that do not tell several apart."""
-        if isinstance(self._class, Kinds):
-            return self._class.kind_of(seed, **self._kwargs)
-        return ""
+        """Return the kind of the problem of a seed; one unnamed kind for classes that do not tell several apart."""
+        if self._kinds is None:
+            return ""
+        cls, kwargs = self._kinds
+        return cls.kind_of(seed, **kwargs)
 
     def problem_of(self, seed: int) -> str | None:
-        """The name of the problem of a seed; None for classes whose problems have none."""
-        return self._class.problem_of(seed, **self._kwargs) if isinstance(self._class, Recurring) else None
+        """Return the name of the problem of a seed; None for classes whose problems have none."""
+        if self._named is None:
+            return None
+        cls, kwargs = self._named
+        return cls.problem_of(seed, **kwargs)
 
     def check_names(self, seeds: range) -> None:
         """Read what it takes to name these, as the data sets of all kinds. Raises ConfigError: none has a name."""
@@ -55,5 +60,17 @@ class LoadedEnvironment:
             )
 
     def domains(self) -> dict[str, Domain]:
-        """The domains of the problems; none for classes that do not tell."""
-        return self._class.domains(**self._kwargs) if isinstance(self._class, Domains) else {}
+        """Return the domains of the problems; none for classes that do not tell."""
+        # The class that names the kinds also gives their shares: those of another class would have other names.
+        if self._kinds is None or not isinstance(self._kinds[0], Domains):
+            return {}
+        cls, kwargs = self._kinds
+        return cls.domains(**kwargs)
+
+    @cached_property
+    def _kinds(self) -> tuple[Any, dict[str, Any]] | None:
+        return class_with("kind_of", self._class, self._kwargs)
+
+    @cached_property
+    def _named(self) -> tuple[Any, dict[str, Any]] | None:
+        return class_with("problem_of", self._class, self._kwargs)
