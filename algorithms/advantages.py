@@ -1,14 +1,14 @@
-"""How rewards become advantages. B = samples of the whole batch, G = groups.
+"""Turn rewards into advantages. B = samples of the whole batch, G = groups.
 
 Groups are told apart by their id, so they may be ragged and in any order. A group of one, or of equal rewards, says
-nothing about the policy: its advantages are exactly 0. All raise ValueError where a reward is not finite or lengths
-differ.
+nothing about the policy: its advantages are exactly 0. All functions raise ValueError where a reward is not finite or
+lengths differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 EQUAL = 1e-9
-"""Rewards of a group that differ by less than this share of their size are equal; what remains is rounding."""
-
-SUMS_EQUAL = 1e-12
-"""A variance below this share of the mean square is rounding, where both come from sums in float64."""
+"""Share of their size by which equal rewards may differ: smaller differences are rounding."""
 
 
 class _Groups(NamedTuple):
@@ -32,11 +29,13 @@ class _Groups(NamedTuple):
     count_B: FloatArray
     """Members of each sample's group."""
     centred_B: FloatArray
-    """R − mean; exactly 0 in a group of equal rewards."""
+    """(R − mean) / 2^exponent; exactly 0 in a group of equal rewards."""
+    exponent_B: IntArray
+    """Power of two that brings the largest reward of the sample's group to about 1, so that squares stay finite."""
 
 
 def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """float64 [B]: (R − mean) / std within each group, std over its members (DeepSeekMath, arXiv 2402.03300)."""
+    """Return float64 [B]: (R − mean) / std of each group, std over its members (DeepSeekMath, arXiv 2402.03300)."""
     groups = _grouped(rewards, group_ids)
     variance_G = np.bincount(groups.group_B, groups.centred_B**2) / np.bincount(groups.group_B)
     std_B = np.sqrt(variance_G)[groups.group_B]
@@ -44,23 +43,25 @@ def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[
 
 
 def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """float64 [B]: R − mean within each group (Dr. GRPO, arXiv 2503.20783): no prompt counts more for being easy."""
-    return _grouped(rewards, group_ids).centred_B
+    """Return float64 [B]: R − mean of each group (Dr. GRPO, arXiv 2503.20783): no prompt counts more for being easy."""
+    groups = _grouped(rewards, group_ids)
+    return np.ldexp(groups.centred_B, groups.exponent_B)
 
 
 def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """float64 [B]: R − mean of the group's other samples (RLOO, arXiv 2402.14740): an unbiased baseline.
+    """Return float64 [B]: R − mean of the group's other samples (RLOO, arXiv 2402.14740): an unbiased baseline.
 
     With n members it is n / (n − 1) · (R − mean of all).
     """
     groups = _grouped(rewards, group_ids)
-    return groups.centred_B * groups.count_B / np.maximum(groups.count_B - 1, 1)
+    advantage_B = groups.centred_B * groups.count_B / np.maximum(groups.count_B - 1, 1)
+    return np.ldexp(advantage_B, groups.exponent_B)
 
 
 def turn_advantages(
     turns: Sequence[Sequence[float]], group_ids: Sequence[int] | IntArray, gamma: float
 ) -> list[FloatArray]:
-    """Per sample, float64 [its turns]: each turn's return, normalised over the group's samples at the same turn.
+    """Return per sample float64 [its turns]: each turn's return, normalised over the group's samples at the same turn.
 
     `turns` are the rewards per turn; the return of a turn is Σ γ^j · reward j turns later, itself included. Samples of
     a group may have different numbers of turns: each turn is compared with the samples that came that far.
@@ -86,22 +87,38 @@ def turn_advantages(
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
-def whiten(total: float, total_square: float, count: float) -> tuple[float, float]:
-    """Mean and 1 / std of `count` numbers, from their sum and their sum of squares over the whole batch.
+def moments(values: FloatArray) -> tuple[float, float, float]:
+    """Return the count, the mean and the sum of squared differences from the mean; zeros of no values."""
+    mean = float(values.mean()) if len(values) else 0.0
+    return float(len(values)), mean, float(np.square(values - mean).sum())
+
+
+def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]:
+    """Return the mean and 1 / std of the numbers of a batch, from the `moments` of its parts.
 
     REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. Where the numbers are
     equal, or there are none, 1 / std is given as 0, so that the advantages are 0.
 
     Raises:
-        ValueError: a sum is not finite.
+        ValueError: a moment is not finite.
     """
-    if not (math.isfinite(total) and math.isfinite(total_square)):
-        raise ValueError(f"the batch's sum is {total} and its sum of squares {total_square}; expected finite numbers")
+    count_P, mean_P, squares_P = np.asarray(parts, dtype=np.float64).reshape(-1, 3).T
+    if not (np.isfinite(mean_P).all() and np.isfinite(squares_P).all()):
+        raise ValueError(f"the batch's means are {mean_P} and its squares {squares_P}; expected finite numbers")
+    count = count_P.sum()
     if count <= 0:
         return 0.0, 0.0
-    mean, mean_square = total / count, total_square / count
-    variance = mean_square - mean * mean
-    return mean, 1 / math.sqrt(variance) if variance > SUMS_EQUAL * mean_square else 0.0
+    mean = float(count_P @ mean_P / count)
+    # Squares are of centred numbers (Chan et al., 1979): the difference of two sums loses small differences of large
+    # numbers.
+    std = math.sqrt((squares_P.sum() + count_P @ np.square(mean_P - mean)) / count)
+    return mean, 1 / std if std > EQUAL * abs(mean) else 0.0
+
+
+def are_equal(rewards: Collection[float]) -> bool:
+    """True if the rewards of a group are equal but for rounding, so that its advantages are 0."""
+    least, most = min(rewards), max(rewards)
+    return most - least <= EQUAL * max(abs(least), abs(most))
 
 
 def _grouped(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _Groups:
@@ -117,6 +134,10 @@ def _grouped(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | I
     least_G, most_G = np.full(len(count_G), math.inf), np.full(len(count_G), -math.inf)
     np.minimum.at(least_G, group_B, reward_B)
     np.maximum.at(most_G, group_B, reward_B)
-    differ_G = most_G - least_G > EQUAL * np.maximum(np.abs(least_G), np.abs(most_G))
-    centred_B = reward_B - (np.bincount(group_B, reward_B) / count_G)[group_B]
-    return _Groups(group_B, count_G[group_B], np.where(differ_G[group_B], centred_B, 0.0))
+    size_G = np.maximum(np.abs(least_G), np.abs(most_G))
+    exponent_G = np.frexp(size_G)[1].astype(np.int64)
+    scaled_B = np.ldexp(reward_B, -exponent_G[group_B])
+    differ_G = np.ldexp(most_G, -exponent_G) - np.ldexp(least_G, -exponent_G) > EQUAL * np.ldexp(size_G, -exponent_G)
+    centred_B = scaled_B - (np.bincount(group_B, scaled_B) / count_G)[group_B]
+    centred_B = np.where(differ_G[group_B], centred_B, 0.0)
+    return _Groups(group_B, count_G[group_B], centred_B, exponent_G[group_B])

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from algorithms.advantages import are_equal
 from flash.types import BatchSample, Task, Trajectory
 
 MOST_MISSING = 0.25
@@ -130,9 +131,9 @@ class GroupFilter(msgspec.Struct, frozen=True):
     """Least and most mean reward, both allowed."""
 
     def keeps(self, group: Group) -> bool:
-        """Whether a complete group is trained."""
+        """Return True if a complete group is trained."""
         rewards = [trajectory.reward for trajectory in group.trajectories()]
-        if self.drop_equal_rewards and max(rewards) == min(rewards):
+        if self.drop_equal_rewards and are_equal(rewards):
             return False
         if self.accuracy_bounds is None:
             return True

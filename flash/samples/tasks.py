@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from algorithms.advantages import are_equal
 from flash.environment.interface import HELD_OUT
 from flash.errors import BreakerError, ContractError
 from flash.sampling import PLAIN, Sampling
@@ -280,7 +281,7 @@ class TaskSource:
     def ended(self, name: str, rewards: Collection[float], version: int) -> None:
         """A group of the problem of this name, if it has one, has come home; `version` is the next step."""
         self.cursor.ended += 1
-        self.cursor.equal += max(rewards) == min(rewards)
+        self.cursor.equal += are_equal(rewards)
         if name:
             self.tries.ended(name, rewards, version)
 

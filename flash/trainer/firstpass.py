@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from algorithms.advantages import FloatArray, whiten
+from algorithms.advantages import FloatArray, moments, whiten
 from algorithms.gae import discounted_sums, gae, monte_carlo
 from algorithms.kl import kl
 from flash.config.tree import Config
@@ -245,7 +245,7 @@ def _token_advantages(
     """Per minibatch and micro-batch, with one collective where a pass or the whole batch has a say in it."""
     fault = ""
     worth: list[list[Worth]] = []
-    sums = torch.zeros(3, dtype=torch.float64)
+    known_N = np.zeros(0)
     try:
         worth = [
             [
@@ -254,22 +254,24 @@ def _token_advantages(
             ]
             for minibatch, row in zip(plan.minibatches, passes, strict=True)
         ]
-        for minibatch, row in zip(plan.minibatches, worth, strict=True):
-            for micro, found in zip(minibatch.micro_batches, row, strict=True):
-                kept_N = found.advantage_T[micro.mask_T]
-                sums += torch.tensor([kept_N.sum(), np.square(kept_N).sum(), len(kept_N)])
+        kept = [
+            found.advantage_T[micro.mask_T]
+            for minibatch, row in zip(plan.minibatches, worth, strict=True)
+            for micro, found in zip(minibatch.micro_batches, row, strict=True)
+        ]
+        known_N = np.concatenate([known_N, *kept])
     except ContractError as error:
         fault = str(error)
     penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
     if not (penalised or method.estimator in ("batch", "gae")):
         return worth
 
-    row = torch.cat([torch.tensor([float(bool(fault))], dtype=torch.float64), sums])
+    row = torch.tensor([float(bool(fault)), *moments(known_N)], dtype=torch.float64)
     rows = mesh.gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], "their part of the batch")
     if method.estimator != "batch":
         return worth
-    mean, scale = whiten(*rows[:, 1:].sum(0).tolist())
+    mean, scale = whiten(rows[:, 1:].numpy())
     return [[Worth((one.advantage_T - mean) * scale, one.return_T) for one in row] for row in worth]
 
 

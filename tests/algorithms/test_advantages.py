@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from algorithms.advantages import (
     FloatArray,
+    are_equal,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
+    moments,
     turn_advantages,
     whiten,
 )
@@ -156,26 +158,47 @@ def test_one_id_per_list_of_turns_is_required() -> None:
 
 
 def test_whitened_numbers_have_mean_zero_and_deviation_one() -> None:
-    values = np.random.default_rng(3).normal(5.0, 3.0, 1000)
-    mean, scale = whiten(values.sum(), np.square(values).sum(), len(values))
+    values: FloatArray = np.random.default_rng(3).normal(5.0, 3.0, 1000)
+    mean, scale = whiten([moments(part) for part in np.split(values, [0, 10, 700])])
     assert mean == pytest.approx(values.mean(), rel=1e-12)
     assert 1 / scale == pytest.approx(values.std(), rel=1e-9)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5, -1e6, 1e7])
+def test_rewards_with_an_offset_whiten_as_without_it(offset: float) -> None:
+    lengths = np.random.default_rng(4).integers(0, 50, 200)
+    values: FloatArray = np.float64(offset) + 0.1 * lengths.astype(np.float64)
+    mean, scale = whiten([moments(values[:60]), moments(values[60:])])
+    expected = (lengths - lengths.mean()) / lengths.std()
+    np.testing.assert_allclose((values - mean) * scale, expected, atol=1e-6)
+
+
+@ALL
+@pytest.mark.parametrize("size", [1e-200, 1e200, 1e306])
+def test_tiny_and_huge_rewards_have_the_advantages_of_usual_ones(estimator: Estimator, size: float) -> None:
+    rewards, groups = [1.0, 2.0, 4.0, -50.0, 3.0], [0, 0, 0, 1, 1]
+    expected = estimator(rewards, groups)
+    scaled = estimator([reward * size for reward in rewards], groups)
+    np.testing.assert_allclose(scaled, expected if estimator is group_advantages else expected * size, rtol=1e-12)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1e6])
 @pytest.mark.parametrize("count", [1, 3, 1000])
 def test_equal_numbers_whiten_to_zero(value: float, count: int) -> None:
-    total = square = 0.0
-    for _ in range(count):
-        total, square = total + value, square + value * value
-    assert whiten(total, square, count)[1] == 0
+    values = np.full(count, value)
+    assert whiten([moments(values), moments(values[1:])])[1] == 0
 
 
 def test_no_numbers_whiten_to_zero() -> None:
-    assert whiten(0.0, 0.0, 0) == (0.0, 0.0)
+    assert whiten([moments(np.zeros(0))] * 2) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("sums", [(math.nan, 1.0), (1.0, math.inf)])
-def test_sums_that_are_not_finite_are_refused(sums: tuple[float, float]) -> None:
+@pytest.mark.parametrize("part", [(3.0, math.nan, 1.0), (3.0, 1.0, math.inf)])
+def test_moments_that_are_not_finite_are_refused(part: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="expected finite numbers"):
-        whiten(*sums, 3)
+        whiten([part])
+
+
+@given(st.lists(st.sampled_from([0.3, 0.1 + 0.2, 0.30001, 1.0, 1e9, 1e9 + 0.1]), min_size=1, max_size=4))
+def test_rewards_are_equal_where_their_advantages_are_zero(rewards: list[float]) -> None:
+    assert are_equal(rewards) == (group_advantages(rewards, [0] * len(rewards)) == 0).all()

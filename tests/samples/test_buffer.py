@@ -478,6 +478,13 @@ def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
     buffer.samples.check()
 
 
+def test_groups_whose_rewards_differ_by_rounding_are_filtered_out() -> None:
+    buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(drop_equal_rewards=True))
+    for reward, lease in zip((0.1 + 0.2, 0.3), lease_all(buffer, 0), strict=True):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=reward))
+    assert buffer.samples.ledger.filtered == 2
+
+
 @pytest.mark.parametrize(("bounds", "kept"), [((0.0, 1.0), 1), ((0.5, 0.5), 1), ((0.6, 1.0), 0), ((0.0, 0.4), 0)])
 def test_accuracy_bounds_keep_groups_whose_mean_reward_lies_within(bounds: tuple[float, float], kept: int) -> None:
     buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(accuracy_bounds=bounds))

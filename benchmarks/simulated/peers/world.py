@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from algorithms.advantages import are_equal
 from benchmarks.simulated.peers.router import PeerEngine, Router
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
@@ -159,7 +160,7 @@ class World:
     def keeps(self, group: Sequence[Finished]) -> bool:
         """Whether dynamic filtering lets a group into a batch."""
         rewards, rollout = [sample.reward for sample in group], self.config.rollout
-        if rollout.drop_equal_rewards and max(rewards) == min(rewards):
+        if rollout.drop_equal_rewards and are_equal(rewards):
             return False
         low, high = rollout.accuracy_bounds or (0.0, 1.0)
         return low <= sum(rewards) / len(rewards) <= high
