@@ -44,8 +44,8 @@ WORDS: Final = "small old happy never always quiet bright because under while st
 LETTERS: Final = "abcdghiklmnoprstuwy"
 
 WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+")
-INNER_END = re.compile(r"[.!?][^\w.!?]*\s\W*\w")
-"""The end of a sentence that another one follows."""
+GAP = re.compile(r"\w+")
+"""Separates the gaps between words. Patterns here must take linear time: a degenerate answer is one sign, repeated."""
 
 LEAST_WORDS = 4
 """Different words of a sentence; what has fewer says nothing about its topic."""
@@ -65,8 +65,17 @@ class Rule(NamedTuple):
 
 
 def words(answer: str) -> list[str]:
-    """The words of an answer, in lower case."""
+    """Return the words of an answer, in lower case."""
     return WORD.findall(answer.lower())
+
+
+def ends_early(answer: str) -> bool:
+    """Return True if a sentence ends before the last word: an end mark and then white space stand in a gap."""
+    for gap in GAP.split(answer)[:-1]:
+        end = re.search(r"[.!?]", gap)
+        if end and re.search(r"\s", gap[end.end() :]):
+            return True
+    return False
 
 
 def _exactly(rng: random.Random, needed: str) -> Rule:
@@ -166,9 +175,9 @@ class InstructionProblem(NamedTuple):
         return " ".join([f"Write one sentence about {article} {self.topic}.", *(rule.text for rule in self.rules)])
 
     def missing(self, answer: str) -> str | None:
-        """The first thing that an answer lacks."""
+        """Return the first thing that an answer lacks; None if it lacks nothing."""
         text, said = answer.strip(), words(answer)
-        if len(set(said)) < LEAST_WORDS or INNER_END.search(text):
+        if len(set(said)) < LEAST_WORDS or ends_early(text):
             return f"not one sentence of at least {LEAST_WORDS} different words"
         if not any(word.startswith(self.topic) for word in said):
             return f"not about {self.topic}"

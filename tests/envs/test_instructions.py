@@ -16,6 +16,7 @@ from envs.instructions import (
     Instructions,
     Rule,
     draw,
+    ends_early,
     words,
 )
 from flash.environment import HELD_OUT, Environment
@@ -62,6 +63,24 @@ def test_a_rule_is_kept_by_what_keeps_it_alone(kind: str, text: str, kept: str, 
 def test_without_one_sentence_about_the_topic_nothing_is_earned(answer: str) -> None:
     assert InstructionProblem("river", []).missing("Two rivers, wide and cold, meet near St.Ives.") is None
     assert InstructionProblem("river", []).missing(answer) is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "early"),
+    [
+        ("A river runs", False),
+        ("A river runs. ", False),
+        ("A river runs. It", True),
+        ("A river runs.It", False),
+        ('A river runs." (It', True),
+        ("A river runs.\n\nIt", True),
+        (". A river runs", True),
+        ("A river . . . runs", True),
+        (" A, river; runs?!", False),
+    ],
+)
+def test_a_sentence_that_another_one_follows_ends_early(answer: str, early: bool) -> None:
+    assert ends_early(answer) == early
 
 
 def solved(problem: InstructionProblem) -> str:
