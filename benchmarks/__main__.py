@@ -28,7 +28,6 @@ MODULES = {
                 "queue_scheduling",
                 "redundant_envs",
                 "scaling",
-                "session_cache",
             ),
         )
     },
@@ -55,7 +54,6 @@ MODULES = {
     "real_agentic": "benchmarks.real.agentic",
     "real_rlvr": "benchmarks.real.rlvr",
     "real_textworld": "benchmarks.real.textworld",
-    "session_cache_real": "benchmarks.real.session_cache",
     "offpolicy": "benchmarks.offpolicy",
     "offpolicy_confirm": "benchmarks.offpolicy.confirm",
     "distillation": "benchmarks.offpolicy.distillation",

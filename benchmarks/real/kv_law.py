@@ -89,7 +89,7 @@ async def all_through(engine: Drawn, count: int) -> Found:
 
     async def one(number: int) -> None:
         asked = GenerateRequest([5 + number % 7] * PROMPT, LONGEST, key=number)
-        await proxy.generate(EpisodeRequest(asked, 0, (number, number), None, lambda tokens: None, 1e6))
+        await proxy.generate(EpisodeRequest(asked, 0, (number, number), lambda tokens: None, 1e6))
 
     async with anyio.create_task_group() as tasks:
         for number in range(count):

@@ -36,7 +36,7 @@ from flash.config.decode import (
 from flash.config.machine import count_gpus
 from flash.config.objects import import_from
 from flash.config.packaged import with_folder
-from flash.config.section import UNFOLLOWED, Section
+from flash.config.section import ABSENT, Section
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -224,11 +224,11 @@ def _tagged_tables() -> dict[str, str]:
 
 
 def _with_hint(problem: ConfigProblem) -> ConfigProblem:
-    """A name that is no key, with what was meant: the key of that very name in other tables, the nearest one of the
-    same table, or else the nearest in another."""
+    """Add a hint to the problem of an unknown key: why it is absent, the same name in another table, or the nearest
+    name, in the same table first."""
     if problem.message != NO_KEY:
         return problem
-    if (why := UNFOLLOWED.get(problem.key.removeprefix("rollout."))) is not None:
+    if (why := ABSENT.get(problem.key.removeprefix("rollout."))) is not None:
         return ConfigProblem(problem.key, f"{NO_KEY}: {why}")
     return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 

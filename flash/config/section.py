@@ -50,12 +50,16 @@ FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
 """What changes the distribution of a token, other than its temperature."""
 MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
 """Tokens that vLLM's GPU workers have room for; of 128 that end a response some are the model's own."""
-UNFOLLOWED: dict[str, str] = dict.fromkeys(
-    ("presence_penalty", "frequency_penalty"),
-    "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not known; "
-    "repetition_penalty looks at the whole context",
-)
-"""What no run does, and why."""
+ABSENT: dict[str, str] = {
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not "
+        "known; repetition_penalty looks at the whole context",
+    ),
+    "session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns overfill the "
+    "engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
+}
+"""Keys of `[rollout]` that do not exist, by name: the reason, and what to use instead."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:

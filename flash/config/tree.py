@@ -143,8 +143,6 @@ class RolloutConfig(Section, frozen=True):
     """Off: samples start in batches."""
     replicate_prompts: bool = True
     """Off: the samples of a prompt go to one engine together."""
-    session_s: NonNegativeFloat = 0.0
-    """Seconds an idle episode [keeps its KV cache](asynchrony.md#techniques); 0: off. Too high idles engines."""
     max_branches: Positive = 16
     """Most sequences of an agent's episode; more are refused."""
     max_episode_tokens: Positive | None = None

@@ -51,8 +51,6 @@ class EpisodeRequest(NamedTuple):
     """The oldest engine version that may sample any of its tokens."""
     affinity: tuple[int, int]
     """The group's and the task's number; the engine that served them before is preferred."""
-    session: int | None
-    """Names the episode until it leaves, which has one request at a time; None: of no episode's."""
     progress: Callable[[Sequence[int]], None]
     """Told the new tokens as they come; the last ones come with the completion."""
     timeout: float

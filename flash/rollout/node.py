@@ -136,10 +136,7 @@ class RolloutNode:
         self._watch = NodeWatch(self._proxy, self._scheduler, now)
 
     async def _run_episode(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        try:
-            made = await self._episode.run(lease, progress)
-        finally:
-            self._proxy.leave(lease.lease_id)
+        made = await self._episode.run(lease, progress)
         return made if self._teacher is None else await self._teacher.told(made)
 
     def _make_engine(self, place: int) -> Engine:

@@ -9,7 +9,6 @@ Conservation: every `generate` call is waiting, held by exactly one engine, or o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Literal
@@ -25,7 +24,6 @@ from flash.rollout.engine_record import EngineRecord
 from flash.rollout.outage import OutageClock
 from flash.rollout.response import Response
 from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
-from flash.rollout.sessions import Sessions
 from flash.types import Activity, Completion, Published
 from flash.waiting import deadline
 
@@ -48,8 +46,6 @@ class ProxySettings(msgspec.Struct, frozen=True):
     swap_s: float
     drain_s: float
     """Deadlines, in seconds: of requests that were told to leave, and of those that may end."""
-    session_s: float = 0.0
-    """Seconds for which an idle session's KV cache is counted; see `rollout.session_s`."""
 
 
 class _Wait:
@@ -90,11 +86,8 @@ class LLMProxy:
             for index, engine in enumerate(engines)
         ]
         """Of each engine, what is known of it."""
-        self._sessions = Sessions(settings.session_s)
-        self._router = Router(self.records, bind_groups=settings.bind_groups, sessions=self._sessions)
+        self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RoutedRequest, _Wait] = {}
-        self._strays = itertools.count(-1, -1)
-        """Names for requests that are of no session."""
         self._on_room = on_room
         self._now = now
 
@@ -108,30 +101,18 @@ class LLMProxy:
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
             DeadlineError: the response took longer than it may.
         """
-        request, own = asked.request, next(self._strays) if asked.session is None else asked.session
-        seeded, response = request.seed is not None, Response(request)
-        routed = RoutedRequest(asked.affinity, asked.min_version, own, len(request.prompt), seeded=seeded)
+        response = Response(asked.request)
+        routed = RoutedRequest(asked.affinity, asked.min_version, seeded=asked.request.seed is not None)
         with (
             deadline(asked.timeout, "a response", lambda: self._whereabouts(asked.min_version)) as scope,
             self._outages.left_out(scope),
         ):
-            try:
-                while (whole := response.exhausted()) is None:
-                    record = await self._admit(routed)
-                    whole = await self._stream(record, routed, response, asked.progress)
-                    if whole is not None:
-                        break
-                return whole
-            finally:
-                self._sessions.rests(own, len(request.prompt) + response.length)
-                if asked.session is None:
-                    self.leave(own)
-
-    def leave(self, session: int) -> None:
-        """An episode is over: others may have its place in an engine's KV cache."""
-        engine = self._sessions.ends(session)
-        if engine is not None:
-            self._fill(self.records[engine])
+            while (whole := response.exhausted()) is None:
+                record = await self._admit(routed)
+                whole = await self._stream(record, routed, response, asked.progress)
+                if whole is not None:
+                    break
+            return whole
 
     async def _admit(self, routed: RoutedRequest) -> EngineRecord:
         """Wait for an engine; returns the one that holds the request from then on."""
@@ -139,7 +120,6 @@ class LLMProxy:
             if routed.deaths >= MAX_DEATHS:
                 self._convict_group(routed.affinity[0])
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
-            self._sessions.at(self._now())
             engine = self._router.ask(routed)
             if engine is not None:
                 return self.records[engine]
@@ -227,13 +207,10 @@ class LLMProxy:
 
     def _observe(self, record: EngineRecord) -> None:
         """Let the engine's limit follow its pressure."""
-        pressure = record.engine.pressure
-        record.concurrency.observe(pressure)
+        record.concurrency.observe(record.engine.pressure)
         record.limit = record.concurrency.limit
-        self._sessions.caches[record.index].memory = pressure.kv_tokens
 
     def _fill(self, record: EngineRecord) -> None:
-        self._sessions.at(self._now())
         for routed in self._router.fill(record.index):
             wait = self._waits[routed]
             wait.engine = record

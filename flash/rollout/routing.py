@@ -5,14 +5,11 @@ is preferred as long as it is not much fuller, and among equals the one that ser
 and leaves in the order of its tasks, the oldest first; while nothing waits for it, an engine with room is given its
 share of what clearly fuller ones run. With bound groups all requests of a group go to one engine, and wait for it.
 
-Where the KV cache of its sessions is counted (`flash.rollout.sessions`), an engine takes a request whose session has no
-place on it only as far as its memory reaches, those that have begun before new ones; one that runs nothing takes any.
-
 An engine that dies by itself may have been killed by one of its requests. One under which engines have died twice, none
 of which had given a token of it, is a *suspect*, until another engine gives one. An engine has one suspect at a time,
 so that the next death convicts the right one.
 
-Invariant (work conservation): no engine with room waits beside a request that it may serve, but for want of memory.
+Invariant (work conservation): no engine with room waits beside a request that it may serve.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
-
-from flash.rollout.sessions import Sessions
 
 TASK_SLACK = 0.25
 """How much fuller, as a share of its requests, the engine that served a task before may be than the emptiest one: it
@@ -40,17 +36,12 @@ REMEMBERED = 1 << 16
 class RoutedRequest:
     """One request that wants an engine.
 
-    `affinity`: its group's and its task's number. `session`, `prompt`: whose turn it is, and the tokens that it shows.
-    `seeded`: its tokens are drawn with a seed of its own.
+    `affinity`: the number of the request's group and that of its task. `seeded`: the request has a seed of its own.
     """
 
-    def __init__(
-        self, affinity: tuple[int, int], min_version: int, session: int = 0, prompt: int = 0, *, seeded: bool = False
-    ) -> None:
+    def __init__(self, affinity: tuple[int, int], min_version: int, *, seeded: bool = False) -> None:
         self.affinity = affinity
         self.min_version = min_version
-        self.session = session
-        self.prompt = prompt
         self.barred: frozenset[int] = frozenset()
         """Engines that failed it."""
         self.place: int | None = None
@@ -135,25 +126,22 @@ class EngineView:
 
 
 class Need(NamedTuple):
-    """What a waiting request asks of its engine."""
+    """Requirements of a waiting request on its engine."""
 
     engine: int | None
     min_version: int
     barred: frozenset[int]
     suspect: bool
-    home: int | None
-    """Where its session has a place."""
 
 
-_Entry = tuple[bool, tuple[int, int], int, RoutedRequest]
-"""A place in a queue: whether its session is new, its affinity, which is its age, the order of arrival, the request."""
+_Entry = tuple[tuple[int, int], int, RoutedRequest]
+"""A place in a queue: the request's affinity, which is its age, its order of arrival, and the request."""
 
 
 class Router:
-    """Places requests on engines. `sessions` counts whose cache they hold; its owner tells it the time."""
+    """Places requests on engines."""
 
-    def __init__(self, views: Sequence[EngineView], *, bind_groups: bool, sessions: Sessions | None = None) -> None:
-        self.sessions = sessions or Sessions(keep_s=0)
+    def __init__(self, views: Sequence[EngineView], *, bind_groups: bool) -> None:
         self.views = views
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
@@ -180,10 +168,10 @@ class Router:
     def room(self) -> int:
         """Requests that could start now, beyond those that wait for the same engines."""
         ready = [view for view in self.views if view.open and view.version >= 0]
-        free = sum(min(view.limit - view.held, self.sessions.room(view.index)) for view in ready)
+        free = sum(view.limit - view.held for view in ready)
         # Also who waits for a version alone: what a hub hands out next needs that one, too.
         first = sum(count for need, count in self._counts.items() if any(_suits(view, need) for view in ready))
-        return max(0, int(free) - first)
+        return max(0, free - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -192,13 +180,12 @@ class Router:
         if self.hopeless(request):
             # The engine that could still serve it has died: those that have failed it get another chance.
             request.barred = frozenset()
-        self.sessions.wants(request.session)
         bound = self._bound_view(request) if self._bind and self.alive else None
         if bound is None:
             view = self._choose(request)
         else:
             served = bound.takes(request.suspected) and bound.version >= request.min_version
-            view = bound if served and self._has_memory(bound, request) else None
+            view = bound if served else None
         if view is None:
             self._wait(request, bound)
             return None
@@ -209,7 +196,7 @@ class Router:
         """Place waiting requests on an engine that may have got room; the oldest first."""
         view = self.views[engine]
         placed: list[RoutedRequest] = []
-        while view.open and self._counts and (request := self._next(view)) is not None:
+        while view.open and self._counts and (request := self._oldest(view)) is not None:
             self.withdraw(request)
             self._hold(view, request)
             placed.append(request)
@@ -224,7 +211,7 @@ class Router:
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
             return []
-        if self._counts and any(self._oldest(view, mine=mine) for mine in (True, False)):
+        if self._counts and self._oldest(view) is not None:
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
@@ -245,27 +232,17 @@ class Router:
         return list(gives.items())
 
     def adopted(self, engine: int, requests: Iterable[RoutedRequest], count: int) -> list[RoutedRequest]:
-        """The first so many requests of a fuller engine that may move, and would find a place on this one."""
-        chosen: list[RoutedRequest] = []
-        tokens, empty = 0.0, self.views[engine].held == 0
-        for request in requests:
-            if len(chosen) == count:
-                break
-            if not request.movable or request.suspected or engine in request.barred:
-                continue
-            if (empty and not chosen) or self.sessions.fits(engine, request.session, request.prompt + tokens):
-                chosen.append(request)
-                tokens += self.sessions.tokens(request.session)
-        return chosen
+        """Return the first `count` of these requests of a fuller engine that may move to this engine."""
+        fit = (one for one in requests if one.movable and not one.suspected and engine not in one.barred)
+        return list(islice(fit, count))
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
     def fail(self, engine: int) -> list[RoutedRequest]:
         """An engine is gone; returns the requests that it alone could serve, to be asked again."""
         self.views[engine].alive = False
-        self.sessions.lost(engine)
         alive = {view.index for view in self.views if view.alive}
-        return self._expel(lambda need: engine in (need.engine, need.home) or alive <= need.barred)
+        return self._expel(lambda need: engine == need.engine or alive <= need.barred)
 
     def replace(self, engine: int, limit: int, version: int) -> list[RoutedRequest]:
         """Another engine takes the place of one that is gone; returns the requests to be asked again.
@@ -284,7 +261,7 @@ class Router:
         """Take requests out of the queue by what they need, the oldest of each kind first."""
         left: list[RoutedRequest] = []
         for need in [need for need in self._queues if which(need)]:
-            left += [entry[3] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
+            left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
         for request in left:
             self.withdraw(request)
         return left
@@ -300,8 +277,6 @@ class Router:
         ours = self._group_engine.get(group) if request.settled else None
         for view in self.views:
             if not view.takes(suspect) or view.version < request.min_version or view.index in request.barred:
-                continue
-            if not self._has_memory(view, request):
                 continue
             # A swapping engine would make the request wait for its pause.
             slack = 1 + TASK_SLACK * view.held if view.index == mine else 0.0
@@ -321,19 +296,8 @@ class Router:
         _remember(self._group_engine, group, view.index)
         return view
 
-    def _has_memory(self, view: EngineView, request: RoutedRequest) -> bool:
-        """Whether the cache of an engine reaches for a request, after all that waits for it and has begun earlier."""
-        if not self.sessions.counted:
-            return True
-        if self.sessions.home(request.session) != view.index:
-            first = self._oldest(view, mine=False)
-            if first is not None and first[:2] < (not self.sessions.begun(request.session), request.affinity):
-                return False
-        return view.held == 0 or self.sessions.fits(view.index, request.session, request.prompt)
-
     def _hold(self, view: EngineView, request: RoutedRequest) -> None:
         view.held += 1
-        self.sessions.runs(view.index, request.session, request.prompt)
         if request.suspected:
             view.suspect = request
         group, task = request.affinity
@@ -346,10 +310,9 @@ class Router:
     def _wait(self, request: RoutedRequest, bound: EngineView | None) -> None:
         request.place = self._arrivals
         self._arrivals += 1
-        home, only = self._kept_home(request), None if bound is None else bound.index
-        request.need = need = Need(only, request.min_version, request.barred, request.suspected, home)
-        new = self.sessions.counted and not self.sessions.begun(request.session)
-        heapq.heappush(self._queues.setdefault(need, []), (new, request.affinity, request.place, request))
+        only = None if bound is None else bound.index
+        request.need = need = Need(only, request.min_version, request.barred, request.suspected)
+        heapq.heappush(self._queues.setdefault(need, []), (request.affinity, request.place, request))
         self._counts[need] += 1
         if bound is not None:
             bound.bound += 1
@@ -365,29 +328,8 @@ class Router:
         if need.engine is not None:
             self.views[need.engine].bound -= 1
 
-    def _kept_home(self, request: RoutedRequest) -> int | None:
-        """Where a waiting request's session keeps its place: not on an engine that lacks no more than memory for it."""
-        home = self.sessions.home(request.session)
-        if home is None:
-            return None
-        view = self.views[home]
-        if view.alive and view.version >= request.min_version and home not in request.barred and not view.open:
-            return home
-        self.sessions.hold(request.session)
-        return None
-
-    def _next(self, view: EngineView) -> RoutedRequest | None:
-        """What an engine takes next: who has a place on it, then the oldest, when its memory reaches for it."""
-        for mine in (True, False) if self.sessions.counted else (False,):
-            entry = self._oldest(view, mine=mine)
-            if entry is not None and (
-                view.held == 0 or self.sessions.fits(view.index, entry[3].session, entry[3].prompt)
-            ):
-                return entry[3]
-        return None
-
-    def _oldest(self, view: EngineView, *, mine: bool) -> _Entry | None:
-        """The oldest request that an engine may serve, of those with a place on it, or of all others."""
+    def _oldest(self, view: EngineView) -> RoutedRequest | None:
+        """Return the oldest waiting request that an engine may serve."""
         oldest: _Entry | None = None
         for need, queue in list(self._queues.items()):
             while queue and not _waits(queue[0]):
@@ -395,31 +337,24 @@ class Router:
             if not queue:
                 del self._queues[need]
                 continue
-            if (need.home == view.index) != mine:
-                continue
-            if _may(view, need):
+            if need.min_version <= view.version and _suits(view, need):
                 oldest = queue[0] if oldest is None or _by_age(queue[0]) < _by_age(oldest) else oldest
-        return oldest
-
-
-def _may(view: EngineView, need: Need) -> bool:
-    """Whether an engine may serve what waits with this need, for all but memory."""
-    return need.min_version <= view.version and _suits(view, need)
+        return None if oldest is None else oldest[2]
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """The same, once it has a version that is new enough."""
+    """True if an engine may serve requests with this need as soon as its version is new enough."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:
-    """Whether the request still waits at this place: it may have left, and come back at another."""
-    return entry[3].place == entry[2]
+    """True if the request still waits at this place; it may have left, and come back at another place."""
+    return entry[2].place == entry[1]
 
 
-def _by_age(entry: _Entry) -> tuple[bool, tuple[int, int], int]:
-    return entry[:3]
+def _by_age(entry: _Entry) -> tuple[tuple[int, int], int]:
+    return entry[:2]
 
 
 def _remember(memory: dict[int, int], name: int, engine: int) -> None:

@@ -42,5 +42,4 @@ def proxy_settings(config: Config) -> ProxySettings:
         bind_groups=not config.rollout.replicate_prompts,
         swap_s=config.deadlines.swap,
         drain_s=config.deadlines.generate,
-        session_s=config.rollout.session_s,
     )

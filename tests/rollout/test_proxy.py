@@ -53,7 +53,6 @@ class House:
         bind: bool = False,
         drain_s: float = 500.0,
         slots: int = SLOTS,
-        session_s: float = 0.0,
     ) -> None:
         self.engines = engines
         self.on_room: Callable[[], None] = lambda: None
@@ -61,7 +60,7 @@ class House:
         self.proxy = LLMProxy(
             engines,
             0,
-            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s, session_s=session_s),
+            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s),
             self.outages,
             on_room=lambda: self.on_room(),
             now=anyio.current_time,
@@ -97,7 +96,6 @@ class House:
                 request,
                 min_version=min_version,
                 affinity=(task if group is None else group, task),
-                session=task,
                 progress=progress,
                 timeout=TIMEOUT_S,
             )
@@ -223,7 +221,6 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
             GenerateRequest([1, 50], 100, key=0),
             min_version=0,
             affinity=(0, 0),
-            session=0,
             progress=lambda tokens: None,
             timeout=5.5,
         )
@@ -757,36 +754,6 @@ def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
                 await anyio.sleep(0.1)
             assert [engine.running for engine in house.engines] == [6, 1]
             assert sum(len(engine.requests) for engine in house.engines) == 12
-            group.cancel_scope.cancel()
-
-    run(scenario)
-
-
-def test_nothing_moves_to_an_engine_whose_cache_idle_sessions_fill() -> None:
-    async def scenario() -> None:
-        house = House(engine(slots=8), engine(slots=8), slots=8, session_s=500.0)
-        await house.load_all()
-        await house.proxy.load(1, published(1))
-        for fake in house.engines:
-            fake.kv_tokens = 820
-        async with anyio.create_task_group() as group:
-            for task in range(8):
-                group.start_soon(lambda task=task: house.ask(task, 99, min_version=1))
-        await house.ask(8, 1, min_version=1)
-        async with anyio.create_task_group() as group:
-            for task in range(10, 16):
-                group.start_soon(lambda task=task: house.ask(task, 60))
-            await anyio.sleep(5.5)
-            assert [engine.running for engine in house.engines] == [5, 1], "one that runs nothing takes any"
-            house.proxy.leave(8)
-            await anyio.sleep(1.0)
-            assert [engine.running for engine in house.engines] == [5, 1]
-            assert len(house.engines[0].requests) == 5
-            house.proxy.leave(0)
-            house.proxy.leave(1)
-            await anyio.sleep(1.0)
-            assert [engine.running for engine in house.engines] == [4, 2], "there is place for one"
-            assert len(house.engines[0].requests) == 5
             group.cancel_scope.cancel()
 
     run(scenario)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flash.rollout.routing import TASK_SLACK, EngineView, RoutedRequest, Router
-from flash.rollout.sessions import Sessions
 
 ENGINES = 3
 LIMIT = 4
@@ -168,13 +167,12 @@ def test_what_is_but_a_little_fuller_gives_nothing() -> None:
 
 
 def test_nothing_moves_to_an_engine_while_others_wait_that_it_may_serve() -> None:
-    sessions = Sessions(keep_s=10.0)
-    router = Router(views(60, [0, 0]), bind_groups=False, sessions=sessions)
-    for cache in (sessions.caches[0], sessions.caches[1]):
-        cache.memory = 100
+    router = Router(views(60, [0, 0]), bind_groups=False)
     router.views[0].held, router.views[1].held = 30, 1
     assert router.surplus(1) == [(0, 14)]
-    assert router.ask(RoutedRequest((0, 0), 0, session=1, prompt=200)) is None, "for want of memory"
+    router.views[0].closed = router.views[1].closed = True
+    assert router.ask(RoutedRequest((0, 0), 0)) is None, "both are closed"
+    router.views[0].closed = router.views[1].closed = False
     assert router.surplus(1) == []
 
 

@@ -252,7 +252,7 @@ class Episode:
         return await state.asking.respond(wanted)
 
     async def _sample(self, state: _EpisodeState, wanted: Wanted, number: int, *, ahead: bool) -> Completion:
-        """The response of a number; one ahead has no part in what the engines keep for the episode."""
+        """Sample the response of a number; `ahead`: before the episode waits for it."""
         task, settings = state.task, self._settings.of(state.task.kind)
         request = GenerateRequest(
             prompt=wanted.prompt,
@@ -268,7 +268,6 @@ class Episode:
             request,
             min_version=state.lease.min_version,
             affinity=(task.group_id, task.task_id),
-            session=None if ahead else state.lease.lease_id,
             progress=wanted.hears,
             timeout=settings.generate_s,
         )
