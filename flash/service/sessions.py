@@ -3,8 +3,10 @@
 The agent's side is `call`, once per request, and what is told of it; the environment's is `next_call`, then `answer` or
 `refuse`, at last `end`.
 Any number of calls are open, that is, wait for their answers; they are taken one after the other, in the order in which
-they came. A call that is made again is not a second one: it gets the answer of the first, also when that is still to
-come. Whether it is made again is told by its key; else by what the client says, as OpenAI's do; else by its content.
+they came. A request that repeats an earlier one gets the answer of that call, also when the answer is still to come. A
+request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls, and a
+request repeats an equal call only if the client of that call left without the answer, or says that it tries again, as
+OpenAI's clients do.
 
 Law: every call ends. The environment's owner bounds how long it takes, and `end` ends whatever is open.
 """
@@ -34,10 +36,6 @@ from flash.types import ASSISTANT, Observation, Piece
 KEY_BYTES = 16
 """128 bits: nobody guesses a key of another episode."""
 
-MOST_REPEATS = 8
-"""Times that a request is taken for one that is made again where only its content says so: more are no retries, but an
-agent that wants another answer."""
-
 MOST_OPEN = 1024
 """Requests of one episode that wait for their answers."""
 OPEN_BYTES = 64 << 20
@@ -57,12 +55,10 @@ class Call:
         """By which it is known, where the request has one."""
         self.digest = asked.digest()
         self.size = asked.size
-        self.repeats = 0
-        """Requests beyond the first that were taken for it by their content."""
         self.waiting = 0
-        """Requests that wait for the answer, or for the rest of it."""
+        """Number of requests that wait for the answer, or for the rest of it."""
         self.told = False
-        """Whether one of them has got it."""
+        """True if a request has got the answer."""
         self._deltas = AnswerDeltas(asked.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
         self._news = anyio.Event()
@@ -178,12 +174,12 @@ class EpisodeSession:
     # -- the agent's side --------------------------------------------------------------------------------------------
 
     def call(self, asked: AgentRequest, key: str | None = None, *, again: bool | None = None) -> Call:
-        """The call that a request is: a new one, or one that was made before.
+        """Return the call of a request: a new one, or the earlier one that the request repeats.
 
         Args:
             asked: the request.
-            key: makes it the same call as an earlier one of this key, and another one than all others.
-            again: whether it is made again, where the client says so.
+            key: idempotency key; requests of one key are one call.
+            again: True or False if the client says that it tries again or does not.
 
         Raises:
             ApiError: it is no call, or the episode has ended.
@@ -293,17 +289,20 @@ class EpisodeSession:
 
 
 def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
-    """Which of some calls of the same content a request is; None: another one."""
-    if not alike or again is False:
+    """Return the call of the same content that a request without a key repeats; None for a new call.
+
+    Args:
+        alike: calls of the same content, the oldest first.
+        again: True if the client says that it tries again, False if it says that it does not.
+    """
+    if again is False:
         return None
-    if again:
-        # A client that tries again has left without an answer.
-        return next((call for call in alike if not (call.waiting or call.told)), alike[-1])
-    last = alike[-1]
-    if last.repeats == MOST_REPEATS:
-        return None
-    last.repeats += 1
-    return last
+    # A client that tries again has left: a call that a request waits for is somebody else's.
+    left = [call for call in alike if not call.waiting]
+    lost = [call for call in left if not call.told]
+    if lost:
+        return lost[0]
+    return left[-1] if left and again else None
 
 
 class EpisodeSessions:

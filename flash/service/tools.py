@@ -29,17 +29,18 @@ class GivenTool(msgspec.Struct):
 
 
 class GivenFunction(msgspec.Struct):
-    """What a message calls."""
+    """The function that a call names, and its arguments."""
 
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = ""
+    """JSON; some clients give the object itself."""
 
 
 class GivenCall(msgspec.Struct):
     """One call of a message."""
 
     function: GivenFunction
-    id: str = ""
+    id: str | None = ""
     type: str = "function"
 
 
@@ -81,11 +82,15 @@ def may_call(choice: Any) -> bool:
 
 
 def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
-    """The calls of a message. Raises ApiError where one is of no function."""
+    """Return the calls of a message. Raises ApiError for a call that is not of a function."""
     for call in given:
         if call.type != "function":
             raise unsupported("messages", f"calls are of functions, but one is {call.type[:100]!r}")
-    return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given)
+    return tuple(ToolCall(call.id or "", call.function.name, _as_json(call.function.arguments)) for call in given)
+
+
+def _as_json(arguments: str | dict[str, Any] | None) -> str:
+    return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
 def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

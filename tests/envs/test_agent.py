@@ -18,6 +18,7 @@ from envs.mixture import Mixture, MixtureOptions
 from flash.branches import branch_tokens, sequences, spans_by_turn
 from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
+from flash.service.app import RETRIES
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Message, Outcome, Trajectory
 from tests.envs.agents import (
@@ -162,7 +163,8 @@ async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messa
     more: dict[str, Any] = {}
     if rng.random() < 0.3:
         more["max_tokens"] = rng.randrange(1, 20)
-    if rng.random() < 0.3:
+    keyed = rng.random() < 0.5
+    if keyed:
         more["headers"] = {"idempotency-key": f"key {rng.random()}"}
     got: list[str] = []
 
@@ -175,9 +177,9 @@ async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messa
         with anyio.move_on_after(0.5):
             await once()
     async with anyio.create_task_group() as calls:
-        for _ in range(rng.randrange(1, 3)):
+        for _ in range(rng.randrange(1, 3) if keyed else 1):
             calls.start_soon(once)
-    if rng.random() < 0.2:
+    if keyed and rng.random() < 0.2:
         await once()
     assert len(set(got)) == 1
     log.told.append(got[0])
@@ -222,8 +224,9 @@ async def writes_a_text(base_url: str, api_key: str, task: str) -> str:
     text = f"task {task}:"
     async with NODE.client(base_url, api_key) as client:
         for turn in range(3):
-            for _ in range(1 + turn % 2):
-                reply = await client.post("completions", json={"model": "policy", "prompt": text, "logprobs": 0})
+            for retries in range(1 + turn % 2):
+                body, headers = {"model": "policy", "prompt": text, "logprobs": 0}, {RETRIES: str(retries)}
+                reply = await client.post("completions", json=body, headers=headers)
                 assert reply.status_code == 200, reply.text
             (choice,) = reply.json()["choices"]
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
@@ -446,9 +449,8 @@ async def asks_for_the_best(base_url: str, api_key: str, task: str) -> str:
     async with NODE.client(base_url, api_key) as client:
         start = [user("a poem"), (await ask(client, [user("a poem")])).json()["choices"][0]["message"]]
         for _ in range(3):
-            headers = {"x-stainless-retry-count": "0"}
-            await ask(client, [*start, user("a better one")], headers=headers)
-        again = await ask(client, [*start, user("a better one")], headers={"x-stainless-retry-count": "1"})
+            await ask(client, [*start, user("a better one")], headers={RETRIES: "0"})
+        again = await ask(client, [*start, user("a better one")], headers={RETRIES: "1"})
         assert again.status_code == 200
     return "done"
 

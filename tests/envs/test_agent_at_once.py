@@ -70,14 +70,15 @@ def test_calls_at_once_are_sampled_at_once_and_booked_one_after_the_other() -> N
 
 
 async def wants_choices(base_url: str, api_key: str, task: str) -> str:
-    """Three answers to one question, and one to what it goes on with."""
+    """Three answers to one question, asked for twice with one key, and one to what it goes on with."""
     told.clear()
     async with NODE.client(base_url, api_key) as client:
-        reply = (await ask(client, QUESTION, n=3)).raise_for_status().json()
+        headers = {"idempotency-key": "one"}
+        reply = (await ask(client, QUESTION, n=3, headers=headers)).raise_for_status().json()
         assert reply["usage"]["completion_tokens"] == 3 * len("5, 0.")
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
         told.extend(choice["message"]["content"] for choice in reply["choices"])
-        again = (await ask(client, QUESTION, n=3, stream=True)).text
+        again = (await ask(client, QUESTION, n=3, stream=True, headers=headers)).text
         assert all(f'"content":"{text}"' in again for text in told), "the same three"
         (await ask(client, [*QUESTION, {"role": "assistant", "content": told[1]}, *QUESTION])).raise_for_status()
     return "|".join(told)
@@ -88,6 +89,27 @@ def test_several_answers_to_one_request_are_sampled_at_once_each_in_a_branch() -
     assert len({turn.start for turn in played.turns[:3]}) == 1
     assert [turn.branch for turn in played.turns] == [0, 1, 2, 1]
     assert len(set(told)) == 3
+
+
+async def asks_the_same(base_url: str, api_key: str, task: str) -> str:
+    """Self-consistency: one question four times at once, then once more."""
+    told.clear()
+    async with NODE.client(base_url, api_key) as client:
+
+        async def one() -> None:
+            told.append(choice_of(await ask(client, QUESTION))["message"]["content"])
+
+        async with anyio.create_task_group() as calls:
+            for _ in range(4):
+                calls.start_soon(one)
+        await one()
+    return "|".join(told)
+
+
+def test_equal_requests_without_a_key_have_answers_of_their_own() -> None:
+    played = played_by("asks_the_same", Policy(echo))
+    assert len(set(told)) == len(told) == len(played.turns) == 5
+    assert len({turn.start for turn in played.turns[:4]}) == 1
 
 
 async def leaves_at_once(base_url: str, api_key: str, task: str) -> str:

@@ -85,7 +85,7 @@ class Offering(ByteTokenizer):
 
 
 def plain(message: Message) -> Message:
-    """White space at the ends of answers says nothing."""
+    """Return a message without the white space at the ends of an answer, which says nothing."""
     return Message(message.role, message.content.strip()) if message.role == ASSISTANT else message
 
 
@@ -101,14 +101,11 @@ def spoken(tokens: list[int]) -> list[Message]:
     return messages
 
 
-def begins_with(messages: list[Message], branch: list[tuple[Message, bool]]) -> bool:
-    """Whether messages begin with all that was said in a branch."""
+def begins_with(messages: list[Message], branch: list[Message]) -> bool:
+    """Return True if messages begin with all that was said in a branch."""
     if len(messages) < len(branch):
         return False
-    return all(
-        plain(message) == plain(known) if answered else message == known
-        for message, (known, answered) in zip(messages, branch, strict=False)
-    )
+    return all(plain(message) == plain(known) for message, known in zip(messages, branch, strict=False))
 
 
 class Conversation:
@@ -116,8 +113,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.histories: list[list[Message]] = [[]]
-        self.branches: list[list[tuple[Message, bool]]] = [[]]
-        """Their messages, and whether the policy answered them there: white space at the ends of these says nothing."""
+        self.branches: list[list[Message]] = [[]]
         self.tools: list[list[Tool]] = [[]]
         self.prompts: list[list[int]] = []
         self.said: list[list[int]] = []
@@ -148,7 +144,7 @@ class Conversation:
             self.branches.append([])
             self.tools.append([])
         self.tools[transcript.branch] = request.tools
-        self.branches[transcript.branch] = [*before, *((message, False) for message in place.added), (answer, True)]
+        self.branches[transcript.branch] = [*before, *place.added, answer]
 
     def _check(self, place: Continuation, messages: list[Message], tools: list[Tool]) -> None:
         """It goes on in the branch of which most was said, if it begins with all of one and has the same tools."""

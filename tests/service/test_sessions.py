@@ -11,7 +11,7 @@ import pytest
 
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, OPEN_BYTES, EpisodeSession, EpisodeSessions
+from flash.service.sessions import KEY_BYTES, MOST_OPEN, OPEN_BYTES, EpisodeSession, EpisodeSessions
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Tool
 
@@ -105,33 +105,62 @@ def test_an_answer_that_comes_back_stripped_is_the_same() -> None:
     assert play(part) == [" two\n", "x"]
 
 
-def test_a_call_that_is_made_again_is_answered_once() -> None:
+@pytest.mark.parametrize("again", [None, False])
+def test_equal_requests_at_once_without_a_key_are_different_requests(again: bool | None) -> None:
     async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
-        for _ in range(3):
-            calls.start_soon(agent.ask, asked(*user("one")))
-        assert await hear(session) == ["one"]
-        session.answer(answer("two"))
+        for _ in range(4):
+            calls.start_soon(agent.ask, asked(*user("one")), None, again)
         await anyio.wait_all_tasks_blocked()
-        await agent.ask(asked(*user("one")))
+        for number in range(4):
+            assert await hear(session) == ["one"]
+            session.answer(answer(f"answer {number}"))
+        await anyio.wait_all_tasks_blocked()
+        calls.start_soon(agent.ask, asked(*user("one")), None, again)
+        assert await hear(session) == ["one"], "nor is one that comes when all have their answers"
+        session.answer(answer("another"))
+
+    assert sorted(play(part)) == ["another", *(f"answer {number}" for number in range(4))]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("again", [None, True])
+def test_a_request_gets_the_answer_that_its_client_has_left_without(again: bool | None, answered: bool) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
+        with anyio.move_on_after(1):
+            await agent.ask(asked(*user("one")))
+        calls.start_soon(agent.ask, asked(*user("other")))
+        await anyio.wait_all_tasks_blocked()
+        if not answered:
+            calls.start_soon(agent.ask, asked(*user("one")), None, again)
+            await anyio.wait_all_tasks_blocked()
+        for content in ("one", "other"):
+            assert await hear(session) == [content]
+            session.answer(answer(f"to {content}"))
+            await anyio.wait_all_tasks_blocked()
+        if answered:
+            await agent.ask(asked(*user("one")), None, again)
         with anyio.move_on_after(1) as nothing:
             await session.next_call()
         assert nothing.cancelled_caught
 
-    assert play(part) == ["two"] * 4
+    assert sorted(play(part)) == ["to one", "to other"]
 
 
-def test_an_agent_that_asks_the_same_again_and_again_wants_another_answer() -> None:
+def test_a_client_that_tries_a_refused_request_again_takes_no_answer_of_another() -> None:
     async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
-        await first_turn(session, agent, calls)
-        for _ in range(MOST_REPEATS):
-            await agent.ask(asked(*user("one")))
-        calls.start_soon(agent.ask, asked(*user("one")))
+        for _ in range(2):
+            calls.start_soon(agent.ask, asked(*user("one")), None, False)
+            await anyio.wait_all_tasks_blocked()
         assert await hear(session) == ["one"]
-        session.answer(answer("another"))
+        session.refuse(ApiError(429, "no"))
+        calls.start_soon(agent.ask, asked(*user("one")), None, True)
         await anyio.wait_all_tasks_blocked()
-        await agent.ask(asked(*user("one")))
+        for number in range(2):
+            assert await hear(session) == ["one"]
+            session.answer(answer(f"answer {number}"))
+            await anyio.wait_all_tasks_blocked()
 
-    assert play(part) == [" two\n"] * (MOST_REPEATS + 1) + ["another"] * 2
+    assert play(part) == ["429 None", "answer 0", "answer 1"]
 
 
 def test_a_client_that_says_which_calls_are_new_has_each_answered() -> None:
