@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal
 import anyio.to_thread
 import msgspec
 
-from envs.data.split import Prompt, Split, SplitOptions, divide, read_prompt, show_prompt
-from envs.data.tables import column_names, read_rows
+from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import (
     JudgePool,
@@ -35,6 +34,8 @@ from envs.judging.options import (
 )
 from envs.linear import PROGRAMS, check_linear, draw_linear
 from envs.sandbox.open import open_sandboxes
+from flash.data.shapes import PROMPTS, find_column, prompt_of
+from flash.data.tables import Row, column_names, read_rows, value_of
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
@@ -104,7 +105,7 @@ class _Source(msgspec.Struct, frozen=True):
     """What of the options decides which rows there are: the key of the cache."""
 
     path: str
-    prompt_column: str
+    prompt_column: str | None
     tests_column: str
     held_out_path: str | None
     held_out_fraction: float
@@ -139,9 +140,8 @@ class CodeEnv:
             return
         for place in (source.path, source.held_out_path):
             if place is not None:
-                column_names(place, needed=[source.prompt_column, source.tests_column])
-                for index, row in enumerate(itertools.islice(read_rows(place), CHECKED_ROWS)):
-                    _problem(row, source, options.known_languages, f"{place}, row {index}")
+                for row in itertools.islice(read_rows(place), CHECKED_ROWS):
+                    _problem(row, _prompt_column(place, source), source, options.known_languages)
 
     @classmethod
     async def prepare(cls, options: CodeOptions) -> None:
@@ -154,6 +154,12 @@ class CodeEnv:
         judge = await shared_judge(options.judge_pool, cls.opener)
         for name in await anyio.to_thread.run_sync(_used_languages, options, abandon_on_cancel=True):
             await judge.try_out(options.known_languages[name], options.program_limits)
+
+    @classmethod
+    def held_out_problems(cls, options: CodeOptions) -> int | None:
+        """The number of held-out rows; None where problems are made."""
+        source = _source(options)
+        return None if source is None else len(_rows(source, options).held_out)
 
     @classmethod
     def problem_of(cls, seed: int, options: CodeOptions) -> str | None:
@@ -239,20 +245,24 @@ def _load(source: _Source, languages: tuple[tuple[str, Language], ...]) -> Split
 
 
 def _read(path: str, source: _Source, languages: dict[str, Language]) -> list[_Problem]:
-    return [_problem(row, source, languages, f"{path}, row {index}") for index, row in enumerate(read_rows(path))]
+    column = _prompt_column(path, source)
+    return [_problem(row, column, source, languages) for row in read_rows(path)]
 
 
-def _problem(row: dict[str, Any], source: _Source, languages: dict[str, Language], place: str) -> _Problem:
-    """A row as a problem.
+def _prompt_column(path: str, source: _Source) -> str:
+    """Return the column with the prompt. Raises ConfigError: it is missing, or the one with the tests is."""
+    names = column_names(path, needed=[source.tests_column])
+    return find_column(names, source.prompt_column, PROMPTS, "prompt_column", path)
+
+
+def _problem(row: Row, column: str, source: _Source, languages: dict[str, Language]) -> _Problem:
+    """Return a row as a problem; `column` has the prompt.
 
     Raises:
         ConfigError: a value is missing or of another form.
     """
-    for name in (source.prompt_column, source.tests_column):
-        if name not in row:
-            raise ConfigError(f"{place} has no {name!r}, only {', '.join(map(repr, row))}")
-    tests = row[source.tests_column]
-    own = {name: row[name] for name in OPTIONAL if row.get(name) is not None}
+    prompt, tests = prompt_of(row, column), value_of(row, source.tests_column)
+    own = {name: row.values[name] for name in OPTIONAL if row.values.get(name) is not None}
     try:
         if isinstance(tests, str):
             tests = msgspec.json.decode(tests)
@@ -261,11 +271,11 @@ def _problem(row: dict[str, Any], source: _Source, languages: dict[str, Language
         suite = msgspec.convert({"language": source.language, **own, "tests": tests}, Suite)
     except (msgspec.MsgspecError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{place}: {source.tests_column!r} must list tests with `stdout` (and `stdin`), with `call`, `args` and "
-            f"`returns`, or with `program`: {error}"
+            f"{row.place}: {source.tests_column!r} must list tests with `stdout` (and `stdin`), with `call`, `args` "
+            f"and `returns`, or with `program`: {error}"
         ) from None
     try:
         check_suite(suite, languages, test_programs=source.test_programs)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
-    return _Problem(read_prompt(row[source.prompt_column], place), suite)
+        raise ConfigError(f"{row.place}: {error}") from None
+    return _Problem(prompt, suite)

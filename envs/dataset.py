@@ -1,23 +1,31 @@
 """DatasetEnv: one question, one answer, one score, from a data set with a prompt and an answer column.
 
-How rows are divided and dealt to seeds is in `envs.data.split`. They are read once per process.
+`flash.data` reads the rows, `envs.data.split` divides them and deals them to seeds. Each process reads them once.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
-from typing import Any
+from typing import Annotated, Any, cast
 
 import anyio.to_thread
 import msgspec
+from msgspec import Meta
 
-from envs.data.split import Prompt, Split, SplitOptions, divide, read_prompt, show_prompt
-from envs.data.tables import column_names, read_columns
+from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
 from envs.rewards.verifier import load_verifier, verify
+from flash.data.shapes import ANSWERS, PROMPTS, answer_of, find_column, prompt_of
+from flash.data.tables import column_names, read_rows, refuse_rows, value_of
 from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
+
+log = logging.getLogger("flash")
+
+ONE_ANSWER = ("envs.rewards.exact:exact_match", "envs.rewards.math:math_equal")
+"""Verifiers that compare with one answer: to them, a list of several would be a text that no answer equals."""
 
 
 class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
@@ -28,9 +36,11 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
     """
 
     path: str
-    """A JSONL or Parquet file, a folder of Parquet files, a folder written by `save_to_disk`, or a glob pattern."""
-    answer_column: str = "answer"
-    """Holds what the verifier compares with; numbers are taken as text."""
+    """A file (.jsonl, .json, .csv, also .gz; .parquet, .arrow), a folder of such files, or a glob pattern."""
+    answer_column: str | None = None
+    """Column with the answer that the verifier compares with, as text. None: `answer` or another usual name."""
+    longest_prompt: Annotated[int, Meta(gt=0)] | None = None
+    """Characters: rows with longer prompts are left out, and counted. None: all rows are taken."""
     verifier: str = "envs.rewards.exact:exact_match"
     """`module:function` of (completion, answer) -> float."""
     timeout: float = 30.0
@@ -43,13 +53,21 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """What of the options decides which rows there are: the key of the cache."""
+    """Options that decide which rows there are: the key of the cache."""
 
     path: str
-    prompt_column: str
-    answer_column: str
+    prompt_column: str | None
+    answer_column: str | None
     held_out_path: str | None
     held_out_fraction: float
+    longest_prompt: int | None
+    verifier: str
+
+    def columns(self, path: str) -> tuple[str, str]:
+        """Return the names of the prompt and the answer column in a table. Raises ConfigError: one is missing."""
+        names = column_names(path)
+        prompt = find_column(names, self.prompt_column, PROMPTS, "prompt_column", path)
+        return prompt, find_column(names, self.answer_column, ANSWERS, "answer_column", path)
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -71,21 +89,37 @@ class DatasetEnv:
         Raises:
             ConfigError: naming what is missing and what is there instead.
         """
+        source = _source_of(options)
         for place in (options.path, options.held_out_path):
             if place is not None:
-                column_names(place, needed=[options.prompt_column, options.answer_column])
+                source.columns(place)
         load_verifier(options.verifier)
+
+    @classmethod
+    async def prepare(cls, options: DatasetOptions) -> None:
+        """Read all rows before any engine starts.
+
+        Raises:
+            ConfigError: rows that cannot be taken, by file and number.
+        """
+        await anyio.to_thread.run_sync(_rows, options, abandon_on_cancel=True)
 
     @classmethod
     def problem_of(cls, seed: int, options: DatasetOptions) -> str:
         """The place of the row."""
         return str(_rows(options).place(seed))
 
+    @classmethod
+    def held_out_problems(cls, options: DatasetOptions) -> int:
+        """The number of held-out rows."""
+        return len(_rows(options).held_out)
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
-        return show_prompt(self._row.prompt, self._options.system_prompt, self._options.template), {}
+        shown = show_prompt(self._row.prompt, self._options.system_prompt, self._options.template)
+        return shown, {"solution": self._row.answer}
 
     async def step(self, action: str) -> StepResult:
         """Score the answer; the episode ends."""
@@ -106,34 +140,64 @@ _reading = threading.Lock()
 """Episodes that start together would otherwise all read the files."""
 
 
+def _source_of(options: DatasetOptions) -> _Source:
+    return msgspec.convert(options, _Source, from_attributes=True)
+
+
 def _rows(options: DatasetOptions) -> Split[_Row]:
-    source = msgspec.convert(options, _Source, from_attributes=True)
     with _reading:
-        return _load(source)
+        return _load(_source_of(options))
 
 
 @functools.lru_cache(maxsize=4)
 def _load(source: _Source) -> Split[_Row]:
-    """Read and divide.
+    """Read and divide, and log how many rows there are.
 
     Raises:
         ConfigError: a file, column or value is missing, or a side would be empty.
     """
-    held_out = None if source.held_out_path is None else _read(source.held_out_path, source)
-    return divide(_read(source.path, source), held_out, source.held_out_fraction, source.path)
+    rows, told = _read(source.path, source)
+    held_out = None
+    if source.held_out_path is not None:
+        held_out, told_held_out = _read(source.held_out_path, source)
+        told = f"{told}; {told_held_out}"
+    split = divide(rows, held_out, source.held_out_fraction, source.path)
+    log.info("%s; %d rows to train on, %d held out", told, len(split.train), len(split.held_out))
+    return split
 
 
-def _read(path: str, source: _Source) -> list[_Row]:
-    prompts, answers = read_columns(path, [source.prompt_column, source.answer_column])
-    return [
-        _Row(read_prompt(prompt, f"{path}, row {index}"), _answer(answer, f"{path}, row {index}"))
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
+    """Read the rows of a table. Also returns how many were taken and left out, for people."""
+    prompt_column, answer_column = source.columns(path)
+    rows: list[_Row] = []
+    faults: list[str] = []
+    long = 0
+    for row in read_rows(path):
+        try:
+            one = _Row(prompt_of(row, prompt_column), answer_of(row, answer_column))
+            if source.verifier in ONE_ANSWER and isinstance(given := value_of(row, answer_column), (list, dict)):
+                _refuse_several(cast("list[Any] | dict[str, Any]", given), f"{row.place}: {answer_column!r}", source)
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        if source.longest_prompt is not None and _length(one.prompt) > source.longest_prompt:
+            long += 1
+        else:
+            rows.append(one)
+    refuse_rows(faults)
+    left = f", {long} left out (prompts longer than longest_prompt = {source.longest_prompt})" if long else ""
+    return rows, f"{path}: {len(rows)} rows with {prompt_column!r} and {answer_column!r}{left}"
 
 
-def _answer(value: Any, place: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise ConfigError(f"{place}: the answer must be text or a number, but is {value!r}")
+def _refuse_several(given: list[Any] | dict[str, Any], place: str, source: _Source) -> None:
+    """Raise ConfigError for several answers of a row."""
+    if len(given) > 1 or isinstance(given, dict):
+        raise ConfigError(
+            f"{place} holds several values, and {source.verifier} compares with one; give one answer, or set "
+            "`verifier` to a function of yours, which gets them as JSON text"
+        )
+
+
+def _length(prompt: Prompt) -> int:
+    """Return the number of characters of a prompt."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(message.content) for message in prompt)

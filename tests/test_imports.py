@@ -20,7 +20,7 @@ FLOORS = [
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "profile", "http"},
     {"weights", "samples", "service", "view"},
-    {"hub"},
+    {"hub", "data"},
     {"rollout", "trainer"},
     {"simulate", "run"},
     {"cli"},
@@ -31,8 +31,9 @@ FLOORS = [
 MOST_FILES = 20
 """Of one room."""
 
-GROUND = {"errors", "types", "waiting", "config", "environment", "http", "service"}
-"""What of `flash` environments may use: the contract, what lies below it, the server and the endpoint for agents."""
+GROUND = {"errors", "types", "waiting", "config", "environment", "http", "service", "data"}
+"""Rooms of `flash` that environments may use: the contract, the rooms below it, the server and the endpoint for agents,
+and rows of data sets."""
 
 
 def imports() -> dict[str, set[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,8 +29,8 @@ class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
         ConfigError: no share of the prompts would be kept aside.
     """
 
-    prompt_column: str = "prompt"
-    """Holds text, or chat messages as a list of {role, content}."""
+    prompt_column: str | None = None
+    """Column with the prompt: text, or the messages of a chat. None: `prompt`, `question` or another usual name."""
     held_out_path: str | None = None
     """Another data set of the same kind, for evaluation. None: a part of the first one is kept aside."""
     held_out_fraction: float = 0.05
@@ -94,22 +94,6 @@ def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, nam
             "with a held-out prompt are not trained on"
         )
     return Split(train, list(held_out))
-
-
-def read_prompt(value: Any, place: str) -> Prompt:
-    """A prompt as a table holds it. `place` names the row.
-
-    Raises:
-        ConfigError: it is neither text nor a chat.
-    """
-    if isinstance(value, str):
-        return value
-    try:
-        return msgspec.convert(value, tuple[Message, ...])
-    except msgspec.ValidationError:
-        raise ConfigError(
-            f"{place}: the prompt must be text or a list of {{role, content}}, but is {value!r}"
-        ) from None
 
 
 def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str | list[Message]:

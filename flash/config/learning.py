@@ -157,8 +157,8 @@ class SftConfig(Section, frozen=True):
     """[Supervised fine-tuning](recipes.md#supervised-fine-tuning), of `flash sft` alone."""
 
     data: str
-    """JSONL: `messages` in each row, or `prompt` and `completion`; `tools`."""
+    """A table with [rows to learn](recipes.md#supervised-fine-tuning): .jsonl, .json, .csv, .parquet or .arrow."""
     held_out: str | None = None
-    """The same, for the loss of its first `eval.problems` rows. None: there is none."""
+    """Another table, for the loss of its first `eval.problems` rows. None: no loss of held-out rows."""
     epochs: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
     """Passes over the rows; `run.steps` follows."""

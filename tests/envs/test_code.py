@@ -130,7 +130,7 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     tests = [{"stdin": "1", "stdout": "1"}, {"program": "true"}]
     rows = [{"prompt": f"p{n}", "tests": tests, "memory_mib": n or None, "timeout": 2.5} for n in (0, 99)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match="row 0: a test `program` runs in one process with the answer"):
+    with pytest.raises(ConfigError, match="row 1: a test `program` runs in one process with the answer"):
         CodeEnv.check(CodeOptions(path=str(tmp_path / "rows.parquet")))
     provider = ScriptedProvider()
 
@@ -253,14 +253,14 @@ def test_wrong_options_are_refused_before_anything_starts(options, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tests": [{"stdin": "1"}]}, r"row 1: 'tests' must list tests .* either `stdout`"),
+        ({"tests": [{"stdin": "1"}]}, r"row 2: 'tests' must list tests .* either `stdout`"),
         ({"tests": []}, "length >= 1"),
-        ({"tests": "{"}, "row 1: 'tests' must list"),
-        ({"tests": 5}, "row 1: 'tests' must list"),
-        ({"tests": [5]}, "row 1: 'tests' must list"),
-        ({"tests": [{"stdout": "1"}], "prompt": 5}, "row 1: the prompt must be"),
-        ({"tests": [{"stdout": "1"}], "language": "cobol"}, "row 1: there is no language 'cobol'"),
-        ({"tests": [{"stdout": "1"}], "timeout": -1}, "row 1: .*timeout"),
+        ({"tests": "{"}, "row 2: 'tests' must list"),
+        ({"tests": 5}, "row 2: 'tests' must list"),
+        ({"tests": [5]}, "row 2: 'tests' must list"),
+        ({"tests": [{"stdout": "1"}], "prompt": 5}, "row 2: .prompt. must be"),
+        ({"tests": [{"stdout": "1"}], "language": "cobol"}, "row 2: there is no language 'cobol'"),
+        ({"tests": [{"stdout": "1"}], "timeout": -1}, "row 2: .*timeout"),
     ],
 )
 def test_wrong_rows_are_named_before_anything_starts(data, row, message):

@@ -115,7 +115,7 @@ async def test_a_prompt_may_be_a_chat(tmp_path):
 @pytest.mark.parametrize("row", [{"prompt": 3, "answer": "a"}, {"prompt": "p", "answer": None}])
 async def test_a_row_of_a_wrong_kind_is_named(tmp_path, row):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "a"}, row])
-    with pytest.raises(ConfigError, match=r"row 1: the (prompt|answer) must be"):
+    with pytest.raises(ConfigError, match=r"row 2: '(prompt|answer)' (must be|is null)"):
         await prompts(path, [0])
 
 

@@ -46,13 +46,13 @@ def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
 
 def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[int], list[int]]:
     """The tokens of the only sequence of the only row, and those that are learned of it."""
-    (one,) = Rows(file).tokens(0, tokenizer, most).sequences
+    (one,) = Rows(str(file)).tokens(0, tokenizer, most).sequences
     return one.tokens, [token for span in one.spans for token in one.tokens[span.start : span.stop]]
 
 
 def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
-    (one,) = Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 10_000).sequences
+    (one,) = Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 10_000).sequences
     expected: Any = tokenizer.inner.apply_chat_template(
         TALK, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -68,7 +68,7 @@ def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: P
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_path: Path, name: str) -> None:
     tokenizer = family(name, tmp_path / "model")
-    row = Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 10_000)
+    row = Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 10_000)
     said = [(one.tokens, span) for one in row.sequences for span in one.spans]
     assert len(said) == 2
     for place, (tokens, span) in zip((1, 3), said, strict=True):
@@ -82,7 +82,7 @@ def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_
 def test_a_turn_behind_which_the_template_drops_reasoning_begins_a_sequence_of_its_own(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model")
     talk = [*TALK[:1], {**TALK[1], "reasoning_content": "in thought"}, *TALK[2:]]
-    row = Rows(written(tmp_path, {"messages": talk})).tokens(0, tokenizer, 10_000)
+    row = Rows(str(written(tmp_path, {"messages": talk}))).tokens(0, tokenizer, 10_000)
     first, second = row.sequences
     assert "in thought" in tokenizer.decode(first.tokens)
     assert "in thought" not in tokenizer.decode(second.tokens)
@@ -125,7 +125,7 @@ def test_calls_and_tools_are_shown_as_in_an_episode(tmp_path: Path) -> None:
 
 def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
-    rows = Rows(written(tmp_path, {"messages": TALK}))
+    rows = Rows(str(written(tmp_path, {"messages": TALK})))
     (whole,) = rows.tokens(0, tokenizer, 10_000).sequences
     row = rows.tokens(0, tokenizer, whole.spans[1].start + 3)
     (cut,) = row.sequences
@@ -136,27 +136,26 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
     assert rows.tokens(0, tokenizer, whole.spans[0].start).sequences == []
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("no json", "line 2"),
-        ({"messages": TALK, "prompt": "x"}, "line 2: expected `messages` alone"),
-        ({"prompt": "x"}, "line 2: expected `messages` alone"),
-        ({"messages": TALK[:1]}, "line 2: there is no message of the assistant"),
-        ({"prompt": TALK, "completion": TALK[:1]}, "line 2: there is no message of the assistant"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "line 2: Roles are"),
-        ({"messages": [{"role": "user", "content": 7}]}, "line 2"),
-    ],
-)
-def test_a_row_that_is_none_is_refused_by_its_line(tmp_path: Path, row: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Rows(written(tmp_path, {"messages": TALK}, row))
+def test_rows_that_cannot_be_learned_are_refused_together_by_file_and_row(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, row 2 has a prompt and .*\n.*rows\.jsonl, row 4: there is no"):
+        Rows(str(written(tmp_path, {"messages": TALK}, {"prompt": "x"}, {"messages": TALK}, {"messages": TALK[:1]})))
+    odd = [{"role": "robot", "content": "x"}, TALK[1]]
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, row 1, messages\[0\]: Roles are"):
+        Rows(str(written(tmp_path, {"messages": odd}))).tokens(0, family("qwen", tmp_path / "model"), 100)
+
+
+def test_an_assistant_that_speaks_first_is_shown_and_not_learned(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    tokens, learned = only(written(tmp_path, {"messages": [TALK[1], *TALK[2:]]}), tokenizer)
+    assert TALK[1]["content"] in tokenizer.decode(tokens)
+    assert tokenizer.decode(learned) == TALK[3]["content"]
+    assert Rows(str(written(tmp_path, {"messages": TALK[1:2]}))).tokens(0, tokenizer, 100).sequences == []
 
 
 def test_a_template_that_refuses_a_row_is_told_by_its_line(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", "{{ raise_exception('never') }}")
-    with pytest.raises(ConfigError, match=r"line 1: the chat template .* never"):
-        Rows(written(tmp_path, {"messages": TALK})).tokens(0, tokenizer, 100)
+    with pytest.raises(ConfigError, match=r"row 1: the chat template .* never"):
+        Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 100)
 
 
 def config_of(folder: Path, *overrides: str, rows: int = 7) -> Config:
@@ -239,7 +238,7 @@ def test_rows_that_are_gone_keep_a_run_from_starting(tmp_path: Path, name: str) 
     assert config.sft is not None
     gone = msgspec.structs.replace(config, sft=msgspec.structs.replace(config.sft, **{name: "nothing.jsonl"}))
     told = {problem.key: problem.message for problem in sft_problems(gone)}
-    assert "nothing.jsonl cannot be read" in told[f"sft.{name}"]
+    assert "there is no data set at nothing.jsonl" in told[f"sft.{name}"]
 
 
 def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
         try:
-            _ = path and Rows(Path(path))
+            _ = path and Rows(path)
         except ConfigError as error:
             problems.append(ConfigProblem(key, str(error)))
     return [*problems, *_start_problems(config if problems else with_steps(config))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
@@ -32,12 +31,12 @@ class Course:
     def __init__(self, config: Config, tokenizer: HfTokenizer) -> None:
         assert config.sft is not None
         self._config, self._tokenizer = config, tokenizer
-        self.rows = Rows(Path(config.sft.data))
+        self.rows = Rows(config.sft.data)
         self._length = _length(config, len(self.rows))
         held_out = config.sft.held_out
         self._held_out: list[TokenRow] = []
         if held_out is not None:
-            rows = Rows(Path(held_out))
+            rows = Rows(held_out)
             places = range(min(len(rows), config.eval.problems))
             self._held_out = [rows.tokens(place, tokenizer, config.model.max_length) for place in places]
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -77,7 +76,7 @@ def _length(config: Config, rows: int) -> int:
 def with_steps(config: Config) -> Config:
     """With as many steps as the epochs take, the last of them with what is left. Raises ConfigError as `Rows`."""
     assert config.sft is not None
-    steps = math.ceil(_length(config, len(Rows(Path(config.sft.data)))) / config.train.batch_size)
+    steps = math.ceil(_length(config, len(Rows(config.sft.data))) / config.train.batch_size)
     return replace(config, run=replace(config.run, steps=steps))
 
 
@@ -92,7 +91,7 @@ def look(config: Config) -> Iterator[str]:
     for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
         if path is None:
             continue
-        rows, most = Rows(Path(path)), config.model.max_length
+        rows, most = Rows(path), config.model.max_length
         found = [rows.tokens(place, tokenizer, most) for place in range(len(rows))]
         lengths = [len(one.tokens) for row in found for one in row.sequences]
         learned = sum(span.stop - span.start for row in found for one in row.sequences for span in one.spans)

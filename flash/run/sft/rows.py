@@ -1,4 +1,4 @@
-"""Rows of JSON lines as token sequences: what is learned of each, behind what.
+"""Rows of a data set as token sequences: which tokens of each are learned, behind which others.
 
 Law: an answer is learned behind the very tokens that an engine would be shown to have it said. A conversation whose
 template shows its later turns behind the earlier ones as they were said is one sequence; where it shows them otherwise,
@@ -8,41 +8,18 @@ as those that drop earlier reasoning, the later turn begins a sequence of its ow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from flash.data.shapes import Conversation, Text, example_of, spoken
+from flash.data.tables import read_rows, refuse_rows
 from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.service import tools
-from flash.service.chat import Spoken, messages_of
 from flash.service.errors import ApiError
-from flash.types import ASSISTANT, Message, Outcome, Span, Task, Tool, Trajectory, Turn, VersionRun
-
-
-class _Row(msgspec.Struct, frozen=True):
-    messages: list[Spoken] | None = None
-    prompt: str | list[Spoken] | None = None
-    completion: str | list[Spoken] | None = None
-    tools: list[tools.GivenTool] | None = None
-
-
-class Chat(NamedTuple):
-    """A conversation."""
-
-    messages: list[Message]
-    learned: list[int]
-    """Places of the messages that are learned: the assistant's."""
-    tools: tuple[Tool, ...]
-
-
-class Text(NamedTuple):
-    """A text and what follows it, without a template."""
-
-    prompt: str
-    completion: str
+from flash.types import ASSISTANT, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 
 class Learned(NamedTuple):
@@ -56,9 +33,9 @@ class TokenRow(NamedTuple):
     """A row in tokens."""
 
     sequences: list[Learned]
-    """None of them without a token to learn."""
+    """Each has a token to learn."""
     cut: bool
-    """Whether something of it is beyond the longest sequence."""
+    """True if a part of the row lies beyond the longest sequence."""
 
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """What a step that trains this version is given of the row at a place of its course."""
@@ -77,75 +54,66 @@ class TokenRow(NamedTuple):
 
 
 class Rows:
-    """The rows of a file.
+    """The rows of a table, all of them read.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or a row of it is none of the forms of `SftConfig.data`.
+        ConfigError: the table cannot be read or is empty, or rows of it have none of the shapes of `flash.data.shapes`.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        try:
-            lines = file.read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-        self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        if not self._lines:
-            raise ConfigError(f"{file} has no rows")
-        for place in range(len(self._lines)):
-            self.read(place)
+    def __init__(self, path: str) -> None:
+        self._places: list[str] = []
+        self._examples: list[Conversation | Text] = []
+        faults: list[str] = []
+        for row in read_rows(path):
+            try:
+                self._examples.append(example_of(row))
+                self._places.append(row.place)
+            except ConfigError as error:
+                faults.append(str(error))
+        refuse_rows(faults)
+        if not self._examples:
+            raise ConfigError(f"{path} has no rows")
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._examples)
 
-    def read(self, place: int) -> Chat | Text:
-        """One of them. Raises ConfigError."""
-        number, line = self._lines[place]
-        try:
-            return _read(msgspec.json.decode(line, type=_Row))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ApiError, ValueError) as error:
-            raise ConfigError(f"{self._file}, line {number}: {error}") from None
-
-    def tokens(self, place: int, tokenizer: HfTokenizer, most: int) -> TokenRow:
-        """One of them, without what lies beyond the first `most` tokens of a sequence. Raises ConfigError."""
-        try:
-            whole = list(_sequences(self.read(place), tokenizer))
-        except EnvError as error:
-            raise ConfigError(f"{self._file}, line {self._lines[place][0]}: {error}") from error
-        kept = [one for one in (_cut(one, most) for one in whole) if one.spans]
-        return TokenRow(kept, cut=any(len(one.tokens) > most for one in whole))
+    def tokens(self, index: int, tokenizer: HfTokenizer, most: int) -> TokenRow:
+        """Return a row in tokens, without those beyond the first `most` of a sequence. Raises ConfigError."""
+        return tokenized(self._examples[index], self._places[index], tokenizer, most)
 
 
-def _read(row: _Row) -> Chat | Text:
-    """Raises ApiError or ValueError for what is none of the forms."""
-    prompt, completion, messages = row.prompt, row.completion, row.messages
-    if messages is not None and prompt is None and completion is None:
-        first = 0
-    elif messages is None and prompt is not None and completion is not None:
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Text(prompt, completion)
-        before = [Spoken("user", prompt)] if isinstance(prompt, str) else prompt
-        after = [Spoken(ASSISTANT, completion)] if isinstance(completion, str) else completion
-        messages, first = [*before, *after], len(before)
-    else:
-        raise ValueError("expected `messages` alone, or `prompt` and `completion`")
-    said = messages_of(messages)
-    learned = [place for place, one in enumerate(said) if one.role == ASSISTANT and place >= first]
-    if not learned:
-        raise ValueError("there is no message of the assistant to learn")
-    return Chat(said, learned, tools.offered(row.tools or []))
+def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, most: int) -> TokenRow:
+    """Return a row in tokens, without those beyond the first `most` of a sequence.
+
+    Raises:
+        ConfigError: the row cannot be shown by the model's chat template. `place` names it.
+    """
+    try:
+        whole = list(_sequences(example, place, tokenizer))
+    except EnvError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    kept = [one for one in (_cut(one, most) for one in whole) if one.spans]
+    return TokenRow(kept, cut=any(len(one.tokens) > most for one in whole))
 
 
-def _sequences(row: Chat | Text, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Raises EnvError, as `HfTokenizer.said`."""
-    if isinstance(row, Text):
-        prompt = tokenizer.render(row.prompt)
-        answer = [*tokenizer.follow(row.completion, stopped=False), *tokenizer.end]
+def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
+    """Raises EnvError, as `HfTokenizer.said`, and ConfigError for messages and tools of a wrong form."""
+    if isinstance(example, Text):
+        prompt = tokenizer.render(example.prompt)
+        answer = [*tokenizer.follow(example.completion, stopped=False), *tokenizer.end]
         yield _grown([], prompt, answer)
         return
+    messages = spoken(example.messages, place)
+    try:
+        offered = tools.offered(msgspec.convert(example.tools, list[tools.GivenTool]))
+    except (ApiError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{place}: {error}") from None
     growing = Learned([], [])
-    for place in row.learned:
-        prompt, answer = tokenizer.said(row.messages[: place + 1], row.tools)
+    # An engine is asked behind some message: one that begins a conversation is shown, and not learned.
+    for index in range(max(example.shown, 1), len(messages)):
+        if messages[index].role != ASSISTANT:
+            continue
+        prompt, answer = tokenizer.said(messages[: index + 1], offered)
         if prompt[: len(growing.tokens)] != growing.tokens:
             yield growing
             growing = Learned([], [])
@@ -158,6 +126,6 @@ def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learn
 
 
 def _cut(whole: Learned, most: int) -> Learned:
-    """Its first tokens; nothing predicts the very first one."""
+    """Keep the first tokens. Nothing predicts the very first one."""
     spans = [Span(max(span.start, 1), min(span.stop, most)) for span in whole.spans]
     return Learned(whole.tokens[:most], [span for span in spans if span.start < span.stop])

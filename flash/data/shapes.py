@@ -1,0 +1,467 @@
+"""Rows of all common shapes as conversations, prompts and answers of one form.
+
+Messages are in the form of OpenAI's API, as plain objects: roles `system`, `developer`, `user`, `assistant` and `tool`;
+`content` as text or text parts; `tool_calls` with arguments as JSON text. Null fields are left out; fields that are
+unknown here (`reasoning_content`, `thinking`, `weight`, …) stay as they are.
+
+Shapes that are read: TRL's language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT,
+Alpaca, pairs of question and answer, and verl's prompts and answers. Preference rows are refused by name, and so are
+images: nothing of a row is left out in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, cast
+
+import msgspec
+
+from flash.data.tables import Row, json_of, suggested, value_of
+from flash.errors import ConfigError
+from flash.service.chat import Spoken, messages_of
+from flash.service.errors import ApiError
+from flash.types import ASSISTANT, TOOL, Message
+
+Given = dict[str, Any]
+"""A message, a call or a tool as OpenAI's API has it."""
+
+ALIASES = {
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "bing", "bard"), ASSISTANT),
+    **dict.fromkeys(("function", "observation", "tool_response", "function_response", "ipython"), TOOL),
+}
+"""OpenAI's names for the roles of ShareGPT, LLaMA-Factory, ms-swift and others."""
+CALLS = ("function_call", "tool_call")
+"""Roles of messages whose content is a call as JSON text."""
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PAIRS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("problem", "solution"),
+    ("query", "response"),
+)
+"""Columns that hold a text of the user and the answer to it, which go through the chat template."""
+INPUTS = ("input", "context")
+"""Columns whose text follows an `instruction`."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns of what is no text."""
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations")
+"""Usual names of the column with the prompt, the most certain first."""
+ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "output")
+"""Usual names of the column with the answer, the most certain first."""
+FORMS = (
+    "`messages` (or ShareGPT's `conversations`), `prompt` and `completion`, `instruction` and `output`, `question` and "
+    "`answer`, or `text`"
+)
+MARK = "####"
+"""Stands before the final answer of GSM8K's solutions, in their last line."""
+EXACT = 2**53
+"""Magnitude from which doubles skip whole numbers, so that they are shown with their exponent."""
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages, of which those of the assistant are learned."""
+
+    shape: str
+    """Columns that the messages come from, for people."""
+    messages: list[Given]
+    shown: int = 0
+    """Messages at the beginning that are shown and not learned."""
+    tools: list[Given] = []
+    """Functions that may be called."""
+    template: dict[str, Any] = {}
+    """Arguments for the chat template: the row's own `chat_template_kwargs`."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A text and its continuation, without a chat template; the continuation is learned."""
+
+    shape: str
+    prompt: str
+    completion: str
+
+
+def example_of(row: Row) -> Conversation | Text:
+    """Return what a row teaches.
+
+    Raises:
+        ConfigError: the row has none of the shapes, or something in it cannot be taken.
+    """
+    values = {name: value for name, value in row.values.items() if value is not None}
+    place, names = row.place, values.keys()
+    refuse_media(row)
+    _refuse_preferences(values, place)
+    if {"prompt", "completion"} <= names:
+        if given := next((name for name in CONVERSATIONS if name in names), None):
+            raise ConfigError(f"{place} has `prompt` and `completion` and also {given!r}; leave one of them out")
+        prompt, completion = values["prompt"], values["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str) and json_of(prompt) is None:
+            return Text("prompt and completion", prompt, completion)
+        before = _messages(prompt, place, "prompt", "user")
+        after = _messages(completion, place, "completion", ASSISTANT)
+        return _conversation("prompt and completion", values, place, [*before, *after], len(before))
+    for name in CONVERSATIONS:
+        if name in names:
+            messages = _messages(values[name], place, name, "user")
+            _check_same_prompt(values, messages, place)
+            return _conversation(name, values, place, messages, 0)
+    for asked, answered in PAIRS:
+        if asked in names and answered in names:
+            messages = [*_history(values, place), *_asked(values, asked, place)]
+            messages += _messages(values[answered], place, answered, ASSISTANT)
+            return _conversation(f"{asked} and {answered}", values, place, messages, 0)
+    if isinstance(values.get("text"), str):
+        return Text("text", "", values["text"])
+    if "prompt" in names:
+        raise ConfigError(f"{place} has a prompt and nothing to learn behind it; expected `completion` beside it")
+    raise ConfigError(f"{place} has none of the known shapes: expected {FORMS}; got {', '.join(map(repr, names))}")
+
+
+def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
+    """Return the prompt in a column: text, or the messages of a conversation that an answer may follow.
+
+    Raises:
+        ConfigError: there is none, or something in it cannot be taken.
+    """
+    value, place = value_of(row, column), row.place
+    refuse_media(row)
+    for name in ("tools", "functions", "chat_template_kwargs"):
+        if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
+            raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
+    if isinstance(value, str) and json_of(value) is None:
+        if column != "instruction":
+            return value
+        (asked,) = _asked(row.values, column, place)
+        return str(asked["content"])
+    messages = _with_system(_messages(value, place, column, "user"), row.values, place)
+    if not messages:
+        raise ConfigError(f"{place}: {column!r} has no messages")
+    if messages[-1]["role"] == ASSISTANT:
+        raise ConfigError(
+            f"{place}: {column!r} ends with a message of the assistant, behind which no answer is asked for; leave "
+            "that message out"
+        )
+    return tuple(spoken(messages, place))
+
+
+def answer_of(row: Row, column: str) -> str:
+    """Return the answer in a column as text: a number without `.0`, a boolean, list or object as JSON text.
+
+    A list of one value counts as that value. Of a solution whose last line begins with `####`, as GSM8K has them, it
+    is the rest of that line.
+
+    Raises:
+        ConfigError: there is none, or it is no number.
+    """
+    return _answer(value_of(row, column), f"{row.place}: {column!r}")
+
+
+def find_column(names: Sequence[str], given: str | None, usual: Sequence[str], option: str, file: str) -> str:
+    """Return the name of a column of a table: the `given` one, or else the first of its usual names that is there.
+
+    Raises:
+        ConfigError: there is none. `option` names the setting that would name it.
+    """
+    listed = ", ".join(map(repr, names)) or "none"
+    there = next((name for name in usual if name in names), None)
+    if given is None:
+        if there is None:
+            raise ConfigError(f"{file} has none of the columns {', '.join(usual)}, only {listed}; set {option}")
+        return there
+    if given not in names:
+        near = suggested(given, names) or (f"; did you mean {there!r}?" if there else "")
+        raise ConfigError(f"{file} has no column {given!r} ({option}), only {listed}{near}")
+    return given
+
+
+def spoken(messages: Iterable[Given], place: str) -> list[Message]:
+    """Return messages as chat templates are given them.
+
+    Raises:
+        ConfigError: one of them is of no known role, or has a field of a wrong type.
+    """
+    try:
+        return messages_of(msgspec.convert(list(messages), list[Spoken]))
+    except ApiError as error:
+        raise ConfigError(f"{place}, {error.said['error']['param']}: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def refuse_media(row: Row) -> None:
+    """Raise ConfigError if a row has images, videos or audio, which no model here is shown."""
+    for name in MEDIA:
+        if row.values.get(name) not in (None, "", "[]", [], {}):
+            raise ConfigError(
+                f"{row.place} has {name!r}: models are trained on text here, and nothing else is shown to them; leave "
+                "such rows out, or drop the column if the text says all"
+            )
+
+
+def _refuse_preferences(values: Mapping[str, Any], place: str) -> None:
+    """Raise ConfigError for rows that say which of several answers is the better one."""
+    names = values.keys()
+    if {"chosen", "rejected"} & names and not {*CONVERSATIONS} & names:
+        whole = "prompt" not in names and not isinstance(values.get("chosen"), str)
+        raise ConfigError(
+            f"{place} is a preference row (`chosen`, `rejected`), and supervised fine-tuning would learn `chosen` "
+            f"alone; if that is meant, name that column `{'messages' if whole else 'completion'}` and leave `rejected` "
+            "out"
+        )
+    for name in ("label", "kto_tag"):
+        if isinstance(values.get(name), bool) and {"completion", "output", *CONVERSATIONS} & names:
+            raise ConfigError(
+                f"{place} is an unpaired preference row (`{name}`), and supervised fine-tuning would learn the answers "
+                f"labelled false, too; keep the rows labelled true, and leave {name!r} out"
+            )
+    if {"completions", "labels"} <= names:
+        raise ConfigError(
+            f"{place} is a row of stepwise supervision (`completions`, `labels`), which supervised fine-tuning does "
+            f"not learn; expected {FORMS}"
+        )
+
+
+def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: list[Given], shown: int) -> Conversation:
+    whole = _with_system(messages, values, place)
+    shown += len(whole) - len(messages) if shown else 0
+    if not any(message["role"] == ASSISTANT for message in whole[shown:]):
+        raise ConfigError(f"{place}: there is no message of the assistant to learn")
+    return Conversation(shape, whole, shown, _tools(values, place), _template(values, place))
+
+
+def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -> list[Given]:
+    """Put the text of a column `system` in front."""
+    system = values.get("system") or values.get("system_prompt")
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise ConfigError(f"{place}: `system` must be text, but is {system!r:.100}")
+    if messages and messages[0]["role"] == "system":
+        if messages[0].get("content") != system:
+            raise ConfigError(f"{place} has a `system` column and another system message; leave one of them out")
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], place: str) -> None:
+    """Raise ConfigError if a row has a prompt beside its messages, as ultrachat has, that is not part of them."""
+    prompt = values.get("prompt")
+    if not prompt:
+        return
+    if isinstance(prompt, str) and json_of(prompt) is None:
+        asked = (message.get("content") for message in messages if message["role"] == "user")
+        same = any(isinstance(text, str) and text.strip() == prompt.strip() for text in asked)
+    else:
+        before = _messages(prompt, place, "prompt", "user")
+        same = list(messages[: len(before)]) == before
+    if not same:
+        raise ConfigError(
+            f"{place} has `messages` and also a `prompt` that is none of them; expected `messages` alone, or `prompt` "
+            "and `completion`"
+        )
+
+
+def _asked(values: Mapping[str, Any], column: str, place: str) -> list[Given]:
+    """Return the message of the user in a column; Alpaca's input follows the instruction on a line of its own."""
+    messages = _messages(values[column], place, column, "user")
+    more = next((values[name] for name in INPUTS if values.get(name)), "") if column == "instruction" else ""
+    if more and isinstance(more, str) and isinstance(messages[-1]["content"], str):
+        messages[-1]["content"] += f"\n{more}"
+    return messages
+
+
+def _history(values: Mapping[str, Any], place: str) -> list[Given]:
+    """Return the earlier rounds of Alpaca's `history`: pairs of what was asked and answered."""
+    rounds = values.get("history") or []
+    rounds = (json_of(rounds) or [rounds]) if isinstance(rounds, str) else rounds
+    messages: list[Given] = []
+    for one in cast("list[Any]", rounds) if isinstance(rounds, list) else [rounds]:
+        pair = cast("list[Any]", one) if isinstance(one, list) else []
+        if [type(text) for text in pair] != [str, str]:
+            raise ConfigError(f"{place}: `history` must be a list of pairs of texts, but has {one!r:.100}")
+        messages += [{"role": "user", "content": pair[0]}, {"role": ASSISTANT, "content": pair[1]}]
+    return messages
+
+
+def _messages(value: Any, place: str, column: str, role: str) -> list[Given]:
+    """Return the messages of a column; a text that is no JSON list is one message of this role."""
+    if isinstance(value, str):
+        parsed = json_of(value)
+        if parsed is None:
+            return [{"role": role, "content": value}]
+        value = parsed
+    if isinstance(value, dict):  # one message
+        value = [value]
+    if not isinstance(value, list):
+        raise ConfigError(f"{place}: {column!r} must be text or a list of messages, but is {value!r:.100}")
+    messages: list[Given] = []
+    open_calls: list[str] = []
+    for index, given in enumerate(cast("list[Any]", value)):
+        messages.append(_message(given, f"{place}, {column}[{index}]", len(messages), open_calls))
+    return messages
+
+
+def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Given:
+    """Return a message in OpenAI's form.
+
+    Args:
+        given: the message of the row.
+        place: of the message, for errors.
+        number: of the message, which names calls that have no name.
+        open_calls: names of calls of older forms that no message has answered yet. Is changed.
+    """
+    if not isinstance(given, dict):
+        raise ConfigError(f"{place} must be an object with `role` and `content`, but is {given!r:.100}")
+    fields = cast("Given", given).items()
+    message = {name: value for name, value in fields if value is not None}
+    if "role" not in message and "from" in message:
+        message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ConfigError(f"{place} must have `role` and `content`, or `from` and `value`, but is {given!r:.100}")
+    role = role.lower()
+    message["role"] = role = ALIASES.get(role, role)
+    for mask in ("train", "loss"):  # of axolotl and ms-swift
+        if isinstance(message.get(mask), bool):
+            message.setdefault("weight", int(message.pop(mask)))
+    old = message.pop("function_call", None)
+    if role in CALLS:
+        message["role"] = role = ASSISTANT
+        old = json_of(message["content"]) if isinstance(message.get("content"), str) else message.get("content")
+        if old is not None:
+            del message["content"]
+    if "content" in message:
+        message["content"] = _content(message["content"], place, role)
+    if old is not None:
+        some = cast("list[Any]", old) if isinstance(old, list) else [old]
+        calls = [_call(one, place, f"call{number:02}{index:03}") for index, one in enumerate(some)]
+        message["tool_calls"] = calls
+        open_calls[:] = [call["id"] for call in calls]
+    elif "tool_calls" in message:
+        calls = json_of(message["tool_calls"]) if isinstance(message["tool_calls"], str) else message["tool_calls"]
+        if not isinstance(calls, list):
+            raise ConfigError(f"{place}: `tool_calls` must be a list, but is {message['tool_calls']!r:.100}")
+        message["tool_calls"] = [_call(one, place, "") for one in cast("list[Any]", calls)]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    elif role == TOOL and "tool_call_id" not in message and open_calls:
+        message["tool_call_id"] = open_calls.pop(0)
+    if message.get("content") is None and "tool_calls" not in message:
+        if not (role == ASSISTANT and message.keys() & {"reasoning_content", "reasoning", "thinking"}):
+            raise ConfigError(f"{place} has no content")
+        message.pop("content", None)
+    return message
+
+
+def _content(content: Any, place: str, role: str) -> Any:
+    """Return text, or text parts; what a tool returned as an object becomes JSON text."""
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and not (role == TOOL and not _are_parts(cast("list[Any]", content))):
+        return [_part(part, place) for part in cast("list[Any]", content)]
+    if role == TOOL:
+        return msgspec.json.encode(content).decode()
+    raise ConfigError(f"{place}: `content` must be text or a list of text parts, but is {content!r:.100}")
+
+
+def _are_parts(content: Sequence[Any]) -> bool:
+    return all(isinstance(part, dict) and "type" in part for part in content)
+
+
+def _part(part: Any, place: str) -> Given:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise ConfigError(f"{place}: a part of the content must be an object or text, but is {part!r:.100}")
+    fields = {name: value for name, value in cast("Given", part).items() if value is not None}
+    kind = fields.setdefault("type", "text")
+    if isinstance(kind, str) and any(medium in kind for medium in ("image", "video", "audio", "file")):
+        raise ConfigError(
+            f"{place} has a part of type {kind!r}: models are trained on text here, and nothing else is shown to them; "
+            "leave such rows out"
+        )
+    return fields
+
+
+def _call(given: Any, place: str, name: str) -> Given:
+    """Return a call in OpenAI's form: a bare `{name, arguments}` becomes its function."""
+    call = _object(given, place, "a call")
+    function = _object(call.get("function", call), place, "the function of a call")
+    if not isinstance(function.get("name"), str):
+        raise ConfigError(f"{place}: a call must have the `name` of a function, but is {given!r:.100}")
+    arguments = function.get("arguments", function.get("parameters"))
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode({} if arguments is None else arguments).decode()
+    made: Given = {"type": call.get("type", "function"), "function": {"name": function["name"], "arguments": arguments}}
+    identity = call.get("id") or name
+    return {"id": identity, **made} if identity else made
+
+
+def _object(value: Any, place: str, what: str) -> Given:
+    """Return the fields of an object, or of a text that is one in JSON, that are not null."""
+    parsed = json_of(value) if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{place}: {what} must be an object, but is {value!r:.100}")
+    return {name: inner for name, inner in cast("Given", parsed).items() if inner is not None}
+
+
+def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
+    """Return the functions that a row offers: a list or JSON text, of functions with or without OpenAI's wrapper."""
+    given = values.get("tools") or values.get("functions") or []
+    if isinstance(given, str):
+        parsed = json_of(given)
+        if parsed is None and given.strip():
+            raise ConfigError(f"{place}: `tools` must be a list or JSON text, but is {given!r:.100}")
+        given = parsed or []
+    tools: list[Given] = []
+    for one in cast("list[Any]", given) if isinstance(given, list) else [given]:
+        tool = _object(one, place, "a tool")
+        function = _object(tool.get("function", tool), place, "the function of a tool")
+        if isinstance(function.get("parameters"), str):
+            function["parameters"] = _object(function["parameters"], place, "the `parameters` of a tool")
+        if not isinstance(function.get("name"), str):
+            raise ConfigError(f"{place}: a tool must have the `name` of a function, but is {one!r:.100}")
+        kind = tool.get("type", "function") if "function" in tool else "function"
+        tools.append({"type": kind, "function": {key: value for key, value in function.items() if key != "type"}})
+    return tools
+
+
+def _template(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the arguments for the chat template that a row gives; verl has a column for one of them."""
+    given = values.get("chat_template_kwargs") or {}
+    arguments = _object(given, place, "`chat_template_kwargs`") if given else {}
+    thinking = str(values.get("enable_thinking", "")).lower()
+    if thinking in ("true", "false"):  # in CSV it is text
+        arguments.setdefault("enable_thinking", thinking == "true")
+    return arguments
+
+
+def _answer(value: Any, place: str) -> str:
+    if isinstance(value, str):
+        last = value.rstrip().rpartition("\n")[2]
+        if not last.startswith(MARK):
+            return value
+        final = last.removeprefix(MARK).strip()
+        number = final.replace(",", "")
+        return number if number.lstrip("-").replace(".", "", 1).isdigit() else final
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{place} is {value}, which is no answer; leave the row out")
+        return str(int(value)) if value.is_integer() and abs(value) < EXACT else repr(value)
+    if isinstance(value, Decimal):
+        return f"{value.normalize():f}"
+    if isinstance(value, list) and len(cast("list[Any]", value)) == 1:
+        return _answer(value[0], place)
+    if value is None or value in ([], {}):
+        raise ConfigError(f"{place} is empty; expected an answer, or leave the row out")
+    try:
+        return msgspec.json.encode(value).decode().strip('"')  # of a date the text alone
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{place} cannot be an answer: {error}") from None

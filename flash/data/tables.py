@@ -1,0 +1,353 @@
+"""Tables on disk, row by row: JSON lines, a JSON list, CSV, each also compressed by gzip, Parquet, Arrow, and folders
+written by the Hugging Face `datasets` library.
+
+Rows are counted from 1 in each file, in every message. Text may be UTF-8, with or without a byte-order mark, UTF-16 or
+UTF-32. Everything is read with the standard library or pyarrow; `datasets` itself is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import difflib
+import glob
+import gzip
+import importlib
+import io
+import json
+import sys
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from flash.errors import ConfigError
+
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Usual beginnings of the file names of a data set's splits. A folder that mixes several is not read as one table."""
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""Separator of the cells, by the suffix of the file."""
+READ_TOGETHER = 128
+"""Rows of a Parquet file that are decoded at once."""
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files beside a data set that hold no rows."""
+FAULTS = 5
+"""Faults of rows that one message lists."""
+NEAR = 0.8
+"""Similarity from which a name is suggested for another: `question` is none for `solution`."""
+
+
+class Row(NamedTuple):
+    """One row of a table."""
+
+    place: str
+    """File and number of the row, counted from 1, for error messages."""
+    values: dict[str, Any]
+    """Column names with values. Fields that Parquet or Arrow have padded with null are left out of nested values."""
+
+
+def column_names(path: str, needed: Sequence[str] = ()) -> list[str]:
+    """Return the columns of the table's first file, nested ones by dotted names. Reads only the head of the file.
+
+    Raises:
+        ConfigError: the table does not exist, is empty, cannot be read, or lacks a needed column.
+    """
+    first = _files(path)[0]
+    if _kind(first) in (".parquet", ".arrow"):
+        with _arrow_file(first) as (schema, _):
+            names = list(_names_of_fields(schema))
+    else:
+        with contextlib.closing(_rows(first)) as rows:
+            row = next(rows, None)
+        if row is None:
+            raise ConfigError(f"{first} has no rows")
+        names = list(_names_of_values(row.values))
+    for name in needed:
+        if name not in names:
+            raise ConfigError(f"{first} has no column {name!r}, only {_listed(names)}{suggested(name, names)}")
+    return names
+
+
+def suggested(name: str, names: Iterable[str]) -> str:
+    """Return `; did you mean …?` if one of the names is nearly this one, else an empty text."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Yield every row of all files of the table. Rows of JSON may have different columns.
+
+    Raises:
+        ConfigError: the table does not exist or cannot be read; the message names the file and the row.
+    """
+    for file in _files(path):
+        yield from _rows(file)
+
+
+def value_of(row: Row, column: str) -> Any:
+    """Return the value of a column; a dotted name leads into nested values, also into those that are JSON text.
+
+    Raises:
+        ConfigError: the row has no such column, or no value in it.
+    """
+    value: Any = row.values
+    if column in row.values:
+        value = row.values[column]
+    else:
+        for name in column.split("."):
+            value = json_of(value) if isinstance(value, str) else value
+            if not isinstance(value, dict) or name not in value:
+                raise ConfigError(f"{row.place} has no {column!r}, only {_listed(_names_of_values(row.values))}")
+            value = cast("dict[str, Any]", value)[name]
+    if value is None:
+        raise ConfigError(f"{row.place}: {column!r} is null; expected a value, or leave the row out")
+    return value
+
+
+def refuse_rows(faults: Sequence[str]) -> None:
+    """Raise ConfigError with the first of these faults of rows and the number of the others, if there are any."""
+    if faults:
+        more = f"\n… and {len(faults) - FAULTS} more rows" if len(faults) > FAULTS else ""
+        raise ConfigError("\n".join(faults[:FAULTS]) + more)
+
+
+def json_of(text: str) -> Any:
+    """Return the list or object that a text is in JSON; None if it is neither."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _files(path: str) -> list[Path]:
+    place = Path(path)
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = _files_of_folder(place)
+    else:
+        files = sorted(Path(name) for name in glob.glob(path, recursive=True))
+        if not files:
+            raise ConfigError(f"there is no data set at {path}{_nearest(place)}")
+    for file in files:
+        if _kind(file) not in (*JSON_LINES, *SEPARATORS, ".parquet", ".arrow"):
+            raise ConfigError(
+                f"{file} is not a data file that can be read; expected .jsonl, .json, .csv, .parquet or .arrow"
+            )
+    return files
+
+
+def _kind(file: Path) -> str:
+    """Return the suffix that tells the form of a file: of `rows.jsonl.gz` it is `.jsonl`."""
+    suffixes = file.suffixes
+    if suffixes[-1:] == [".gz"] and suffixes[-2:-1] and suffixes[-2] in (*JSON_LINES, *SEPARATORS):
+        return suffixes[-2]
+    return file.suffix
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        raise ConfigError(f"{folder} holds several splits ({', '.join(splits)}); give one, as {folder / splits[0]}")
+    patterns = ("*.arrow", "**/*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.json.gz", "*.csv", "*.csv.gz")
+    found = ([file for file in sorted(folder.glob(one)) if file.name not in METADATA] for one in patterns)
+    files = next(filter(None, found), [])
+    if not files:
+        raise ConfigError(f"the folder {folder} holds no .arrow, .parquet, .jsonl, .json or .csv file")
+    splits = sorted({split for file in files for split in SPLITS if file.name.split("-")[0].split(".")[0] == split})
+    if len(splits) > 1:
+        pattern = files[0].parent / f"{splits[0]}*{''.join(files[0].suffixes)}"
+        raise ConfigError(f"{folder} holds several splits ({', '.join(splits)}); give one by a pattern, as {pattern}")
+    return files
+
+
+def _nearest(place: Path) -> str:
+    """Return `; did you mean …?` if a neighbour has nearly that name."""
+    if not place.parent.is_dir():
+        return f": there is no folder {place.parent}"
+    near = difflib.get_close_matches(place.name, [entry.name for entry in place.parent.iterdir()], n=1)
+    return f"; did you mean {place.parent / near[0]}?" if near else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _rows(file: Path) -> Generator[Row]:
+    kind = _kind(file)
+    if kind in SEPARATORS:
+        return _csv_rows(file, SEPARATORS[kind])
+    return _json_rows(file) if kind in JSON_LINES else _arrow_rows(file)
+
+
+def _place(file: Path, number: int, line: int | None = None) -> str:
+    """Name a row; also its line in the file, where blank lines or line breaks in cells make that another number."""
+    return f"{file}, row {number}" + ("" if line in (None, number) else f" (line {line})")
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, str]]:
+    """Open a file of text, decompressed, and find its encoding. A byte-order mark of UTF-8 is passed over."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as data:
+            head = data.peek(4)[:4]
+            encoding = json.detect_encoding(head)
+            if encoding == "utf-8-sig":
+                data.read(3)
+                encoding = "utf-8"
+            yield data, encoding
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file} cannot be read: {why}") from error
+
+
+@contextlib.contextmanager
+def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: str) -> Generator[io.TextIOWrapper]:
+    text = io.TextIOWrapper(cast("io.BufferedReader", data), encoding, newline=newline)
+    try:
+        yield text
+    finally:
+        text.detach()  # or it closes the file, and warns that nobody else has
+
+
+def _json_rows(file: Path) -> Generator[Row]:
+    """Yield the rows of JSON lines, or of one JSON list over the whole file."""
+    with _opened(file) as (data, encoding), _as_text(data, encoding, "\n") as text:
+        lines = iter(data) if encoding == "utf-8" else (line.encode() for line in text)
+        number = line_number = 0
+        try:
+            for line_number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if number == 0 and line.lstrip().startswith(b"["):
+                    yield from _json_list(file, line + b"".join(lines))
+                    return
+                number += 1
+                yield Row(_place(file, number, line_number), _decoded(line, _place(file, number, line_number)))
+        except UnicodeDecodeError as error:  # of another encoding than UTF-8
+            raise ConfigError(f"{_place(file, number + 1, line_number + 1)} is not {encoding} text: {error}") from error
+
+
+_decoder = msgspec.json.Decoder(dict[str, Any])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def _json_list(file: Path, text: bytes) -> Iterator[Row]:
+    try:
+        rows: list[Any] = list(_list_decoder.decode(text))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            rows = cast("list[Any]", json.loads(text))
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{file} is no list of JSON objects: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        place = _place(file, number)
+        if isinstance(row, msgspec.Raw):
+            row = _decoded(row, place)
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place} is not a JSON object, but {row!r:.100}")
+        yield Row(place, cast("dict[str, Any]", row))
+
+
+def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
+    try:
+        return _decoder.decode(line)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{place} is not UTF-8 text (byte {byte:#04x}); save the file as UTF-8") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        # Python writes NaN and Infinity, which are no JSON. They hurt only in a column that is used.
+        if b"NaN" in bytes(line) or b"Infinity" in bytes(line):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(bytes(line))
+                if isinstance(row, dict):
+                    return cast("dict[str, Any]", row)
+        raise ConfigError(
+            f"{place} is not a JSON object on one line: {error}; expected one object in each line, or one list of "
+            "objects in the file"
+        ) from error
+
+
+def _csv_rows(file: Path, separator: str) -> Generator[Row]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with _opened(file) as (data, encoding), _as_text(data, encoding, "") as text:
+        cells = csv.DictReader(text, delimiter=separator, strict=True)
+        number = 0
+        try:
+            for number, values in enumerate(cells, start=1):
+                place = _place(file, number, cells.line_num - 1)
+                if None in values:
+                    raise ConfigError(f"{place} has more cells than the first line has names; quote cells with commas")
+                yield Row(place, cast("dict[str, Any]", values))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{_place(file, number + 1)} cannot be read: {error}; save the file as UTF-8") from error
+
+
+@contextlib.contextmanager
+def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
+    """Open a Parquet or Arrow file: its schema and an iterator of its record batches."""
+    pyarrow = _module("pyarrow", file)
+    try:
+        if file.suffix == ".parquet":
+            with _module("pyarrow.parquet", file).ParquetFile(file) as table:
+                yield table.schema_arrow, table.iter_batches(batch_size=READ_TOGETHER)
+            return
+        with file.open("rb") as head:
+            is_file = head.read(6) == b"ARROW1"  # `datasets` writes streams, other programs files with a footer
+        ipc = _module("pyarrow.ipc", file)
+        if is_file:
+            with ipc.open_file(file) as reader:
+                yield reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            with ipc.open_stream(file) as reader:
+                yield reader.schema, iter(reader)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _arrow_rows(file: Path) -> Generator[Row]:
+    with _arrow_file(file) as (_, batches):
+        number = 0
+        for batch in batches:
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(_place(file, number), {name: _without_nulls(value) for name, value in values.items()})
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the fields that are null: Arrow gives every object of a column the fields of all others."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value).items()
+        return {name: _without_nulls(inner) for name, inner in fields if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in cast("list[Any]", value)]
+    return value
+
+
+def _names_of_fields(fields: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of an Arrow schema, or of a struct in it."""
+    for field in fields:
+        yield prefix + field.name
+        if hasattr(field.type, "num_fields") and str(field.type).startswith("struct<"):
+            yield from _names_of_fields(list(field.type), f"{prefix}{field.name}.")
+
+
+def _names_of_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        if isinstance(value, str) and value.startswith("{"):
+            value = json_of(value)
+        if isinstance(value, dict):
+            yield from _names_of_values(cast("dict[str, Any]", value), f"{prefix}{name}.")
+
+
+def _module(name: str, file: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{file} needs the package pyarrow: pip install -e '.[train]' in Flash's folder") from error
