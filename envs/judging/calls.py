@@ -1,7 +1,7 @@
-"""Tests that call a function of the program: what runs in the sandbox, and the comparison, which runs outside of it.
+"""Tests that call a function of the program: the runner in the sandbox, and the comparison, which runs outside of it.
 
-The program runs in a process of its own, and all that comes back is text. What the function should have returned never
-enters the sandbox, and nothing in there decides about the test: a program can only answer.
+The program runs in a process of its own, and all that comes back is text. The expected value never enters the sandbox,
+and nothing in there decides about the test: a program can only answer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,58 @@ import json
 import math
 from typing import Any, cast
 
+PROVIDED = {
+    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Generic Iterable Iterator List Mapping "
+    "NamedTuple Optional Sequence Set Tuple Type TypeVar Union",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle dropwhile groupby islice "
+    "pairwise permutations product repeat starmap takewhile tee zip_longest",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce total_ordering wraps",
+    "math": "ceil comb cos dist e exp factorial floor fmod gcd hypot inf isqrt lcm log log10 log2 nan perm pi prod sin "
+    "sqrt",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
+    "operator": "add and_ itemgetter attrgetter mul or_ sub xor",
+    "dataclasses": "dataclass field",
+    "copy": "deepcopy",
+    "random": "choice randint randrange shuffle",
+    "fractions": "Fraction",
+    "decimal": "Decimal",
+    "enum": "Enum",
+    "abc": "ABC abstractmethod",
+}
+"""Modules, and names of theirs, that a called program need not import: sites that ask for functions provide them."""
+
+PROVIDED_MODULES = ("sys", "re", "json", "datetime", "statistics", "time", *PROVIDED)
+
 CALL_PYTHON = """
-import json, os, sys
+import builtins, importlib, importlib.util, json, os, sys
 answer = os.dup(1)
-os.dup2(2, 1)  # What the program prints is not the answer.
+os.dup2(2, 1)  # The output of the program is not the answer.
 asked = json.load(sys.stdin)
-import main as found
+spec = importlib.util.spec_from_file_location("main", "main.py")
+found = sys.modules["main"] = importlib.util.module_from_spec(spec)
+code = spec.loader.get_code("main")
+used, codes = set(), [code]
+while codes:
+    one = codes.pop()
+    used.update(one.co_names)
+    codes += [part for part in one.co_consts if hasattr(part, "co_names")]
+known = dict(vars(builtins))
+for module, names in asked["provided"].items():
+    for name in used.intersection([module, *names]) - set(known):
+        try:
+            home = importlib.import_module(module)
+            known[name] = home if name == module else getattr(home, name)
+        except (ImportError, AttributeError):
+            pass  # This Python is too old for it.
+found.__dict__["__builtins__"] = known
+sys.setrecursionlimit(50000)
+exec(code, found.__dict__)
 *parts, name = asked["call"].split(".")
+if not hasattr(found, (parts or [name])[0]) and hasattr(found, "Solution"):
+    parts = ["Solution"]
 for part in parts:
     found = getattr(found, part)
     found = found() if isinstance(found, type) else found
@@ -28,19 +73,26 @@ except (TypeError, ValueError):
 with open(answer, "w") as file:
     file.write("\\n" + text + "\\n")
 """
-"""Reads `{"call", "args"}` and writes what the function of `main.py` returned, as JSON, on the last line."""
+"""Reads `{"call", "args", "provided"}` and writes the value that the function of `main.py` returned, as JSON, on the
+last line. Provided names join the builtins, so that the program's own names and modules are as they would be."""
 
 TOLERANCE = 1e-9
 """Relative difference up to which a number is one that was expected to have a fraction; an integer is exact."""
 
 
 def question(call: str, args: list[Any]) -> bytes:
-    """What the runner of a language reads."""
-    return json.dumps({"call": call, "args": args}).encode()
+    """Return the input of the runner of a language."""
+    provided = {module: PROVIDED.get(module, "").split() for module in PROVIDED_MODULES}
+    return json.dumps({"call": call, "args": args, "provided": provided}).encode()
+
+
+def provided_names() -> list[str]:
+    """Return the names that a called program need not import."""
+    return [*PROVIDED_MODULES, *" ".join(PROVIDED.values()).split()]
 
 
 def returned_this(output: bytes, expected: Any) -> bool:
-    """Whether the last line of a runner's output is this value."""
+    """Return True if the last line of a runner's output is this value."""
     try:
         found = json.loads(output.rstrip().rpartition(b"\n")[2])
     except (ValueError, RecursionError):

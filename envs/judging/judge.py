@@ -16,7 +16,8 @@ import anyio
 import msgspec
 
 from envs.judging.options import JudgePool, JudgingLimits, Language, Suite, spec_of
-from envs.judging.tests import LostInTestError, SuiteVerdict, find_program, run_tests
+from envs.judging.programs import find_blocks
+from envs.judging.tests import LostInTestError, SuiteVerdict, choose_program, run_tests
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
 from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
@@ -54,13 +55,14 @@ class Judge:
             SandboxError: every attempt failed, and not by the program; or there was no room.
         """
         language = languages[suite.language]
-        program = find_program(answer, (suite.language, *language.fences))
+        found = find_blocks(answer, (suite.language, *language.fences))
         limits = msgspec.structs.replace(
             limits, timeout=suite.timeout or limits.timeout, memory_mib=suite.memory_mib or limits.memory_mib
         )
 
         async def judged(sandbox: Sandbox) -> SuiteVerdict:
             await self.look_for(language, sandbox)
+            program = await choose_program(sandbox, found, language, suite, limits)
             return await run_tests(sandbox, program, language, suite, limits, every=every)
 
         return await self.try_in(spec_of(language, limits), judged, len(suite.tests), limits.total)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from envs.judging.calls import CALL_PYTHON
+from envs.judging.programs import CHOOSER
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, check_location
 from flash.config.objects import check_options
@@ -42,7 +43,9 @@ class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     test_end: str = ""
     """Last line of each test program: prints `{mark}`."""
     fences: tuple[str, ...] = ()
-    """Names of fenced blocks that hold the language, beside its own."""
+    """Names of fenced blocks that hold the language, beside its own. `python3.11` is `python`."""
+    choose: _Words | None = None
+    """Chooses the program among the blocks of an answer, as `envs.judging.chooser` does; without it the last block."""
 
 
 LANGUAGES: dict[str, Language] = {
@@ -53,7 +56,8 @@ LANGUAGES: dict[str, Language] = {
         call=("python3", "-c", CALL_PYTHON),
         test=("python3", "-"),
         test_end='print("{mark}")',
-        fences=("py", "python3"),
+        fences=("py", "pypy", "ipython"),
+        choose=("python3", "-c", CHOOSER),
     ),
     "bash": Language(
         image="flash-sandbox-python",
@@ -62,10 +66,15 @@ LANGUAGES: dict[str, Language] = {
         # Read to its end before it runs: what runs in it shares its input, and would find the rest there.
         test=("bash", "-c", 'IFS= read -r -d "" test; exec </dev/null; eval "unset test; $test"'),
         test_end="echo {mark}",
-        fences=("sh", "shell"),
+        fences=("sh", "shell", "zsh"),
+        choose=("python3", "-c", CHOOSER, "bash", "-n"),
     ),
     "c": Language(
-        image="flash-sandbox-c", file="main.c", compile=("tcc", "-o", "main", "main.c", "-lm"), run=("./main",)
+        image="flash-sandbox-c",
+        file="main.c",
+        compile=("tcc", "-o", "main", "main.c", "-lm"),
+        run=("./main",),
+        choose=("python3", "-c", CHOOSER, "tcc", "-c", "-o", "/dev/null", "-"),
     ),
 }
 """Those that are known without being configured. The images are made by `python -m envs.sandbox.images`."""

@@ -20,8 +20,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-from envs.judging.calls import question, returned_this
+from envs.judging.calls import provided_names, question, returned_this
 from envs.judging.options import MARK, JudgingLimits, Language, Suite, SuiteCase
+from envs.judging.programs import Found, question_of
 from envs.sandbox.api import Result
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError
@@ -80,36 +81,26 @@ class SuiteVerdict(msgspec.Struct, frozen=True):
         return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
-def find_program(answer: str, names: tuple[str, ...]) -> str:
-    """The last fenced block named by one of `names`, or by none; without such a block the whole answer."""
-    found = find_block(answer, names)
-    return (answer if found is None else found).strip("\n")
+async def choose_program(
+    sandbox: Sandbox, found: Found, language: Language, suite: Suite, limits: JudgingLimits
+) -> str:
+    """Return the program to grade among the blocks of an answer; empty if there is none.
 
-
-def find_block(answer: str, names: tuple[str, ...]) -> str | None:
-    """The last fenced block named by one of `names`, or by none; None without such a block.
-
-    A block that is still open at the end counts: an answer may end with its program.
+    Raises:
+        SandboxError: the sandbox failed.
     """
-    found: str | None = None
-    block: list[str] = []
-    fence = ""
-    wanted = False
-    for line in answer.splitlines(keepends=True):
-        bare = line.strip()
-        mark = bare[: len(bare) - len(bare.lstrip("`~"))]
-        if fence:
-            if mark and bare == mark and mark.startswith(fence):
-                found = "".join(block) if wanted else found
-                fence = ""
-            else:
-                block.append(line)
-        elif len(mark) >= 3 and len(set(mark)) == 1:
-            name = bare[len(mark) :].strip().partition(" ")[0]
-            fence, block, wanted = mark, [], not name or name.lower() in {each.lower() for each in names}
-    if fence and wanted:
-        found = "".join(block)
-    return found
+    if not found.blocks:
+        return ""
+    first = found.blocks[0][0]
+    if found.certain or language.choose is None:
+        return first
+    calls = sorted({case.call for case in suite.tests if case.call is not None})
+    prints = any(case.stdout for case in suite.tests)
+    asked = question_of(found, calls, provided_names() if calls else [], prints=prints)
+    result = await sandbox.run(language.choose, timeout=limits.timeout, stdin=asked)
+    if not result.ok or result.stdout_truncated:
+        return first  # The parser did not come to an end with these texts.
+    return msgspec.json.decode(result.stdout, type=str)
 
 
 async def run_tests(

@@ -15,7 +15,7 @@ import msgspec
 
 from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
-from envs.judging.tests import find_block
+from envs.judging.programs import last_block
 from envs.sandbox.api import Result
 from envs.sandbox.explain import clipped, result_text, unusable_command
 from envs.sandbox.open import open_sandboxes
@@ -43,7 +43,7 @@ class ShellOrder(msgspec.Struct, frozen=True):
 
 def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
     """The commands of an answer, in its last block or, unless it is to be `fenced`, all of it. None: there are none."""
-    text = find_block(answer, FENCES) if fenced else answer
+    text = last_block(answer, FENCES) if fenced else answer
     if text is None:
         text = answer if answer.strip() == SUBMIT else ""
     lines = text.strip("\n").splitlines()

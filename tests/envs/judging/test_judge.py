@@ -6,7 +6,7 @@ import pytest
 from envs.judging.calls import returned_this
 from envs.judging.judge import Judge
 from envs.judging.options import LANGUAGES, JudgePool, JudgingLimits, Suite, SuiteCase, check_suite, languages_with
-from envs.judging.tests import find_program, run_tests
+from envs.judging.tests import run_tests
 from envs.sandbox.api import Spec
 from envs.sandbox.reuse.pool import open_reuse_pool
 from flash.errors import (
@@ -22,28 +22,6 @@ from tests.envs.sandboxes import FINE, ScriptedProvider, ScriptedSandbox, local_
 LIMITS = JudgingLimits(timeout=20.0)
 PYTHON = LANGUAGES["python"]
 ADD = Suite(language="python", tests=[SuiteCase(stdin="1 2", stdout="3"), SuiteCase(stdin="5 6", stdout="11\n")])
-
-
-@pytest.mark.parametrize(
-    ("answer", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("\n  print(1)\n", "  print(1)"),
-        ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
-        ("```py\na\n```\n```python\nb\n```", "b"),
-        ("```python\na\n```\n```json\n{}\n```", "a"),
-        ("```\na\n```", "a"),
-        ("```json\n{}\n```", "```json\n{}\n```"),
-        ("~~~python\na\n```\nb\n~~~", "a\n```\nb"),
-        ("````python\n```\na\n```\n````", "```\na\n```"),
-        ("```Python title=x\na\n```", "a"),
-        ("```python\nfor x in y:\n    a\n", "for x in y:\n    a"),
-        ("text\n```python\na\n```\n```python\nb", "b"),
-        ("", ""),
-    ],
-)
-def test_the_program_is_the_last_block_of_its_language_or_the_whole_answer(answer, program):
-    assert find_program(answer, ("python", "py")) == program
 
 
 async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: JudgingLimits = LIMITS):
@@ -149,6 +127,65 @@ async def test_a_call_passes_when_it_returns_what_never_enters_the_sandbox(progr
     suite = Suite(language="python", tests=[SuiteCase(call="Solution.pair", args=[3], returns=[3, {"half": 1.5}])])
     verdict = await _verdict(program, suite)
     assert (verdict.passed, verdict.cause) == (passed, cause)
+
+
+LISTS = "class Solution:\n    def count(self, words: List[str]) -> Dict[str, int]:\n        return Counter(words)\n"
+HEAP = "def least(numbers):\n    heapq.heapify(numbers)\n    return [heappop(numbers), math.inf > 1, gcd(4, 6)]\n"
+DEEP = "def depth(n):\n    return 0 if not n else 1 + depth(n - 1)\n"
+OWN = "def gcd(x, y):\n    return 7\n\ndef answer():\n    return [gcd(4, 6), 'inf' in globals(), max(1, 2)]\n"
+GUARD = "def f():\n    return __name__\n\nif __name__ == '__main__':\n    raise SystemExit(1)\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("program", "call", "args", "returns"),
+    [
+        (LISTS, "Solution.count", [["a", "b", "a"]], {"a": 2, "b": 1}),
+        (LISTS, "count", [["a"]], {"a": 1}),
+        (HEAP, "least", [[3, 1, 2]], [1, True, 2]),
+        (DEEP, "depth", [20_000], 20_000),
+        (OWN, "answer", [], [7, False, 2]),
+        (GUARD, "f", [], "main"),
+    ],
+)
+async def test_called_functions_are_provided_with_the_imports_that_such_sites_have(program, call, args, returns):
+    suite = Suite(language="python", tests=[SuiteCase(call=call, args=args, returns=returns)])
+    verdict = await _verdict(program, suite)
+    assert (verdict.cause, verdict.detail) == ("passed", "")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answer", "language", "passed"),
+    [
+        ("```python\nprint(sum(map(int, input().split())))\n```\nOutput:\n```\n3\n```", "python", 2),
+        ("Here: ```py\nprint(sum(map(int, input().split())))\n```\n```python\nprint(sum(map(\n```", "python", 2),
+        ("```bash\nread x y; echo $((x + y))\n```\nOr:\n```bash\nif read x y; then\n```", "bash", 2),
+        ("```sh\nread x y; echo $((x + y))\n```\nRun:\n```\n3\n```", "bash", 2),
+        ("```python\n```", "python", 0),
+    ],
+)
+async def test_the_program_among_several_blocks_is_chosen_by_the_parser_of_its_language(answer, language, passed):
+    suite = Suite(language=language, tests=ADD.tests)
+    async with (
+        local_processes(None, "test") as provider,
+        open_reuse_pool(provider, owner="run", most=1) as sandboxes,
+    ):
+        verdict = await Judge(sandboxes, JudgePool()).judge(answer, suite, LANGUAGES, LIMITS, every=True)
+    assert verdict.passed == passed, verdict
+
+
+@pytest.mark.anyio
+async def test_where_the_parser_fails_the_last_block_is_graded():
+    def answer(command, stdin):
+        return result(timed_out=True) if b"blocks" in stdin else result(stdout=b"3")
+
+    provider = ScriptedProvider(answer)
+    async with open_reuse_pool(provider, owner="run", most=1) as sandboxes:
+        text = "```python\nprint(1)\n```\n```python\nprint(3)\n```"
+        verdict = await Judge(sandboxes, JudgePool()).judge(text, ADD, LANGUAGES, LIMITS, every=True)
+    assert verdict.passed == 1
+    assert provider.sandboxes[0].files == {"main.py": b"print(3)\n"}
 
 
 @pytest.mark.parametrize(

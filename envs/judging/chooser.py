@@ -1,0 +1,168 @@
+"""The choice of the program to grade among the blocks of an answer. Runs in the sandbox, before any program does.
+
+It reads one JSON object: `blocks`, the most likely first, each a list of texts that the block may be; `calls`, the
+functions that the tests call; `prints`, true if a test expects output; `provided`, names that need no import. It writes
+the chosen text as JSON. Python's own parser judges Python; for other languages the arguments are a command that reads a
+program and exits with 0 if it parses.
+
+The image's Python may be as old as 3.6. Nothing is imported but the standard library.
+"""
+
+import ast
+import builtins
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from typing import Any
+
+PARSE_SECONDS = 5
+"""Seconds for the command that parses one text of another language."""
+MOST_STARTS = 40
+"""Lines of an unfenced text that are tried as the first line of a program."""
+MOST_CUTS = 20
+"""Lines at which the end of an unfenced program is tried."""
+
+CODE_START = re.compile(
+    r"(?:import|from|def|class|async def|for|while|if|try|with|print|@|#|[A-Za-z_]\w*(?:\s*,\s*\w+)*\s*[=(.])"
+)
+"""A line that may be the first of a program that stands among words."""
+
+LOOKALIKES = str.maketrans(
+    "\u201c\u201d\u201e\u2018\u2019\u201a\u00a0\u2003\u3000", "\"\"\"'''   ", "\u200b\u200c\u200d\u2060\ufeff"
+)
+"""Characters that typography puts in the place of quotes and blanks."""
+
+OUTPUT_NAMES = {"print", "write", "writelines", "pprint"}
+"""Functions and methods that write output."""
+
+
+def compiled(text: str) -> "ast.AST | None":
+    """Return the syntax tree of a Python program; None if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, "main.py", "exec", dont_inherit=True)  # finds more than the parser, as a `return` outside
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return None
+
+
+def repairs(text: str) -> "list[str]":
+    """Return a text, and what it may have been before it was indented, typeset or copied from a console."""
+    prompts = [line.lstrip()[4:] for line in text.split("\n") if line.lstrip()[:4] in (">>> ", "... ", "...", ">>>")]
+    no_magics = [line for line in text.split("\n") if line.lstrip()[:1] not in ("%", "!")]
+    variants = [text, textwrap.dedent(text), textwrap.dedent(text.translate(LOOKALIKES))]
+    return variants + [textwrap.dedent("\n".join(no_magics))] + (["\n".join(prompts)] if prompts else [])
+
+
+def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
+    """Return how good a program is for these tests, from 0: it does nothing, to 4: it has all that they need."""
+    nodes = list(ast.walk(tree))
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if not any(isinstance(node, (ast.Call, *definitions)) for node in nodes):
+        return 0
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.name for node in nodes if isinstance(node, definitions)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    # Names of `except … as` and of patterns are plain text.
+    named = [getattr(node, field, None) for node in nodes for field in ("name", "rest")]
+    bound |= {name for name in named if isinstance(name, str)}
+    modules = []
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    if any(call.rpartition(".")[2] not in bound for call in asked["calls"]):
+        return 1
+    known = {"__file__", "__doc__", *dir(builtins), *asked["provided"]}
+    free = set() if "*" in bound else loaded - bound - known
+    if free or not all(found(module) for module in modules):
+        return 2
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return 4 if not asked["prints"] or OUTPUT_NAMES & (loaded | attributes) else 3
+
+
+def found(module: str) -> bool:
+    """Return True if a module can be imported here."""
+    top = module.partition(".")[0]
+    try:
+        return top in sys.modules or importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def region(text: str, asked: "dict[str, Any]") -> "str | None":
+    """Return the first part of a text that is a program: of words with code among them, but without a fence."""
+    lines = text.split("\n")
+    starts = [number for number, line in enumerate(lines) if CODE_START.match(line)][:MOST_STARTS]
+    for start in starts:
+        part = lines[start:]
+        for _ in range(MOST_CUTS):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    tree = compile("\n".join(part), "main.py", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+            except SyntaxError as error:
+                part = part[: min(error.lineno or 1, len(part)) - 1]
+            except (ValueError, RecursionError, MemoryError, OverflowError):
+                break
+            else:
+                if rank(tree, asked):
+                    return "\n".join(part)
+                break
+            if not part:
+                break
+    return None
+
+
+def choose_python(asked: "dict[str, Any]") -> str:
+    """Return the best program, of equals the first; of a block the first text that is a program."""
+    blocks = asked["blocks"]
+    best, chosen = -1, blocks[0][0]
+    for texts in blocks:
+        for variants in [texts, *map(repairs, texts)]:
+            ranked = [(rank(tree, asked), text) for text in variants for tree in [compiled(text)] if tree is not None]
+            if ranked:
+                value, text = max(ranked, key=lambda pair: pair[0])
+                if value > best:
+                    best, chosen = value, text
+                break
+        if best == 4:
+            return chosen
+    if best < 3:
+        # The best may stand among words, in a text without a fence or in a block that was never closed.
+        for part in (region(text, asked) for texts in blocks for text in texts):
+            value = -1 if part is None else rank(ast.parse(part), asked)
+            if part is not None and value > best:
+                best, chosen = value, part
+    return chosen
+
+
+def choose_parsed(blocks: "list[list[str]]", command: "list[str]") -> str:
+    """Return the first text that a command takes for a program; the first of all if it takes none."""
+    for texts in blocks:
+        for text in texts:
+            source, null = text.encode("utf-8", "replace"), subprocess.DEVNULL
+            try:
+                ended = subprocess.run(command, input=source, stdout=null, stderr=null, timeout=PARSE_SECONDS)
+                if ended.returncode == 0:
+                    return text
+            except (OSError, subprocess.TimeoutExpired):
+                pass
+    return blocks[0][0]
+
+
+def main() -> None:
+    """Read the question from the standard input, and write the answer."""
+    asked = json.loads(sys.stdin.buffer.read().decode("utf-8"))
+    chosen = choose_parsed(asked["blocks"], sys.argv[1:]) if sys.argv[1:] else choose_python(asked)
+    sys.stdout.write(json.dumps(chosen))
+
+
+if __name__ == "__main__":
+    main()
