@@ -69,6 +69,14 @@ def batch_s(config: Config) -> float:
     return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.batch
 
 
+def leaving_s(config: Config) -> float:
+    """Return how long a trainer rank may wait for the end of the run, once it has done all of its work.
+
+    The rank keeps the weights during the last evaluation, in which engines may start, and die and come back.
+    """
+    return taken_s(config) + engine_return_s(config) + 2 * config.deadlines.step
+
+
 def kept_s(config: Config) -> float:
     """How long a trainer rank may wait until the hub has written its state: beyond what the hub's stages last."""
     deadlines = config.deadlines

@@ -1,7 +1,8 @@
 """The Hub: the only stateful place of a run. It wires its parts, speaks the protocol, and watches the run's stages.
 
 Lifecycle: trainers publish the first version → first evaluation → leases and batches until the last step or an
-interrupt → trainer ranks say goodbye → last evaluation → nodes are told that there is no more work.
+interrupt → last evaluation → trainer ranks, which kept the weights until then, leave → nodes are told that there is no
+more work.
 Its methods run in the tasks of whoever calls them; `run` watches deadlines, and does what nobody waits for.
 """
 
@@ -35,7 +36,7 @@ from flash.samples.evaluation import Evaluations
 from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
 from flash.samples.tasks import TaskSource
 from flash.transport.request import ReplyT, Request, answered
-from flash.waiting import deadline, unwrapped_group
+from flash.waiting import unwrapped_group
 
 LEASES = 40
 """Bits of a lease's number that count the leases of one incarnation of the hub: none is given twice in a run."""
@@ -147,9 +148,6 @@ class Hub:
             tasks.start_soon(self.work.catch_up)
             tasks.start_soon(self.work.expire_claims)
             unfinished = await self._watch_trainers()
-            if progress.stopping != "interrupted":
-                with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
-                    await progress.until("run", lambda: self._evaluations.done or progress.stopping == "interrupted")
             tasks.cancel_scope.cancel()
         progress.end()
         self.samples.check()

@@ -37,6 +37,8 @@ class Stage(Enum):
     )
     SAVING = (f"{RANKS} to leave the last checkpoint and the model", f"{RANKS}, and deadlines.step", "step")
     """After the last step."""
+    EVALUATING = ("the last evaluation to end ({answers})", "the engines, eval.problems and deadlines.step", "step")
+    """The trainer ranks have saved everything, and keep the weights for engines that start."""
     ENDING = (f"{RANKS} to stop", "", "shutdown")
     """After an interrupt."""
 
@@ -48,8 +50,8 @@ class Stage(Enum):
 
     @property
     def of_trainers(self) -> bool:
-        """Whether the trainer ranks alone can end it."""
-        return self.deadline in ("rendezvous", "step")
+        """True if the trainer ranks alone can end it."""
+        return self.deadline in ("rendezvous", "step") and self is not Stage.EVALUATING
 
     def seconds(self, config: Config) -> float:
         """How long it may last."""
@@ -101,12 +103,15 @@ class Stages(HubPart):
             return Stage.FIRST_VERSION
         if self._steps.training:
             return Stage.STEP
-        if not self._fleet.started:
+        finished = self._progress.stopping == "finished"
+        if not self._fleet.started and not (finished and self._evaluations.done):
             return Stage.RETURNING if self._fleet.waits_for_engines else Stage.STARTING
         if self._steps.waits_for_engines:
             return Stage.LOADING
-        if self._progress.stopping == "finished":
+        if finished and not self._incarnations.saved:
             return Stage.SAVING
+        if finished:
+            return Stage.RETURNING if self._fleet.waits_for_engines else Stage.EVALUATING
         if not self._steps.asked:
             return Stage.BETWEEN
         return Stage.RETURNING if self._fleet.waits_for_engines else Stage.BATCH
@@ -118,9 +123,11 @@ class Stages(HubPart):
     def waited_for(self, stage: Stage) -> str:
         """A stage of this moment, in words."""
         step = self._progress.held if stage is Stage.AGAIN else self._progress.version
-        words = stage.words.format(step=step, groups=self._groups, behind=self._fleet.behind())
+        words = stage.words.format(
+            step=step, groups=self._groups, behind=self._fleet.behind(), answers=self._evaluations.progress
+        )
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
-        if stage in (Stage.STARTING, Stage.BATCH) and alone:
+        if stage in (Stage.STARTING, Stage.BATCH, Stage.EVALUATING) and alone:
             words += ", while no node has an engine: `flash join` brings one"
         return words
 
@@ -130,7 +137,7 @@ class Stages(HubPart):
         stage, step = self._at_work, self._progress.version
         if stage is Stage.STEP:
             return f"finishing step {step} and writing a checkpoint"
-        if stage in (Stage.FIRST_VERSION, Stage.AWAY, Stage.AGAIN):
+        if stage in (Stage.FIRST_VERSION, Stage.AWAY, Stage.AGAIN, Stage.EVALUATING):
             return "ending its processes"
         return f"writing a checkpoint of version {step}"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
+from flash.config import waits
 from flash.config.tree import Config, ParallelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.hub import protocol as p
@@ -149,7 +150,7 @@ class _Guest:
             await fetch(hub, 0, step, deadlines.batch)
             await hub.call(p.Commit(step, {}), timeout=deadlines.request)
         await fetch(hub, 0, self._config.run.steps, deadlines.batch)
-        await hub.call(p.Goodbye(0, []), timeout=deadlines.swap + deadlines.engine_start)
+        await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         if isinstance(request, p.DeliverRequest):

@@ -76,7 +76,7 @@ class SimTrainer:
             self._version += 1
             await self.committed()
             await self._publish()
-        await self._hub.call(p.Goodbye(0, []), timeout=waits.taken_s(self._config))
+        await self._hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     async def work(self, seconds: float) -> None:
         """Let the time of a step pass."""

@@ -134,8 +134,8 @@ class TrainerLoop:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
         if self._profile is not None:
             self._profile.ends()
-        # Rank 0 holds the weights of the last version until the engines have them.
-        self._call(p.Goodbye(self._rank, self._activities), waits.taken_s(self._config))
+        # Rank 0 holds the weights of the last version as long as an engine may start that needs them.
+        self._call(p.Goodbye(self._rank, self._activities), waits.leaving_s(self._config))
 
     def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
         return self._hub.call(request, timeout=timeout or self._config.deadlines.hub)

@@ -294,5 +294,5 @@ def test_each_stage_of_the_trainer_ranks_names_its_deadline() -> None:
             assert stage.seconds(config) == getattr(config.deadlines, stage.deadline)
         assert stage.seconds(config) > 0
         assert bool(stage.look_at) == (stage is not Stage.ENDING)
-    others = {Stage.STARTING, Stage.RETURNING, Stage.BATCH, Stage.LOADING, Stage.ENDING}
+    others = {Stage.STARTING, Stage.RETURNING, Stage.BATCH, Stage.LOADING, Stage.EVALUATING, Stage.ENDING}
     assert {stage for stage in Stage if not stage.of_trainers} == others

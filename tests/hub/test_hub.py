@@ -276,8 +276,9 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupted: bool) -> None:
-    driver = Driver(make_config())
+async def test_a_trainer_keeps_the_weights_until_the_last_evaluation_is_over(interrupted: bool) -> None:
+    config = make_config()
+    driver = Driver(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=1)))
     await driver.begin(0, 1)
     await driver.hub.handle(p.PublishRequest(Published(1, "tcp", b"", Canary([1, 2], [-1.0]))))
     left = anyio.Event()
@@ -286,24 +287,26 @@ async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupt
         await driver.hub.handle(p.Goodbye(0, []))
         left.set()
 
-    async def load(node: int) -> None:
-        status = p.EngineStatus(index=node, version=1, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
-        await driver.hub.handle(p.EngineReport(node, next(driver.numbers), [status], []))
-        await anyio.sleep(1)
-
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(leave)
-        await load(0)
+        for node in (0, 1):
+            await load(driver, node, 1)
+        (lease,) = await driver.lease(0, 1)
+        await anyio.sleep(1)
         assert not left.is_set()
+        given = await driver.hub.handle(p.VersionRequest(2, after=-1))
+        assert given.published is not None, "the engine of a node that joins now needs the weights"
         if interrupted:
             driver.hub.interrupt()
         else:
-            await load(1)
+            await driver.bring(0, lease)
         with anyio.fail_after(1):
             await left.wait()
+    assert (await driver.hub.handle(p.VersionRequest(2, after=-1))).published is None
+    assert (await driver.hub.handle(p.LoadFailed(2, given.published.incarnation))).gone, "the engine is not at fault"
 
 
-async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_an_engine_can_evaluate() -> None:
+async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_it_is_evaluated() -> None:
     config = make_config()
     former = Driver(config)
     await former.begin(0)
@@ -319,12 +322,14 @@ async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_an_engin
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(leave)
-        await anyio.sleep(5)
-        assert not left.is_set(), "no engine could take the weights of the last evaluation"
         await driver.hub.handle(report(1, version))
+        await anyio.sleep(5)
+        assert not left.is_set(), "an engine that comes back could not take the weights of the last evaluation"
+        leases = await driver.lease(0, 1)
+        assert [lease.task.split for lease in leases] == ["eval"]
+        await driver.bring(0, *leases)
         with anyio.fail_after(1):
             await left.wait()
-    assert [lease.task.split for lease in await driver.lease(0, 1)] == ["eval"]
 
 
 def report(number: int, version: int) -> p.EngineReport:

@@ -331,8 +331,8 @@ async def test_a_finished_run_that_waits_for_engines_heeds_an_interrupt() -> Non
         assert ends == ["interrupted"]
 
 
-async def test_a_goodbye_that_waits_for_an_engine_for_too_long_ends_with_its_name() -> None:
-    config = with_deadlines(make_config(), swap=30, request=50)
+async def test_a_last_evaluation_that_takes_too_long_ends_with_its_name() -> None:
+    config = with_deadlines(make_config(), step=90)
     run = Run(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=1)))
 
     async def scenario() -> None:
@@ -345,7 +345,7 @@ async def test_a_goodbye_that_waits_for_an_engine_for_too_long_ends_with_its_nam
         await run.hub.handle(p.Goodbye(0, []))
 
     error = await run.watched(scenario, lambda: run.talk(0))
-    assert "waited 80 s for engine 0 of node 0 (it has version 0) to load version 1" in str(error)
+    assert "waited 90 s for the last evaluation to end (0 of 1 answers); look at the engines" in str(error)
 
 
 async def ended(run: Run, *acts: Callable[[], Awaitable[Any]]) -> RunEnd:

@@ -40,11 +40,11 @@ class Versions(HubPart):
         return self._progress.reachable and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Tell whether an engine could not load since its publisher is gone, which it may notice before the hub."""
+        """Reply whether an engine could not load because its publisher is gone, which it may notice before the hub."""
 
         def gone() -> bool:
             published = self._progress.published
-            return not self._progress.reachable or published is None or published.incarnation != request.incarnation
+            return self._progress.done or not self._progress.reachable or published is None or published.incarnation != request.incarnation
 
         with anyio.move_on_after(waits.echo_s(self._config)):
             await self._progress.until("run", gone)

@@ -36,6 +36,8 @@ class Rank(msgspec.Struct):
     """When it has last shown that its process runs, whatever it waits for."""
     fetched: bool = False
     """Whether it has all of its shard."""
+    saved: bool = False
+    """True if it has done all of its work, and waits for the end of the run."""
     left: bool = False
     """Whether it has left in order, or after one that has."""
 
@@ -74,6 +76,11 @@ class Incarnations:
     def present(self) -> list[int]:
         """The ranks of this incarnation that have come."""
         return [number for number, rank in enumerate(self.ranks) if rank.here]
+
+    @property
+    def saved(self) -> bool:
+        """True if all ranks have done all of their work."""
+        return all(rank.saved for rank in self.ranks)
 
     @property
     def finished(self) -> bool:
@@ -119,7 +126,7 @@ class Incarnations:
         self._over = self.away = True
         for rank in self.ranks:
             rank.ended = rank.ended if rank.process is None else rank.process
-            rank.here, rank.process, rank.beat, rank.fetched = False, None, None, False
+            rank.here, rank.process, rank.beat, rank.fetched, rank.saved = False, None, None, False, False
 
     # -- how far they are --------------------------------------------------------------------------------------------
 

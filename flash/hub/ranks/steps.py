@@ -58,7 +58,7 @@ class Steps(HubPart):
         self._incarnations = trainers.incarnations
         self._part_bytes = part_bytes
         self._kept_waiting = 0
-        """Publications and goodbyes that wait for engines."""
+        """Publications that wait for engines."""
         self._shards: list[list[Shard]] = []
         """In parts."""
         self._wanted = self._saves = False
@@ -268,11 +268,15 @@ class Steps(HubPart):
         return await self._keep_state(version, encoded_pieces(state))
 
     async def goodbye(self, request: p.Goodbye) -> None:
-        """A rank leaves in order, as soon as no engine needs its weights."""
-        self._observer.activities(request.activities)
-        await self._until_engines(self._weights_are_home)
-        self._trainers.leaves(request.rank)
+        """Let a rank leave once the last evaluation is over.
 
-    def _weights_are_home(self) -> bool:
-        """Whether no engine needs the ranks: where an evaluation is still owed, none does once one has started."""
-        return self._fleet.up_to_date and (self._fleet.started or self._evaluations.done)
+        An engine that starts before that, in a node that joins or in place of one that died, needs the weights.
+        """
+        self._observer.activities(request.activities)
+        self._incarnations.ranks[request.rank].saved = True
+        progress = self._progress
+        progress.send("run")
+        await progress.until("run", lambda: progress.stopping == "interrupted" or self._evaluations.done)
+        # An engine that is still loading from the ranks is not at fault: the run needs it no more.
+        progress.reachable = False
+        self._trainers.leaves(request.rank)
