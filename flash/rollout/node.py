@@ -346,10 +346,12 @@ class RolloutNode:
             while True:
                 reply = await self._call(p.CancelRequest)
                 self._scheduler.cancel(reply.lease_ids)
+                if reply.done:
+                    self._scheduler.end()
+                    leaving.cancel_scope.cancel()  # a drain gives episodes time, which serve nobody now
+                    return
                 if reply.leave:
                     leaving.start_soon(self.drain)
-                if reply.done:
-                    return
 
     async def _heed_while_starting(self) -> None:
         """Stop the start when the hub has no more work. A lost one is no reason: there may be a next one."""

@@ -88,7 +88,7 @@ class Scheduler:
         self._filling = anyio.CancelScope()
 
     async def run(self) -> None:
-        """Turn leases into results until the source has no more, or until `drain`.
+        """Turn leases into results until the source has no more, or until `drain` or `end`.
 
         Consumes leases. Waits for room, then for the source. Unblocked by an episode ending and by `wake`. Produces one
         result per lease, delivered before `run` returns.
@@ -105,6 +105,14 @@ class Scheduler:
         """Ask for no more leases; what has not ended after so many seconds is cancelled. `run` returns then."""
         self._filling.cancel()
         await anyio.sleep(seconds)
+        self.hand_back()
+
+    def end(self) -> None:
+        """Ask for no more leases, and end at once what runs: the source has no more work. `run` returns then.
+
+        Without room, as while the only engine is on its way back, nothing is asked that would be answered so.
+        """
+        self._filling.cancel()
         self.hand_back()
 
     def hand_back(self) -> None:

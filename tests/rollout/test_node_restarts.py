@@ -59,6 +59,14 @@ def nothing_is_lost(world: World, end: RunEnd, *, steps: int = 20) -> None:
     assert not [name for name in end.ledger if name.startswith(("retried", "given_up_"))]
 
 
+def test_a_node_whose_only_engine_is_on_its_way_back_ends_with_the_run() -> None:
+    fakes = iter([started(text="yes and more"), FakeEngine(lambda prompt: [], start_seconds=1000.0)])
+    one = World(config(run={"steps": 20}), engines=[partial(next, fakes)])
+    run_with(one, (START_S + 15.2, lambda: one.engines[0].kill()), (10.0, lambda: one.hub.interrupt()))
+    assert len(one.lines[0].made) == 2, "the next one was starting"
+    assert one.took < 100
+
+
 @pytest.mark.parametrize("swap", ["recompute", "keep", "abort", "drain"])
 @pytest.mark.parametrize("engines", [1, 3])
 def test_an_engine_that_dies_comes_back_and_takes_part_again(engines: int, swap: str) -> None:

@@ -390,3 +390,24 @@ def test_a_drained_scheduler_asks_no_more_and_hands_back_what_does_not_end_in_ti
         assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
 
     run(scenario)
+
+
+def test_a_scheduler_without_room_ends_when_there_is_no_more_work() -> None:
+    async def scenario() -> None:
+        source, engine = Source(4), Engine(2)
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            progress.asks()
+            await engine.generate(1000)
+            return ended(of)
+
+        scheduler = Scheduler(source, episode, room=engine.room)
+        async with anyio.create_task_group() as group:
+            group.start_soon(scheduler.run)
+            await anyio.sleep(5)
+            assert (scheduler.alive, scheduler.free()) == (2, 0)
+            scheduler.end()
+        assert anyio.current_time() == 5
+        assert set(source.outcomes().values()) == {Outcome.CANCELLED}
+
+    run(scenario)

@@ -44,7 +44,12 @@ class Versions(HubPart):
 
         def gone() -> bool:
             published = self._progress.published
-            return self._progress.done or not self._progress.reachable or published is None or published.incarnation != request.incarnation
+            return (
+                self._progress.done
+                or not self._progress.reachable
+                or published is None
+                or published.incarnation != request.incarnation
+            )
 
         with anyio.move_on_after(waits.echo_s(self._config)):
             await self._progress.until("run", gone)
