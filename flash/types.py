@@ -388,9 +388,9 @@ class Stock(msgspec.Struct, frozen=True):
 
     name: str
     in_use: int
-    """Lent, being started, or being cleaned."""
+    """Lent, or being started."""
     ready: int
-    """Warm: clean, and lent at once."""
+    """Warm: can be lent at once."""
     waiting: int
     """Who wants one, and gets none yet."""
     most: int

@@ -19,8 +19,7 @@ from envs.judging.options import JudgePool, JudgingLimits, Language, Suite, spec
 from envs.judging.programs import find_blocks
 from envs.judging.tests import LostInTestError, SuiteVerdict, choose_program, run_tests
 from envs.sandbox.api import Spec
-from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
-from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
+from envs.sandbox.open import BoundedSandboxes, Location, SandboxProvider, open_sandboxes
 from envs.sandbox.sandbox import Sandbox
 from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
@@ -39,9 +38,9 @@ SandboxOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxPro
 
 
 class Judge:
-    """Judges programs in sandboxes that are used again. Shared by all episodes of a node: see `shared_judge`."""
+    """Judges programs, each answer in a new sandbox. Shared by all episodes of a node: see `shared_judge`."""
 
-    def __init__(self, sandboxes: ReusePool, settings: JudgePool) -> None:
+    def __init__(self, sandboxes: BoundedSandboxes, settings: JudgePool) -> None:
         self.sandboxes = sandboxes
         self._settings = settings
         self._usable: set[Language] = set()
@@ -74,7 +73,7 @@ class Judge:
     async def try_in(
         self, spec: Spec, judged: Callable[[Sandbox], Awaitable[SuiteVerdict]], tests: int, total: float
     ) -> SuiteVerdict:
-        """What `judged` finds in a clean sandbox. One that fails is replaced, a few times.
+        """Return the verdict of `judged` in a new sandbox. A sandbox that fails is replaced, a few times.
 
         Args:
             spec: of the sandbox.
@@ -151,10 +150,7 @@ async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) 
     @asynccontextmanager
     async def open_judge() -> AsyncGenerator[Judge]:
         owner = _NO_NAME.sub("-", run_name())[:64]
-        async with (
-            opener(pool, owner) as provider,
-            open_reuse_pool(provider, owner=owner, most=pool.parallel, reuse=pool.reuse) as sandboxes,
-        ):
-            yield Judge(sandboxes, pool)
+        async with opener(pool, owner) as provider:
+            yield Judge(BoundedSandboxes(provider, owner=owner, most=pool.parallel), pool)
 
     return await shared((pool, opener), open_judge)

@@ -129,8 +129,6 @@ class JudgePool(Location, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
     """Sandboxes at once on each node."""
-    reuse: bool = True
-    """Use a sandbox again when it is proven clean; otherwise each answer gets a new one."""
     wait: _Seconds = 60.0
     """Seconds to wait for a sandbox."""
     attempts: Annotated[int, Meta(ge=1, le=10)] = 3
@@ -170,6 +168,8 @@ def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
     Raises:
         ConfigError: naming the option that is wrong.
     """
+    if "reuse" in table:
+        raise ConfigError("sandboxes.reuse was removed: each answer gets a new sandbox. Leave the option out")
     pool = JudgePool(**check_options(JudgePool, table, "sandboxes"))
     try:
         check_location(pool)

@@ -1,4 +1,7 @@
-"""Where sandboxes come from: a pool of our own over this machine's engine, or a service. One text decides."""
+"""Sandboxes for programs of this process: a pool of its own over this machine's engine, or a service's client.
+
+`Location` says which of the two; `open_sandboxes` opens it. `BoundedSandboxes` lends at most so many at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import anyio
 import msgspec
 
-from envs.sandbox.sandbox import SandboxProvider
-from flash.errors import ConfigError
+from envs.sandbox.api import Spec
+from envs.sandbox.sandbox import Sandbox, SandboxProvider
+from flash.errors import ConfigError, SandboxBusyError
+from flash.types import Stock
 
 LOCAL = "local"
 
@@ -59,6 +65,46 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
         except ModuleNotFoundError as error:
             raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
         yield sandboxes
+
+
+class BoundedSandboxes:
+    """Lends new sandboxes of a provider, at most `most` at a time. Each is closed after its use.
+
+    A sandbox is never used twice: cleaning one safely is hard, and the provider keeps new ones ready.
+    """
+
+    def __init__(self, provider: SandboxProvider, *, owner: str, most: int) -> None:
+        self._provider = provider
+        self._owner = owner
+        self._most = most
+        self._places = anyio.Semaphore(most)
+        self._made = 0
+
+    @asynccontextmanager
+    async def borrow(self, spec: Spec, deadline: float) -> AsyncGenerator[Sandbox]:
+        """Lend a new sandbox for the time of the block.
+
+        Raises:
+            SandboxBusyError: none was free within `deadline` seconds.
+            SandboxError: it cannot be made.
+        """
+        begin = anyio.current_time()
+        with anyio.move_on_after(deadline) as waiting:
+            await self._places.acquire()
+        if waiting.cancelled_caught:
+            raise SandboxBusyError(f"waited {deadline:g} s while all {self._most} sandboxes of this node were in use")
+        try:
+            left = max(1.0, begin + deadline - anyio.current_time())
+            async with self._provider.acquire(spec, owner=self._owner, deadline=left) as sandbox:
+                self._made += 1
+                yield sandbox
+        finally:
+            self._places.release()
+
+    def stock(self) -> Stock:
+        """Return how many are lent and how many callers wait."""
+        waiting = self._places.statistics().tasks_waiting
+        return Stock("sandboxes", self._most - self._places.value, 0, waiting, self._most, self._made)
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:

@@ -5,10 +5,19 @@ import pytest
 
 from envs.judging.calls import returned_this
 from envs.judging.judge import Judge
-from envs.judging.options import LANGUAGES, JudgePool, JudgingLimits, Suite, SuiteCase, check_suite, languages_with
+from envs.judging.options import (
+    LANGUAGES,
+    JudgePool,
+    JudgingLimits,
+    Suite,
+    SuiteCase,
+    check_suite,
+    judge_pool_of,
+    languages_with,
+)
 from envs.judging.tests import run_tests
 from envs.sandbox.api import Spec
-from envs.sandbox.reuse.pool import open_reuse_pool
+from envs.sandbox.open import BoundedSandboxes
 from flash.errors import (
     ConfigError,
     SandboxBusyError,
@@ -167,10 +176,8 @@ async def test_called_functions_are_provided_with_the_imports_that_such_sites_ha
 )
 async def test_the_program_among_several_blocks_is_chosen_by_the_parser_of_its_language(answer, language, passed):
     suite = Suite(language=language, tests=ADD.tests)
-    async with (
-        local_processes(None, "test") as provider,
-        open_reuse_pool(provider, owner="run", most=1) as sandboxes,
-    ):
+    async with local_processes(None, "test") as provider:
+        sandboxes = BoundedSandboxes(provider, owner="run", most=1)
         verdict = await Judge(sandboxes, JudgePool()).judge(answer, suite, LANGUAGES, LIMITS, every=True)
     assert verdict.passed == passed, verdict
 
@@ -181,9 +188,9 @@ async def test_where_the_parser_fails_the_last_block_is_graded():
         return result(timed_out=True) if b"blocks" in stdin else result(stdout=b"3")
 
     provider = ScriptedProvider(answer)
-    async with open_reuse_pool(provider, owner="run", most=1) as sandboxes:
-        text = "```python\nprint(1)\n```\n```python\nprint(3)\n```"
-        verdict = await Judge(sandboxes, JudgePool()).judge(text, ADD, LANGUAGES, LIMITS, every=True)
+    sandboxes = BoundedSandboxes(provider, owner="run", most=1)
+    text = "```python\nprint(1)\n```\n```python\nprint(3)\n```"
+    verdict = await Judge(sandboxes, JudgePool()).judge(text, ADD, LANGUAGES, LIMITS, every=True)
     assert verdict.passed == 1
     assert provider.sandboxes[0].files == {"main.py": b"print(3)\n"}
 
@@ -254,8 +261,8 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
 
 
 async def _judged(provider: ScriptedProvider, pool: JudgePool):
-    async with open_reuse_pool(provider, owner="run", most=pool.parallel) as sandboxes:
-        return await Judge(sandboxes, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
+    sandboxes = BoundedSandboxes(provider, owner="run", most=pool.parallel)
+    return await Judge(sandboxes, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
 
 
 @pytest.mark.anyio
@@ -321,15 +328,17 @@ async def test_a_program_that_kills_its_agent_each_time_has_failed_and_the_next_
     """In processes of this machine, which keep nobody from it."""
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time; time.sleep(5)"
     pool = JudgePool(parallel=1)
-    async with (
-        local_processes(None, "test") as provider,
-        open_reuse_pool(provider, owner="run", most=pool.parallel) as sandboxes,
-    ):
-        judge = Judge(sandboxes, pool)
+    async with local_processes(None, "test") as provider:
+        judge = Judge(BoundedSandboxes(provider, owner="run", most=pool.parallel), pool)
         verdict = await judge.judge(kill, ADD, LANGUAGES, LIMITS, every=True)
         assert (verdict.passed, verdict.cause) == (0, "sandbox lost")
         right = "x, y = map(int, input().split())\nprint(x + y)"
         assert (await judge.judge(right, ADD, LANGUAGES, LIMITS, every=True)).passed == 2
+
+
+def test_the_removed_option_reuse_is_refused_with_its_reason():
+    with pytest.raises(ConfigError, match="reuse was removed: each answer gets a new sandbox"):
+        judge_pool_of({"reuse": False})
 
 
 @pytest.mark.anyio
@@ -337,7 +346,7 @@ async def test_a_program_that_kills_its_agent_each_time_has_failed_and_the_next_
 async def test_an_image_without_the_language_is_refused_and_no_program_blamed_for_it():
     provider = ScriptedProvider(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
     with pytest.raises(SandboxRefusedError, match="the image flash-sandbox-python has no `python3`"):
-        await _judged(provider, JudgePool(reuse=False))
+        await _judged(provider, JudgePool())
 
 
 @pytest.mark.parametrize(
