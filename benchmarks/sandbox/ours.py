@@ -128,7 +128,7 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     async with (
         open_local_pool(backend, ONLY_FIXED) as opened,
         open_service(opened.pool, Tokens({ADMIN: Token(token)})) as service,
-        serving(make_app(service), open_socket(address), address, websockets=True) as url,
+        serving(make_app(service), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
         client.acquire(SPEC, deadline=READY_S) as sandbox,
     ):

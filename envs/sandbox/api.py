@@ -255,12 +255,10 @@ class Job(Protocol):
 
 
 class Terminal(Protocol):
-    """A program on a pseudo-terminal, for people. Nothing is parsed from it."""
+    """A running program on a pseudo-terminal: bytes in both directions."""
 
     async def write(self, data: bytes) -> None: ...
 
     async def read(self) -> bytes:
-        """What came; empty once it has ended."""
+        """Return the next bytes of output; empty once the program has ended."""
         ...
-
-    async def resize(self, rows: int, columns: int) -> None: ...

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
-from envs.sandbox.console import join, raw, standard_input, window
+from envs.sandbox.console import standard_input
 from flash.errors import ConfigError, FlashError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add `sandbox` to the command line."""
     sandbox: argparse.ArgumentParser = commands.add_parser(
-        "sandbox", help="isolated environments in containers: service, shell, diagnosis"
+        "sandbox", help="isolated environments in containers: service, commands, diagnosis"
     )
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
 
@@ -79,11 +79,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     run.add_argument(
         "command_line", nargs="+", metavar="COMMAND", help="one word goes to the shell, several run as they are"
     )
-
-    shell = actions.add_parser("shell", help="a terminal in a new sandbox, or in one that exists")
-    _add_client(shell)
-    _add_spec(shell)
-    shell.add_argument("--in", dest="sandbox", metavar="ID")
 
     _add_client(actions.add_parser("ls", help="list the sandboxes of a service"))
     remove = actions.add_parser("rm", help="end sandboxes of a service")
@@ -125,7 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], Awaitable[int]]] = {
         "serve": _serve,
         "run": _run,
-        "shell": _shell,
         "ls": _list,
         "rm": _remove,
         "doctor": _doctor,
@@ -201,7 +195,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         hosts = await _hosts(arguments, stack, _service_id(state), lock)
         pool = await stack.enter_async_context(open_pool(hosts, journal=journal))
         service = await stack.enter_async_context(open_service(pool, tokens, os.uname().nodename))
-        url = await stack.enter_async_context(serving(make_app(service), bound, address, websockets=True))
+        url = await stack.enter_async_context(serving(make_app(service), bound, address))
         sys.stdout.write(f"sandboxes at {url}, tokens in {state / 'tokens'}\n")
         sys.stdout.flush()
         async for _ in stops:
@@ -317,14 +311,6 @@ async def _run(arguments: argparse.Namespace) -> int:
                 return 128 + int(getattr(signal, item.signal, 0))
             return item.exit_code if item.exit_code is not None else FAILED
     return FAILED
-
-
-async def _shell(arguments: argparse.Namespace) -> int:
-    rows, columns = window()
-    async with _sandbox(arguments) as sandbox, sandbox.terminal(rows=rows, columns=columns) as terminal:
-        with raw():
-            await join(terminal)
-    return 0
 
 
 async def _list(arguments: argparse.Namespace) -> int:

@@ -134,9 +134,7 @@ class OpenSession(SandboxOpening[Session], frozen=True):
 class OpenTerminal(SandboxOpening[Terminal], frozen=True):
     """See `Shells.terminal`."""
 
-    command: Command | None = None
-    rows: int = 24
-    columns: int = 80
+    command: Command
 
 
 def refused(asked: SandboxRequest[Any] | SandboxOpening[Any]) -> SandboxRefusedError:
@@ -235,11 +233,12 @@ class Shells(SandboxSeam):
         """A shell for the time of the block. Raises SandboxBusyError when one of this name is open."""
         return self.open(OpenSession(name))
 
-    def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AbstractAsyncContextManager[Terminal]:
-        """A program (a shell by default) on a pseudo-terminal for the time of the block."""
-        return self.open(OpenTerminal(command, rows, columns))
+    def terminal(self, command: Command) -> AbstractAsyncContextManager[Terminal]:
+        """Run a program on a pseudo-terminal for the time of the block: bytes travel both ways while it runs.
+
+        Sandboxes of a service raise SandboxRefusedError: bytes both ways need a sandbox of this machine's engine.
+        """
+        return self.open(OpenTerminal(command))
 
 
 class Files(SandboxSeam):

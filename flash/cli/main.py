@@ -31,6 +31,11 @@ COMMANDS = {
     "sandbox": "envs.sandbox.cli",
 }
 """The module of each, in the order of the help; only that of the command that is given is imported."""
+REMOVED = {
+    ("sandbox", "shell"): "`flash sandbox shell` was removed. Run single commands with `flash sandbox run --in ID "
+    "COMMAND`; for a terminal use `podman exec -it` or `docker exec -it` on the sandbox's machine",
+}
+"""Commands that no longer exist, with the error message that names their replacement."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit code of who writes to a pipe that nobody reads, as shells have it."""
 
@@ -52,6 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
     parser, commands = parsers(given[:1] if named else COMMANDS)
+    if (removed := REMOVED.get(tuple(given[:2]))) is not None:
+        parser.error(removed)
     if given and not given[0].startswith("-") and not named:
         parser.error(unknown_command(given[0], [*COMMANDS]))
     arguments, rest = parser.parse_known_args(given)

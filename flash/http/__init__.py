@@ -2,7 +2,6 @@
 
     server       sockets and TLS; an application served for the time of a block, and its orderly end
     connections  what a client holds open: in time by its own progress, in number, and in bytes of bodies
-    websocket    the same for websockets, for who wants them
     bodies       a request's body, bounded in size, in time, and in what it would cost to decode
 
 Ways in: `server.open_socket`, then `server.serving` with the application and its `HttpLimits`; within the application

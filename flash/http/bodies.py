@@ -27,7 +27,7 @@ class BoundedBodies:
         """Bytes of the requests that are not answered yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one websocket."""
+        """Answer one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body = _Body(receive, self._limits)

@@ -4,12 +4,11 @@ Law: what a client holds open is bounded in time by its own progress, and in num
 bodies that nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has
 shown no valid token yet, can be ended at any time to make room for the next one.
 
-Everything that uvicorn has, but does not promise, is touched here and in `websocket`, and nowhere else:
+Everything that uvicorn has, but does not promise, is touched here and nowhere else:
 
     H11Protocol              made with config, server_state, app_state, _loop; conn (of h11), scope, loop, transport;
-                             on_response_complete, handle_websocket_upgrade, send_400_response; cycle, with
+                             on_response_complete, send_400_response, logger; cycle, with
                              disconnected, message_event, response_complete
-    WebSocketsSansIOProtocol made in the same way; conn (with logger and debug), transport
     Config                   http, ws: may be any callable that makes a protocol
     Server                   capture_signals, startup, should_exit, serve(sockets)
 """
@@ -61,8 +60,6 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds over which the taking of an answer is measured."""
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
-    message_bytes: int = 1 << 20
-    """Largest message on a websocket."""
     connections: int = 4096
     """Open at a time, or half of what the process may open, if that is less. Beyond them requests get 503."""
     strangers: int = 512
@@ -86,7 +83,7 @@ class HttpStrangers:
                 oldest.transport.abort()
 
     def left(self, connection: HttpConnection) -> None:
-        """It has ended, or is a websocket now."""
+        """Forget a connection that has ended."""
         self._waiting.pop(connection, None)
 
 
@@ -200,10 +197,6 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
             super().send_400_response(msg)
         else:
             self.transport.abort()
-
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._forget()
-        super().handle_websocket_upgrade(event)
 
     def _forget(self) -> None:
         self._strangers.left(self)

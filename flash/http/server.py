@@ -16,7 +16,6 @@ import stat
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -115,8 +114,6 @@ async def serving(
     bound: socket.socket,
     address: HttpAddress,
     limits: HttpLimits | None = None,
-    *,
-    websockets: bool = False,
 ) -> AsyncGenerator[str]:
     """Serve for the time of the block, from its beginning on. Yields the URL.
 
@@ -125,7 +122,6 @@ async def serving(
         bound: of `open_socket`.
         address: of it.
         limits: what clients may do.
-        websockets: whether there are any.
 
     Raises:
         ConfigError: the certificate cannot be used.
@@ -136,7 +132,7 @@ async def serving(
     config = uvicorn.Config(
         BoundedBodies(app, limits),
         http=http_protocol(limits, strangers),
-        ws=_websockets(limits) if websockets else "none",
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -149,8 +145,6 @@ async def serving(
         timeout_keep_alive=max(1, int(limits.idle_s)),
         timeout_graceful_shutdown=SHUTDOWN_S,
         h11_max_incomplete_event_size=limits.head_bytes,
-        ws_max_size=limits.message_bytes,
-        ws_per_message_deflate=False,
     )
     try:
         config.load()
@@ -169,20 +163,13 @@ def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     """Sends an answer with these headers; what it says for itself stays."""
 
     async def send_with_headers(message: Message) -> None:
-        # A websocket that is refused gets an answer of HTTP.
-        if message["type"] in ("http.response.start", "websocket.http.response.start"):
+        if message["type"] == "http.response.start":
             given = MutableHeaders(scope=message)
             for name, value in headers.items():
                 given.setdefault(name, value)
         await send(message)
 
     return send_with_headers
-
-
-def _websockets(limits: HttpLimits) -> Any:
-    from flash.http.websocket import websocket_protocol  # its package is needed by who serves some
-
-    return websocket_protocol(limits)
 
 
 def _url(bound: socket.socket, address: HttpAddress) -> str:

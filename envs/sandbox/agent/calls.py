@@ -5,7 +5,7 @@ import binascii
 import os
 
 from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
-from envs.sandbox.agent.command import CREDIT, RESULT, Command, resize
+from envs.sandbox.agent.command import CREDIT, RESULT, Command
 from envs.sandbox.agent.files import READ_LIMIT, Write, list_folder, read_file, remove
 from envs.sandbox.agent.process import now
 from envs.sandbox.agent.shell import Running, Shell
@@ -195,13 +195,6 @@ def credit(agent: object, call: int, argument: int) -> None:
         work.add_credit(argument)
 
 
-def window(agent: object, call: int, argument: list) -> None:
-    """A terminal has another size."""
-    work = agent.calls.get(call)
-    if isinstance(work, Command):
-        resize(work, argument[0], argument[1])
-
-
 def cancel(agent: object, call: int, argument: object) -> None:
     """Nobody waits for a call any more."""
     agent.abandon(call)
@@ -227,6 +220,5 @@ OPERATIONS = {
     "data": data,
     "eof": eof,
     "credit": credit,
-    "window": window,
     "cancel": cancel,
 }

@@ -2,10 +2,7 @@
 
 import _signal
 import errno
-import fcntl
 import os
-import struct
-import termios
 
 from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import tree
@@ -72,7 +69,7 @@ class Command:
         files, ours, theirs = {}, [], []
         try:
             if request.get("tty"):
-                files = open_terminal(request, ours, theirs)
+                files = open_terminal(ours, theirs)
             else:
                 files = open_pipes(self.agent.null, request, ours, theirs)
             self.pid = self.launch(request, files)
@@ -227,12 +224,11 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
     return files
 
 
-def open_terminal(request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """The same for a process on a terminal."""
+def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
+    """Open a pseudo-terminal, and return what the process reads and writes, by its descriptors."""
     master, slave = os.openpty()
     ours += [master, os.dup(master)]
     theirs.append(slave)
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", request["rows"], request["columns"], 0, 0))
     return {0: slave, 1: slave, 2: slave}
 
 
@@ -247,12 +243,6 @@ def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None
             content = content[PIECE:]
         body[name] = content
     reply(RESULT, body)
-
-
-def resize(command: Command, rows: int, columns: int) -> None:
-    """Tell a terminal its size."""
-    if command.feed is not None and command.feed.fd >= 0:
-        fcntl.ioctl(command.feed.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def ending(status: int) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -179,9 +179,6 @@ class AgentTerminal:
                 return data
         return b""
 
-    async def resize(self, rows: int, columns: int) -> None:
-        await self._call.post("window", [rows, columns])
-
 
 async def run_command(agent: HasAgent, exec: Exec) -> Result:
     """A command to its end."""
@@ -249,15 +246,9 @@ async def open_session(agent: HasAgent, name: str) -> AsyncGenerator[AgentSessio
 
 
 @asynccontextmanager
-async def open_terminal(
-    agent: HasAgent, command: Command | None, rows: int, columns: int
-) -> AsyncGenerator[AgentTerminal]:
-    """A program on a pseudo-terminal for the time of the block."""
-    shell: Sequence[str] = ("/bin/sh", "-c", "exec $(command -v bash || echo sh) -i")
-    exec = Exec(command=command or shell, env={"TERM": "xterm-256color"})
-    asked = argument_of(
-        exec, agent.spec.output_limit, tty=True, rows=rows, columns=columns, stream=True, credit=OUTPUT_WINDOW
-    )
+async def open_terminal(agent: HasAgent, command: Command) -> AsyncGenerator[AgentTerminal]:
+    """Run a program on a pseudo-terminal for the time of the block."""
+    asked = argument_of(Exec(command=command), agent.spec.output_limit, tty=True, stream=True, credit=OUTPUT_WINDOW)
     channel = await agent.channel()
     call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
     try:

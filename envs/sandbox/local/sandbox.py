@@ -209,8 +209,8 @@ class LocalSandbox(Sandbox):
                 return aclosing(commands.stream_command(self, exec))
             case OpenSession(name):
                 return commands.open_session(self, name)
-            case OpenTerminal(command, rows, columns):
-                return commands.open_terminal(self, command, rows, columns)
+            case OpenTerminal(command):
+                return commands.open_terminal(self, command)
             case _:
                 raise refused(opening)
 

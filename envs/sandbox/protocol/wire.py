@@ -33,13 +33,9 @@ MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
 TAR = "application/x-tar"
 
-TERMINAL_ENDED = 1000
-"""Code with which the websocket of a terminal is closed when its program has ended."""
-TERMINAL_FAILED = 1011
-"""The same when the terminal was lost, for the reason that the close frame gives."""
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\x00]+$")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-"""Of a session."""
+"""Name of a session."""
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
 Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds to hold an answer back until there is something to say."""
@@ -123,13 +119,6 @@ class OutputQuery(Body, frozen=True):
     stream: StreamName = "stdout"
     offset: Bytes = 0
     limit: Annotated[int, Meta(ge=1, le=1 << 20)] = 1 << 16
-
-
-class TerminalQuery(Body, frozen=True):
-    """`?rows=…&columns=…`: the size of a terminal, also as a message on its websocket."""
-
-    rows: Annotated[int, Meta(ge=1, le=1000)] = 24
-    columns: Annotated[int, Meta(ge=1, le=1000)] = 80
 
 
 # ---- answers

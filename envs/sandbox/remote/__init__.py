@@ -2,7 +2,6 @@
 
 client    the service's client; way in: `SandboxClient`
 sandbox   a sandbox of it, with its shells and jobs
-terminal  a terminal of it, over a websocket
 host      a service as a host that another service places sandboxes on
 http      calls: encoding, errors, and what is sent again when a connection breaks
 """

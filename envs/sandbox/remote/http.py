@@ -46,7 +46,7 @@ class HttpClient:
         self.url = url
         self.token = token
         self.verify = httpx.create_ssl_context(verify=verify, trust_env=False)
-        """How certificates are checked, over websockets as well."""
+        """TLS settings that check the certificate of the service."""
         self._boot = ""
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
         if unix is None and not url.startswith(("http://", "https://")):

@@ -37,7 +37,6 @@ from envs.sandbox.sandbox import (
     ListFolder,
     MakeForks,
     OpenSession,
-    OpenTerminal,
     PutArchive,
     ReadFile,
     RemovePath,
@@ -178,10 +177,6 @@ class RemoteSandbox(Sandbox):
                 return aclosing(self._stream(exec))
             case OpenSession(name):
                 return self._session(name)
-            case OpenTerminal(command, rows, columns):
-                from envs.sandbox.remote.terminal import open_terminal
-
-                return open_terminal(self.http, f"{self.path}/terminal", command, rows, columns)
             case _:
                 raise refused(opening)
 

@@ -4,7 +4,6 @@ web              the application, behind the guard that asks for a token, and it
 endpoint         what a table of endpoints is: checked calls, answers, errors as problem+json
 routes*          the tables: leases, snapshots and files; commands
 openapi          the document made of them
-terminal         a shell over a websocket
 service          the state behind the routes: who may use what; way in: `open_service`
 work             what the clients of one lease have open
 """

@@ -1,4 +1,4 @@
-"""The whole application: the API, its OpenAPI document and the terminals, behind the guard; and its log."""
+"""The whole application: the API and its OpenAPI document behind the guard, and the log of the service."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from envs.sandbox.protocol.problems import TITLES, ProblemError
 from envs.sandbox.protocol.tokens import Tokens
@@ -22,7 +21,6 @@ from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.service import Service
-from envs.sandbox.service.terminal import serve_terminal
 from envs.sandbox.text import one_line
 from flash.http.server import with_headers
 
@@ -33,25 +31,21 @@ HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The ASGI application of a service, for `flash.http.server.serving` with websockets."""
+    """Return the ASGI application of a service, for `flash.http.server.serving`."""
     app = Starlette(routes=make_routes(service), exception_handlers={HTTPException: _http_problem})
     return Guard(app, service.tokens, service.boot)
 
 
 def make_routes(service: Service) -> list[BaseRoute]:
-    """Everything that is behind the guard."""
+    """Return all routes that are behind the guard."""
     described = msgspec.json.encode(document(ENDPOINTS))
 
     async def describe(_: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    async def terminal(socket: WebSocket) -> None:
-        await serve_terminal(service, socket)
-
     return [
         *routes_of(service, ENDPOINTS),
         Route("/v1/openapi.json", describe, methods=["GET"]),
-        WebSocketRoute("/v1/sandboxes/{id}/terminal", terminal),
     ]
 
 
@@ -75,7 +69,7 @@ class Guard:
         self._boot = boot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one websocket."""
+        """Answer one request."""
         name = self._caller(Headers(scope=scope))
         send = with_headers(send, {**HEADERS, "flash-boot": self._boot} if name is not None else HEADERS)
         if name is None:

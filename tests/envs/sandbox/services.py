@@ -62,7 +62,7 @@ async def running(
         open_engine_host(engine, identity, name="here", settings=host_settings, warm=warm) as host,
         open_pool([host], journal=journal, settings=settings) as pool,
         open_service(pool, tokens or Tokens({ADMIN: Token(TOKEN), "other": Token(OTHER_TOKEN)})) as service,
-        serving(make_app(service), open_socket(address), address, limits, websockets=True) as url,
+        serving(make_app(service), open_socket(address), address, limits) as url,
         SandboxClient(url, TOKEN, verify=verify) as client,
     ):
         yield Running(url, client, service, pool, engine)

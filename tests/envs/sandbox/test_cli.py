@@ -142,18 +142,6 @@ async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
         assert (done.stdout, done.stderr) == (b"y\n141\n", b"")
 
 
-async def test_a_shell_whose_input_is_a_file_ends_with_it(place):
-    path = place.folder / "typed"
-    path.write_text("echo $((6 * 7))")
-    async with place.serving():
-        where = ["--url", place.url, "--token-file", str(place.folder / "tokens"), "--image", IMAGE, "--memory", "64"]
-        for typed in (path, Path("/dev/null")):
-            with typed.open() as file, anyio.fail_after(60):
-                command = [sys.executable, "-m", "flash", "sandbox", "shell", *where]
-                done = await anyio.run_process(command, stdin=file, check=False)
-            assert (done.returncode, done.stderr) == (0, b"")
-
-
 async def test_a_state_folder_that_cannot_be_made_is_told(place):
     blocked = place.folder / "file"
     blocked.touch()
@@ -243,3 +231,9 @@ async def test_a_front_places_sandboxes_on_another_service(place, tmp_path_facto
                 assert (await client.list())[0].host == "there"
             assert [info.state for info in await client.list()] == []
     assert await place.containers(engine_url) == 0
+
+
+async def test_the_removed_shell_says_what_replaces_it():
+    done = await anyio.run_process([sys.executable, "-m", "flash", "sandbox", "shell", "--in", "x"], check=False)
+    assert done.returncode == 2
+    assert b"flash sandbox run --in ID COMMAND" in done.stderr

@@ -16,7 +16,6 @@ LAYERS = (
     ("pool", "doctor"),
     ("protocol",),
     ("service", "remote"),
-    ("reuse",),
     ("open", "console"),
     ("cli",),
 )

@@ -45,7 +45,7 @@ def test_importing_the_package_and_its_interfaces_imports_no_engine_and_no_serve
 
 def test_the_client_of_a_service_needs_neither_an_engine_nor_the_service():
     code = (
-        "import sys, envs.sandbox, envs.sandbox.remote.terminal, envs.sandbox.remote.host; envs.sandbox.SandboxClient; "
+        "import sys, envs.sandbox, envs.sandbox.remote.host; envs.sandbox.SandboxClient; "
         "found = [n for n in ('aiodocker', 'starlette', 'uvicorn', 'envs.sandbox.service') if n in sys.modules]; "
         "sys.exit(str(found or ''))"
     )

@@ -160,17 +160,6 @@ async def test_forks_have_the_files(sandbox):
     await forks[0].close()
 
 
-async def test_a_terminal(sandbox):
-    async with sandbox.terminal(rows=30, columns=100) as terminal:
-        await terminal.resize(40, 120)
-        await terminal.write(b"stty size; exit\n")
-        seen = b""
-        with anyio.fail_after(20):
-            while data := await terminal.read():
-                seen += data
-    assert b"40 120" in seen
-
-
 async def test_what_is_closed_says_so(sandbox):
     await sandbox.close()
     assert sandbox.state == "closed"

@@ -12,9 +12,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 import pytest
-from starlette.routing import Route, WebSocketRoute
-from websockets.asyncio.client import unix_connect
-from websockets.exceptions import InvalidStatus
+from starlette.routing import Route
 
 from envs.sandbox import cli as sandboxcli
 from envs.sandbox.pool.lease import LeaseOrder
@@ -52,13 +50,12 @@ EVIL = "a\r\nset-cookie: x=1\r\n\r\n<script>"
 """A name that would be a header of its own, or a line of a log."""
 
 
-def places(service, **names: str) -> list[tuple[str, bool]]:
-    """Every path of the application by its own table, and whether it is for websockets."""
+def places(service, **names: str) -> list[str]:
+    """Every path of the application by its own table."""
     found = []
     for route in make_routes(service):
-        assert isinstance(route, Route | WebSocketRoute)
-        path = re.sub(r"{(\w+)}", lambda part: names.get(part[1], part[1]), route.path)
-        found.append((path, isinstance(route, WebSocketRoute)))
+        assert isinstance(route, Route)
+        found.append(re.sub(r"{(\w+)}", lambda part: names.get(part[1], part[1]), route.path))
     return found
 
 
@@ -77,11 +74,11 @@ async def test_a_body_that_turns_out_to_be_none_is_one_answer_and_no_traceback(t
 async def test_no_request_without_a_valid_token_succeeds(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         every = places(world.service, id=sandbox.sandbox_id)
-        assert {path for path, _ in every} >= {"/v1/openapi.json", "/v1/status", "/v1/sandboxes"}
-        every += [("/nothing", False), ("/", False), ("//", False), ("/v1/sandboxes/../status", False)]
+        assert set(every) >= {"/v1/openapi.json", "/v1/status", "/v1/sandboxes"}
+        every += ["/nothing", "/", "//", "/v1/sandboxes/../status"]
         for headers in NOT_ENOUGH:
             async with bare(world, **headers) as client:
-                for path, _ in every:
+                for path in every:
                     # Every method with no token and with a wrong one; then it is known to be one gate for all.
                     for method in METHODS if headers in NOT_ENOUGH[:2] else METHODS[:1]:
                         answer = await client.request(method, f"{path}?token={TOKEN}")
@@ -92,35 +89,10 @@ async def test_no_request_without_a_valid_token_succeeds(tmp_path):
         assert (await sandbox.run("true", timeout=10)).ok
 
 
-async def test_no_websocket_without_a_valid_token_is_opened(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        every = places(world.service, id=sandbox.sandbox_id)
-        assert [path for path, websocket in every if websocket] == [f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"]
-        for path, websocket in every:
-            for headers in NOT_ENOUGH if websocket else NOT_ENOUGH[:2]:
-                assert await refused(world, f"{path}?token={TOKEN}", headers) == 401, (path, headers)
-        assert (await sandbox.run("true", timeout=10)).ok
-
-
-async def refused(world, path: str, headers: dict[str, str]) -> int:
-    """The status with which a websocket is refused."""
-    with pytest.raises(InvalidStatus) as caught:
-        async with unix_connect(world.url.removeprefix("unix:"), f"ws://sandboxes{path}", additional_headers=headers):
-            pass
-    return caught.value.response.status_code
-
-
 async def test_two_tokens_in_one_request_are_refused(tmp_path):
     async with running(tmp_path) as world, bare(world) as client:
         both = [("authorization", "Bearer x"), ("authorization", f"Bearer {TOKEN}")]
         assert (await client.get("/v1/status", headers=both)).status_code == 401
-
-
-async def test_a_terminal_needs_a_sandbox_of_the_callers(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        path = f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"
-        assert await refused(world, path, bearer(OTHER_TOKEN)) == 404
-        assert await refused(world, f"{path}?rows=0", bearer(TOKEN)) == 400
 
 
 async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
@@ -205,7 +177,7 @@ async def test_what_a_client_sends_does_not_get_into_headers(tmp_path):
         evil = quote(EVIL, safe="")
         every = places(world.service, id=evil, name=evil, job=evil, snapshot=evil)
         every += places(world.service, id=sandbox.sandbox_id, name=evil, job=evil, key=evil)
-        for path, _ in every:
+        for path in every:
             for method in ("GET", "PATCH"):
                 answer = await client.request(method, f"http://sandboxes{path}?path={evil}")
                 assert "set-cookie" not in answer.headers
@@ -243,8 +215,6 @@ async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):
         await client.get(f"http://sandboxes/{quote(EVIL)}?token={TOKEN}")
         async with world.client.acquire(SPEC) as sandbox:
             await sandbox.run(["echo", EVIL], timeout=10)
-            async with sandbox.terminal() as terminal:
-                await terminal.read()
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLine())
@@ -276,7 +246,7 @@ async def test_tokens_are_shown_nowhere(tmp_path):
     ):
         said = await sandbox.run("cat /proc/self/environ /proc/$PPID/environ /proc/$PPID/cmdline", timeout=10)
         assert TOKEN.encode() not in said.stdout
-        for path, _ in places(world.service, id=sandbox.sandbox_id):
+        for path in places(world.service, id=sandbox.sandbox_id):
             for token in (TOKEN, OTHER_TOKEN):
                 assert token not in (await client.get(path)).text, path
 

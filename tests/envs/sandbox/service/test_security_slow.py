@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import anyio
 import anyio.to_thread
 import pytest
-from websockets.asyncio.client import unix_connect
 
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress
@@ -136,24 +135,6 @@ async def test_answers_that_are_never_read_do_not_pile_up(tmp_path):
             await ask_for_ever()
 
 
-async def test_a_terminal_that_is_not_read_ends_with_its_program(tmp_path):
-    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as sandbox:
-        uri = f"ws://sandboxes/v1/sandboxes/{sandbox.sandbox_id}/terminal"
-        path = world.url.removeprefix("unix:")
-        async with unix_connect(path, uri, additional_headers=bearer(), max_queue=1, close_timeout=0.1) as slow:
-            await slow.send(b"echo $$ >pid; exec yes\n")
-            with anyio.fail_after(END_S):
-                while not await sandbox.list() or not await sandbox.read("pid"):
-                    await slow.recv()
-            slow.transport.pause_reading()
-            pid = int(await sandbox.read("pid"))
-            with anyio.fail_after(END_S):
-                while (await sandbox.run(f"sleep 0.05; kill -0 {pid}", timeout=10)).ok:
-                    pass
-            slow.transport.abort()
-        assert await serves(sandbox)
-
-
 async def test_many_idle_strangers_keep_nobody_out(tmp_path):
     limits = HttpLimits(strangers=20, head_s=3600.0)
     async with (
@@ -200,12 +181,6 @@ async def test_the_same_holds_under_tls(tmp_path, tls):
         async with world.client.acquire(SPEC) as sandbox:
             await sandbox.write("big", b"x" * (4 << 20))
             assert len(await sandbox.read("big")) == 4 << 20
-            async with sandbox.terminal() as terminal:
-                await terminal.write(b"echo $((6*7)); exit\n")
-                seen = b""
-                while data := await terminal.read():
-                    seen += data
-            assert b"42" in seen
             for begin in (
                 b"\r\n",
                 b"GET / HTTP/1.1\r\n",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from urllib.parse import urlencode
 
 import anyio
 import pytest
-from websockets.asyncio.client import unix_connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.web import ENDPOINTS
@@ -153,22 +149,3 @@ async def test_no_value_of_a_query_is_a_failure_of_the_service(tmp_path, caplog,
                 assert answer.status_code < 500, (text, answer.text)
         assert not any(record.exc_info for record in caplog.records), caplog.text
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
-
-
-@pytest.mark.parametrize("name", ["rows", "columns"])
-async def test_no_size_of_a_terminal_is_a_failure_of_the_service(tmp_path, caplog, name):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        refusals: list[int] = []
-        for value in ODD:
-            place = f"ws://sandboxes{sandbox.path}/terminal?{urlencode({name: value})}"
-            try:
-                async with unix_connect(
-                    world.url.removeprefix("unix:"), place, additional_headers=bearer(TOKEN)
-                ) as socket:
-                    await socket.send(json.dumps({name: 10**30}))
-                    with anyio.move_on_after(0.05), suppress(ConnectionClosed):
-                        await socket.recv()
-            except InvalidStatus as error:
-                refusals.append(error.response.status_code)
-        assert set(refusals) == {400}
-        assert not any(record.exc_info for record in caplog.records), caplog.text
