@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Generic, Protocol, TypeVar
 
+import anyio
 import anyio.to_thread
 import msgspec
 
@@ -36,13 +37,15 @@ from envs.sandbox.api import (
     State,
     Terminal,
 )
-from envs.sandbox.trees import TreeLimits, pack, unpack
+from envs.sandbox.trees import COPY_BYTES, TreeLimits, pack, unpack
 from flash.errors import SandboxRefusedError
 
 T = TypeVar("T")
 
 MEMORY_BYTES = 1 << 20
 """Trees up to this size are kept in memory on their way, larger ones in a temporary file."""
+_TREES = anyio.CapacityLimiter(4)
+"""Threads that pack or unpack trees at a time."""
 
 
 class SandboxRequest(msgspec.Struct, Generic[T], frozen=True):
@@ -91,18 +94,12 @@ class RemovePath(SandboxRequest[None], frozen=True):
 
 
 class PutArchive(SandboxRequest[None], frozen=True):
-    """Unpack a tar archive, from its beginning, as the file or folder `path` of the sandbox."""
+    """Unpack a tar archive in the sandbox as the file or folder `path`, piece by piece as it comes."""
 
     path: str
-    archive: IO[bytes]
-
-
-class GetArchive(SandboxRequest[None], frozen=True):
-    """Pack a file or folder of the sandbox as a tar archive within the limits. What is in it is not to be trusted."""
-
-    path: str
-    archive: IO[bytes]
-    limits: TreeLimits
+    pieces: AsyncIterator[bytes]
+    size: int | None = None
+    """Bytes of the archive, where that is known before."""
 
 
 class TakeSnapshot(SandboxRequest[Snapshot], frozen=True):
@@ -123,6 +120,13 @@ class StreamCommand(SandboxOpening[AsyncIterator[Chunk | Result]], frozen=True):
     """Carry out a command with its output as it comes; leaving the block kills it. Refused without a timeout."""
 
     exec: Exec
+
+
+class StreamTree(SandboxOpening[AsyncIterator[bytes]], frozen=True):
+    """Pack a file or folder of the sandbox as a tar archive, piece by piece. Its content must not be trusted."""
+
+    path: str
+    limits: TreeLimits
 
 
 class OpenSession(SandboxOpening[Session], frozen=True):
@@ -276,23 +280,32 @@ class Files(SandboxSeam):
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
             await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
+            size = archive.tell()
             archive.seek(0)
-            await self.ask(PutArchive(path, archive))
+            await self.ask(PutArchive(path, _pieces(archive), size))
 
     async def download(self, path: str, target: Path) -> None:
-        """The other way round. Nothing is written outside of `target`, whatever the sandbox sends.
+        """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
 
         Links that lead out of the tree, devices and pipes raise SandboxLimitError, as do too many bytes or entries.
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
-            await self.ask(GetArchive(path, archive, self.tree_limits))
+            async with self.open(StreamTree(path, self.tree_limits)) as pieces:
+                async for piece in pieces:
+                    archive.write(piece)
             archive.seek(0)
             await _in_thread(partial(unpack, archive, Path(target), self.tree_limits))
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
     """Run to its end, also when cancelled: it is bounded by its caps, and must not work on what is closed."""
-    await anyio.to_thread.run_sync(work)
+    # A limiter of its own: with anyio's, which the whole process shares, many trees would keep all its threads busy.
+    await anyio.to_thread.run_sync(work, limiter=_TREES)
+
+
+async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
+    while piece := archive.read(COPY_BYTES):
+        yield piece
 
 
 class Snapshots(SandboxSeam):

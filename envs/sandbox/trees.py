@@ -24,6 +24,8 @@ HEADER_BYTES = 1 << 20
 """Longest run of an archive that is read at once. Headers of names and attributes say themselves how long they are."""
 MOST_LINKS = 40
 """That one path may lead through: as many as Linux follows."""
+HEAD_BYTES = 2048
+"""Bytes of an archive that one entry takes beside its content: a head with a long name, and padding."""
 FILE_MEMBER = "."
 """Name of the only member of an archive that holds one file instead of a tree."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY

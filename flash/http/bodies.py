@@ -5,6 +5,8 @@ What is refused is an `HTTPException`; it is raised where the application reads 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,25 +27,37 @@ class BoundedBodies:
         self._limits = limits
         self._held = 0
         """Bytes of the requests that are not answered yet."""
+        self._held_by: Counter[str] = Counter()
+        """The same by holder: the name of a bounded token, or empty for all other callers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        body = _Body(receive, self._limits)
+        body, holder = _Body(receive, self._limits), ""
 
         async def bounded() -> Message:
+            nonlocal holder
             before = body.size
             message = await body.receive()
+            if not before:
+                # The application has looked at the token by now.
+                holder = scope["state"]["connection"].holder
             self._held += body.size - before
+            self._held_by[holder] += body.size - before
             if self._held > self._limits.held_bytes:
                 raise HTTPException(503, "too many large requests wait for their answers; try again later")
+            if holder and self._held_by[holder] > self._limits.token_share * self._limits.held_bytes:
+                raise HTTPException(503, "too many large requests of this token wait for their answers")
             return message
 
         try:
             await self._app(scope, bounded, send)
         finally:
             self._held -= body.size
+            self._held_by[holder] -= body.size
+            if not self._held_by[holder]:
+                del self._held_by[holder]
 
 
 class _Body:

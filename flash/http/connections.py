@@ -1,12 +1,13 @@
 """Connections that give up on clients who are too slow or too many.
 
-Law: what a client holds open is bounded in time by its own progress, and in number until it has shown a token. Heads,
-bodies that nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has
-shown no valid token yet, can be ended at any time to make room for the next one.
+Law: what a client holds open is bounded in time by its own progress, and in number by its token. Heads, bodies that
+nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has shown no valid
+token yet, can be ended at any time to make room for the next one; a token's holder has a share of all connections.
 
 Everything that uvicorn has, but does not promise, is touched here and nowhere else:
 
-    H11Protocol              made with config, server_state, app_state, _loop; conn (of h11), scope, loop, transport;
+    H11Protocol              made with config, server_state, app_state, _loop; app_state, conn (of h11), scope, loop,
+                             transport;
                              on_response_complete, send_400_response, logger; cycle, with
                              disconnected, message_event, response_complete
     Config                   http, ws: may be any callable that makes a protocol
@@ -16,6 +17,7 @@ Everything that uvicorn has, but does not promise, is touched here and nowhere e
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
@@ -26,9 +28,14 @@ import anyio
 import h11
 import msgspec
 import uvicorn
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flash.waiting import unwrapped_group
+
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.ERROR)
+"""For failures of the server. Faults of clients are answered, and not logged."""
 
 PIECE = 2 << 10
 """Bytes that are read of a client at once: as chunks of one byte they keep the loop for 7 ms."""
@@ -64,6 +71,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Open at a time, or half of what the process may open, if that is less. Beyond them requests get 503."""
     strangers: int = 512
     """Of these, connections that have not shown a valid token yet; one more ends the oldest of them."""
+    token_share: float = 0.25
+    """Share of `connections` and of `held_bytes` that one bounded token may have (`HttpConnection.hold`)."""
 
 
 class HttpStrangers:
@@ -85,6 +94,35 @@ class HttpStrangers:
     def left(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
         self._waiting.pop(connection, None)
+
+
+class HttpHolders:
+    """The connections of each token, oldest first, so that one token's holder cannot have those of all."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[str, dict[HttpConnection, None]] = {}
+
+    def shown(self, connection: HttpConnection, token: str) -> bool:
+        """Count a connection as one of `token`. False if the token has too many, and none of them is idle."""
+        mine = self._open.setdefault(token, {})
+        if connection not in mine and len(mine) >= self._most:
+            idle = next((each for each in mine if each.idle), None)
+            if idle is None:
+                return False
+            self.left(idle)
+            idle.abort()
+        self.left(connection)
+        self._open.setdefault(token, {})[connection] = None
+        connection.holder = token
+        return True
+
+    def left(self, connection: HttpConnection) -> None:
+        """Forget a connection that has ended, or that shows another token."""
+        if (mine := self._open.get(connection.holder)) is not None:
+            mine.pop(connection, None)
+            if not mine:
+                del self._open[connection.holder]
 
 
 class Taking:
@@ -136,10 +174,23 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
     """HTTP/1.1 for one client, read in pieces of our size: asyncio would hand on a quarter of a megabyte at once."""
 
     def __init__(
-        self, *args: Any, limits: HttpLimits, strangers: HttpStrangers, into: memoryview, **options: Any
+        self,
+        *args: Any,
+        limits: HttpLimits,
+        strangers: HttpStrangers,
+        holders: HttpHolders,
+        into: memoryview,
+        **options: Any,
     ) -> None:
-        """`into`: what a piece is read into; may be shared, for it is left before the next one is read."""
+        """`into` is the buffer of one piece. Connections share it, because it is empty before the next read."""
         super().__init__(*args, **options)
+        # Copied into each request's `scope["state"]`: applications reach the connection by it.
+        self.app_state = {**self.app_state, "connection": self}
+        # Strangers could fill the log: uvicorn writes a warning for each request that is no HTTP.
+        self.logger = _log
+        self._holders = holders
+        self.holder = ""
+        """Name of the token that this connection counts for; empty before `hold`."""
         self._limits = limits
         self._into = into
         self._due = 0
@@ -155,6 +206,27 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         """Whether a request on it had a valid token."""
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is in progress."""
+        cycle: Any = self.cycle  # None before the first request.
+        return cycle is None or cycle.response_complete
+
+    def hold(self, token: str) -> None:
+        """Count this connection as one of `token`, whose number of connections is bounded.
+
+        Raises:
+            HTTPException: the token has too many connections, all of them with a request in progress.
+        """
+        if not self._holders.shown(self, token):
+            raise HTTPException(
+                503, "this token has too many requests in progress; wait for some of them", {"connection": "close"}
+            )
+
+    def abort(self) -> None:
+        """End the connection at once, also in the middle of an answer."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -200,6 +272,7 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
 
     def _forget(self) -> None:
         self._strangers.left(self)
+        self._holders.left(self)
         self._taking.end()
         if self._timer is not None:
             self._timer.cancel()
@@ -243,10 +316,15 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
 
-def http_protocol(limits: HttpLimits, strangers: HttpStrangers) -> Any:
-    """What a `uvicorn.Config` needs to know of these connections."""
-    into = memoryview(bytearray(COUNTED_PIECE))
-    return partial(HttpConnection, limits=limits, strangers=strangers, into=into)
+def http_protocol(limits: HttpLimits, connections: int) -> Any:
+    """Return the maker of connections that `uvicorn.Config` takes as `http`. `connections`: open at a time."""
+    return partial(
+        HttpConnection,
+        limits=limits,
+        strangers=HttpStrangers(min(limits.strangers, connections // 2)),
+        holders=HttpHolders(max(1, int(limits.token_share * connections))),
+        into=memoryview(bytearray(COUNTED_PIECE)),
+    )
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Send
 
 from flash.errors import ConfigError
 from flash.http.bodies import BoundedBodies
-from flash.http.connections import ACCEPTED, HttpLimits, HttpStrangers, accepting, http_protocol
+from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protocol
 
 SHUTDOWN_S = 3
 """Seconds for requests in progress when the service ends."""
@@ -128,10 +128,9 @@ async def serving(
     """
     limits = limits or HttpLimits()
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    strangers = HttpStrangers(min(limits.strangers, connections // 2))
     config = uvicorn.Config(
         BoundedBodies(app, limits),
-        http=http_protocol(limits, strangers),
+        http=http_protocol(limits, connections),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import AsyncGenerator
-from typing import IO, Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal
 
 import anyio
 import msgspec
 
-from envs.sandbox import trees
 from envs.sandbox.api import FileInfo
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel, decode, in_time
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encoded_path
-from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
 READ_LIMIT = 1 << 26
@@ -97,26 +95,15 @@ def _argument(agent: HasAgent, function: str, path: str, **more: object) -> dict
     return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path), **more}
 
 
-async def put_archive(agent: HasAgent, path: str, archive: IO[bytes]) -> None:
-    """Unpack an archive in the sandbox."""
+async def put_archive(agent: HasAgent, path: str, pieces: AsyncIterator[bytes]) -> None:
+    """Unpack an archive in the sandbox as it comes."""
     channel = await agent.channel()
     asked = _argument(agent, "receive", path, feed=True)
     async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * agent.spec.output_limit) as call:
-        while piece := archive.read(trees.COPY_BYTES):
+        async for piece in pieces:
             await call.send(piece)
         await call.send(b"", last=True)
         _check(path, (await call.result(Ending))[0])
-
-
-async def get_archive(agent: HasAgent, path: str, archive: IO[bytes], limits: TreeLimits) -> None:
-    """Write a file or tree of the sandbox to a file, as a tar archive. Raises SandboxLimitError."""
-    # A tar archive pads each entry.
-    room = limits.total + 2048 * limits.entries
-    async for piece in send_tree(agent, path):
-        room -= len(piece)
-        if room < 0:
-            raise SandboxLimitError(f"{path}: more than {limits.total} bytes")
-        archive.write(piece)
 
 
 async def _work(agent: HasAgent, channel: Channel, function: str, path: str) -> None:

@@ -40,7 +40,6 @@ from envs.sandbox.local.channel import Channel
 from envs.sandbox.local.container import FIRST_PAUSE, LAST_PAUSE, SandboxContainer
 from envs.sandbox.local.greeting import Hello, greet
 from envs.sandbox.sandbox import (
-    GetArchive,
     ListFolder,
     OpenSession,
     OpenTerminal,
@@ -54,10 +53,12 @@ from envs.sandbox.sandbox import (
     SandboxRequest,
     StartJob,
     StreamCommand,
+    StreamTree,
     TakeSnapshot,
     WriteFile,
     refused,
 )
+from envs.sandbox.trees import HEAD_BYTES
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxStartError, SandboxTimeoutError
 from flash.waiting import unwrapped_group
 
@@ -191,10 +192,8 @@ class LocalSandbox(Sandbox):
                 return await files.list_folder(self, path)
             case RemovePath(path):
                 return await files.remove_path(self, path)
-            case PutArchive(path, archive):
-                return await files.put_archive(self, path, archive)
-            case GetArchive(path, archive, limits):
-                return await files.get_archive(self, path, archive, limits)
+            case PutArchive(path, pieces):
+                return await files.put_archive(self, path, pieces)
             case TakeSnapshot():
                 return await self._snapshot()
             case _:
@@ -207,6 +206,8 @@ class LocalSandbox(Sandbox):
         match opening:
             case StreamCommand(exec):
                 return aclosing(commands.stream_command(self, exec))
+            case StreamTree(path, limits):
+                return aclosing(files.send_tree(self, path, limits.total, HEAD_BYTES * limits.entries))
             case OpenSession(name):
                 return commands.open_session(self, name)
             case OpenTerminal(command):

@@ -8,7 +8,7 @@ SandboxLostError: nobody knows whether the first attempt was carried out.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -125,11 +125,21 @@ class HttpClient:
         """Send bytes. With a key they may be sent again."""
         await self._send("PUT", path, data, query, {"content-type": media_type}, MARGIN_S, key)
 
+    async def put_pieces(
+        self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
+    ) -> None:
+        """Send bytes as they come; `size` is their number, where it is known. They are never sent again."""
+        headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
+        await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
+
     @asynccontextmanager
-    async def lines(self, path: str, body: msgspec.Struct, seconds: float) -> AsyncGenerator[httpx.Response]:
-        """A streamed answer. Leaving the block ends the connection, and with it the call."""
-        headers = {"accept": NDJSON, "content-type": MSGPACK}
-        request = self._request("POST", path, msgspec.msgpack.encode(body), headers, seconds)
+    async def streamed(
+        self, method: str, path: str, *, body: msgspec.Struct | None = None, query: Mapping[str, Any] | None = None
+    ) -> AsyncGenerator[httpx.Response]:
+        """Open a streamed answer. Leaving the block ends the connection, and with it the call."""
+        headers = {"accept": NDJSON, **({"content-type": MSGPACK} if body is not None else {})}
+        content = msgspec.msgpack.encode(body) if body is not None else None
+        request, seconds = self._request(method, _target(path, query), content, headers, 0.0), 0.0
         try:
             with self._translated(path, seconds):
                 response = await self._client.send(request, stream=True)
@@ -152,7 +162,7 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        content: bytes | None,
+        content: bytes | AsyncIterator[bytes] | None,
         query: Mapping[str, Any] | None,
         headers: Mapping[str, str],
         seconds: float,
@@ -189,7 +199,12 @@ class HttpClient:
         return response
 
     def _request(
-        self, method: str, target: str, content: bytes | None, headers: Mapping[str, str], seconds: float
+        self,
+        method: str,
+        target: str,
+        content: bytes | AsyncIterator[bytes] | None,
+        headers: Mapping[str, str],
+        seconds: float,
     ) -> httpx.Request:
         try:
             return self._client.build_request(

@@ -33,7 +33,6 @@ from envs.sandbox.protocol.wire import (
 )
 from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.sandbox import (
-    GetArchive,
     ListFolder,
     MakeForks,
     OpenSession,
@@ -47,12 +46,14 @@ from envs.sandbox.sandbox import (
     SandboxRequest,
     StartJob,
     StreamCommand,
+    StreamTree,
     TakeSnapshot,
     WriteFile,
     refused,
 )
 from envs.sandbox.text import from_wire, to_wire
-from flash.errors import SandboxError, SandboxLostError, SandboxTimeoutError
+from envs.sandbox.trees import COPY_BYTES, HEAD_BYTES
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
 
 _T = TypeVar("_T")
 
@@ -155,11 +156,8 @@ class RemoteSandbox(Sandbox):
                 return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
             case RemovePath(path):
                 return await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
-            case PutArchive(path, archive):
-                return await self.http.put_bytes(f"{self.path}/tree", {"path": path}, archive.read(), media_type=TAR)
-            case GetArchive(path, archive):
-                archive.write(await self.http.get_bytes(f"{self.path}/tree", {"path": path}))
-                return None
+            case PutArchive(path, pieces, size):
+                return await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
             case TakeSnapshot():
                 return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
             case MakeForks(count):
@@ -175,13 +173,15 @@ class RemoteSandbox(Sandbox):
         match opening:
             case StreamCommand(exec):
                 return aclosing(self._stream(exec))
+            case StreamTree(path, limits):
+                return aclosing(self._tree(path, limits.total + HEAD_BYTES * limits.entries))
             case OpenSession(name):
                 return self._session(name)
             case _:
                 raise refused(opening)
 
     async def _stream(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        async with self.http.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
+        async with self.http.streamed("POST", f"{self.path}/stream", body=exec.converted(to_wire)) as response:
             try:
                 async for text in response.aiter_lines():
                     line = msgspec.json.decode(text, type=StreamLine)
@@ -198,6 +198,20 @@ class RemoteSandbox(Sandbox):
             except (httpx.HTTPError, msgspec.DecodeError) as error:
                 raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         raise SandboxLostError(f"the stream of {self.path} ended without a result")
+
+    async def _tree(self, path: str, most: int) -> AsyncGenerator[bytes]:
+        async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}) as response:
+            try:
+                async for piece in response.aiter_raw(COPY_BYTES):
+                    most -= len(piece)
+                    if most < 0:
+                        raise SandboxLimitError(f"{path}: the archive is larger than the limits allow")
+                    yield piece
+            except httpx.HTTPError as error:
+                # The service has begun its answer, and can report a failure only by breaking it off.
+                raise SandboxFileError(
+                    f"{path}: the copy broke off: the files changed, they are too many, or the sandbox ended"
+                ) from error
 
     @asynccontextmanager
     async def _session(self, name: str) -> AsyncGenerator[RemoteSession]:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive
 
 from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
@@ -213,13 +214,7 @@ async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any
     """The handler's result. A client that leaves cancels it, and with it the command that it waits for."""
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:
-
-        async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            tasks.cancel_scope.cancel()
-
-        tasks.start_soon(watch)
+        tasks.start_soon(until_left, request.receive, tasks.cancel_scope)
         try:
             result = await handler(call)
         except (FlashError, ProblemError) as error:
@@ -260,6 +255,13 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
         return decode(data, type=endpoint.body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
+
+
+async def until_left(receive: Receive, scope: anyio.CancelScope) -> None:
+    """Cancel a scope when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
 
 
 def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = None) -> Response:

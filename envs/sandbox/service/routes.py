@@ -1,26 +1,27 @@
 """The HTTP API, version 1: leases, snapshots, forks, files and the status. Commands are in `routes_commands`.
 
-Trees travel as tar archives. They are unpacked here by `envs.sandbox.trees`, which trusts neither end.
+Trees travel as tar archives, piece by piece, and are never kept here. The sandbox unpacks an upload. The client unpacks
+a download with `envs.sandbox.trees`, which does not trust it.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncGenerator
-from functools import partial
-from pathlib import Path
-from typing import IO, TypeVar, cast
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import cast
 
 import anyio
-import anyio.to_thread
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from envs.sandbox.api import Snapshot
+from envs.sandbox.protocol.problems import problem_of
 from envs.sandbox.protocol.wire import (
     BINARY,
     TAR,
     Fork,
+    HttpProblem,
     Info,
     Listing,
     PathQuery,
@@ -34,17 +35,16 @@ from envs.sandbox.protocol.wire import (
     WaitQuery,
     WriteQuery,
 )
-from envs.sandbox.service.endpoint import ApiCall, Endpoints, once
+from envs.sandbox.sandbox import PutArchive, StreamTree
+from envs.sandbox.service.endpoint import ApiCall, Endpoints, once, problem_response, until_left
 from envs.sandbox.text import to_wire
-from envs.sandbox.trees import TreeLimits, pack, unpack
-
-_T = TypeVar("_T")
+from envs.sandbox.trees import TreeLimits
+from flash.errors import FlashError
 
 _TO_KEEP = {"content-disposition": "attachment"}
 """A browser saves it, and never shows what came out of a sandbox. Without a name: those come from the sandbox, too."""
-_PIECE = 1 << 18
-_IN_MEMORY = 1 << 20
-"""Bytes of an archive kept in memory; more goes to a temporary file."""
+HELD_BYTES = 1 << 17
+"""Bytes of an archive that are held back, so that an error among them can still be answered with its status."""
 STATUS_EVERY_S = 0.2
 """Least time between two answers of a status that is waited for."""
 
@@ -191,46 +191,60 @@ async def _remove(call: ApiCall) -> None:
 @ENDPOINTS.add("PUT", _TREE, body=TAR, query=PathQuery)
 async def _upload(call: ApiCall) -> None:
     """Copy a tree, or one file, into the sandbox: a tar archive."""
-    sandbox = call.sandbox
-    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
-        async for piece in call.request.stream():
-            await _in_thread(partial(archive.write, piece))
-        with tempfile.TemporaryDirectory(prefix="flash-upload-") as folder:
-            tree = Path(folder, "tree")
-            await _in_thread(partial(_unpack, archive, tree))
-            await sandbox.upload(tree, call.query.path)
+    length = call.request.headers.get("content-length")
+    await call.sandbox.ask(PutArchive(call.query.path, call.request.stream(), int(length) if length else None))
 
 
 @ENDPOINTS.add("GET", _TREE, query=PathQuery, media_type=TAR)
-async def _download(call: ApiCall) -> StreamingResponse:
-    """A tree, or one file, as a tar archive."""
-    archive = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - closed when the answer has been sent
-    try:
-        with tempfile.TemporaryDirectory(prefix="flash-download-") as folder:
-            tree = Path(folder, "tree")
-            await call.sandbox.download(call.query.path, tree)
-            await _in_thread(partial(_pack, tree, archive))
-    except BaseException:
-        archive.close()
-        raise
-    return StreamingResponse(_pieces(archive), media_type=TAR, headers=_TO_KEEP)
+async def _download(call: ApiCall) -> TreeStream:
+    """A tree, or one file, as a tar archive. Its content must not be trusted. An answer that breaks off has failed."""
+    return TreeStream(call.sandbox.open(StreamTree(call.query.path, TreeLimits())))
 
 
-async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
-    with archive:
-        while piece := await _in_thread(partial(archive.read, _PIECE)):
-            yield piece
+class TreeStream(Response):
+    """A tar archive of a sandbox, sent as it comes: a client that takes it slowly holds a few pieces, and no file.
 
+    An error in the first `HELD_BYTES` gets a status of its own. A later one ends the connection.
+    """
 
-def _unpack(archive: IO[bytes], target: Path) -> None:
-    archive.seek(0)
-    unpack(archive, target, TreeLimits(), what="upload")
+    def __init__(self, pieces: AbstractAsyncContextManager[AsyncIterator[bytes]]) -> None:
+        super().__init__(media_type=TAR, headers=_TO_KEEP)
+        self._pieces = pieces
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer. A client that leaves ends the copy."""
+        problem: HttpProblem | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(until_left, receive, tasks.cancel_scope)
+            problem = await self._copy(scope, send)
+            tasks.cancel_scope.cancel()
+        if problem is not None:
+            await problem_response(problem)(scope, receive, send)
 
-def _pack(source: Path, archive: IO[bytes]) -> None:
-    pack(source, archive, TreeLimits())
-    archive.seek(0)
+    async def _copy(self, scope: Scope, send: Send) -> HttpProblem | None:
+        """Return the error that occurred before anything was sent."""
+        held, begun = bytearray(), False
 
+        async def give(piece: bytes, *, more: bool) -> None:
+            nonlocal begun
+            if not begun:
+                # Without the length that `Response` computes for an empty body: it is not known.
+                kept = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+                await send({"type": "http.response.start", "status": 200, "headers": kept})
+                begun = True
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
-async def _in_thread(work: partial[_T]) -> _T:
-    return await anyio.to_thread.run_sync(work)
+        try:
+            async with self._pieces as pieces:
+                async for piece in pieces:
+                    held += piece
+                    if begun or len(held) >= HELD_BYTES:
+                        await give(bytes(held), more=True)
+                        held.clear()
+            await give(bytes(held), more=False)
+        except FlashError as error:
+            if not begun:
+                return problem_of(error)
+            scope["state"]["connection"].abort()
+            await anyio.sleep_forever()  # until the connection is seen to have ended
+        return None

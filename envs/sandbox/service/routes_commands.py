@@ -31,7 +31,7 @@ from envs.sandbox.protocol.wire import (
     WaitQuery,
 )
 from envs.sandbox.sandbox import RunCommand, StartJob, StreamCommand
-from envs.sandbox.service.endpoint import ApiCall, Endpoints, once, problem_response
+from envs.sandbox.service.endpoint import ApiCall, Endpoints, once, problem_response, until_left
 from envs.sandbox.text import from_wire
 from flash.errors import FlashError
 
@@ -97,7 +97,7 @@ class LineStream(Response):
             if isinstance(first, Broken):
                 await problem_response(first.problem)(scope, receive, send)
             else:
-                tasks.start_soon(_until_left, receive, tasks.cancel_scope)
+                tasks.start_soon(until_left, receive, tasks.cancel_scope)
                 await self._send(first, lines, send)
             tasks.cancel_scope.cancel()
 
@@ -119,12 +119,6 @@ class LineStream(Response):
             line = Alive()
             with anyio.move_on_after(ALIVE_S):
                 line = await lines.receive()
-
-
-async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
 
 
 @ENDPOINTS.add("PUT", _SESSION, status=201)

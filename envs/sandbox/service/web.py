@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from envs.sandbox.protocol.problems import TITLES, ProblemError
-from envs.sandbox.protocol.tokens import Tokens
+from envs.sandbox.protocol.tokens import ADMIN, Tokens
 from envs.sandbox.service import routes, routes_commands
 from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
@@ -76,7 +76,16 @@ class Guard:
             problem = ProblemError(401, "a valid bearer token is needed: Authorization: Bearer …").problem
             await problem_response(problem, {"www-authenticate": "Bearer"})(scope, receive, send)
         else:
-            scope.setdefault("state", {})["token"] = name
+            state = scope["state"]
+            state["token"] = name
+            try:
+                if name != ADMIN:
+                    # A front has a connection for each of its sandboxes, all with the one token `admin`.
+                    state["connection"].hold(name)
+            except HTTPException as error:
+                problem = ProblemError(error.status_code, error.detail, "SandboxBusyError").problem
+                await problem_response(problem, error.headers)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> str | None:

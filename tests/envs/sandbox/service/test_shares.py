@@ -1,0 +1,137 @@
+"""Things that all tokens share: one token's holder cannot take them from the others."""
+
+from __future__ import annotations
+
+import io
+import logging
+import tarfile
+from contextlib import AsyncExitStack
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from envs.sandbox.remote.client import SandboxClient
+from flash.http.connections import HttpLimits
+from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
+from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def serves(sandbox) -> bool:
+    """Return True if another token's command runs."""
+    return (await sandbox.run("echo served", timeout=10)).stdout == b"served\n"
+
+
+async def test_trees_travel_while_all_threads_of_the_process_are_busy(tmp_path):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("file"))
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as client:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        before, limiter.total_tokens = limiter.total_tokens, 1
+        try:
+            async with limiter:
+                path = f"/v1/sandboxes/{sandbox.sandbox_id}/tree"
+                assert (await client.put(path, params={"path": "t"}, content=archive.getvalue())).status_code == 204
+                await sandbox.download("t", tmp_path / "down")
+        finally:
+            limiter.total_tokens = before
+    assert [path.name for path in (tmp_path / "down").iterdir()] == ["file"]
+
+
+async def test_a_tree_is_sent_as_it_comes_and_is_kept_nowhere(tmp_path):
+    """Otherwise slow readers of large sparse files would fill the disk of the service."""
+    async with (
+        running(tmp_path, limits=HttpLimits(stall_s=0.5)) as world,
+        world.client.acquire(SPEC) as sandbox,
+        connected(world) as slow,
+    ):
+        await sandbox.run("python3 -c \"open('big','wb').truncate(200 << 20)\"", timeout=10)
+        await slow.stream.send(head("GET", f"/v1/sandboxes/{sandbox.sandbox_id}/tree?path=big"))
+        # The first bytes come although the reader takes no more: nobody waits for the end of the file.
+        await slow.until(b"\r\n\r\n")
+        assert b" 200 " in slow.got
+        lease = world.service.pool.state.leases.of(sandbox.sandbox_id)
+        with anyio.fail_after(END_S):
+            while lease.uses:  # noqa: ASYNC110  # nothing reports when the service has noticed
+                await anyio.sleep(0.05)
+        assert await serves(sandbox)
+
+
+async def test_a_tree_that_cannot_be_read_is_answered_with_its_status(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as client:
+        await sandbox.run("python3 -c \"open('big','wb').truncate(1 << 40)\"", timeout=10)
+        for name, status in (("nothing", 404), ("big", 413)):
+            answer = await client.get(f"/v1/sandboxes/{sandbox.sandbox_id}/tree", params={"path": name})
+            assert answer.status_code == status, answer.text
+
+
+async def test_one_tokens_requests_leave_connections_for_the_others(tmp_path):
+    async with (
+        running(tmp_path, limits=HttpLimits(connections=40, strangers=30)) as world,
+        world.client.acquire(SPEC) as honest,
+        SandboxClient(world.url, OTHER_TOKEN) as client,
+        client.acquire(SPEC) as sandbox,
+        AsyncExitStack() as stack,
+    ):
+        poll = head("GET", f"/v1/sandboxes/{sandbox.sandbox_id}/end?wait=60", token=OTHER_TOKEN)
+        polls = [await stack.enter_async_context(connected(world)) for _ in range(12)]
+        for each in polls:
+            await each.stream.send(poll)
+        refused = 0
+        for each in polls:
+            with anyio.move_on_after(0.5):
+                await each.until(b" 503 ")
+                assert await each.ended()
+                refused += 1
+        assert refused >= 2  # Ten are its share.
+        assert await serves(honest)
+        async with SandboxClient(world.url, TOKEN) as another:
+            assert await another.list()
+
+
+async def test_one_tokens_idle_connections_make_room_for_its_next(tmp_path):
+    async with (
+        running(tmp_path, limits=HttpLimits(connections=40, strangers=30)) as world,
+        AsyncExitStack() as stack,
+    ):
+        idle = [await stack.enter_async_context(connected(world)) for _ in range(15)]
+        for each in idle:
+            await each.stream.send(head("GET", "/v1/snapshots", token=OTHER_TOKEN))
+            await each.until(b" 200 ")
+        assert await idle[0].ended()
+        assert await idle[4].ended()
+        assert await serves_status(world)
+
+
+async def serves_status(world) -> bool:
+    """Return True if the service answers its administrator."""
+    async with bare(world, **bearer()) as client:
+        return (await client.get("/v1/snapshots")).status_code == 200
+
+
+async def test_one_tokens_bodies_leave_memory_for_those_of_the_others(tmp_path):
+    limits = HttpLimits(held_bytes=40_000)
+    async with running(tmp_path, limits=limits) as world, AsyncExitStack() as stack:
+        for _ in range(2):
+            begun = await stack.enter_async_context(connected(world))
+            await begun.stream.send(
+                head("POST", "/v1/sandboxes", "content-length: 20000", token=OTHER_TOKEN) + b" " * 8000
+            )
+        await begun.until(b" 503 ")
+        async with bare(world, **bearer()) as client:
+            answer = await client.post("/v1/sandboxes", content=b" " * 15_000)
+            assert answer.status_code == 400
+
+
+async def test_strangers_and_what_is_no_http_leave_no_line_in_the_log(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    upgrade = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: x")
+    async with running(tmp_path) as world:
+        for data in (b"nothing\r\n\r\n", head("GET", "/v1/status", *upgrade, token=None)):
+            async with connected(world) as connection:
+                await connection.stream.send(data)
+                await connection.until(b"HTTP/1.1 4")
+    assert not caplog.records
