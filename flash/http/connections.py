@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -97,32 +98,46 @@ class HttpStrangers:
 
 
 class HttpHolders:
-    """The connections of each token, oldest first, so that one token's holder cannot have those of all."""
+    """The connections of each token, so that one token's holder cannot have those of all."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: dict[str, dict[HttpConnection, None]] = {}
+        self._open: Counter[str] = Counter()
+        self._idle: dict[str, dict[HttpConnection, None]] = {}
+        """Connections without a request in progress, by token; the longest idle first."""
 
     def shown(self, connection: HttpConnection, token: str) -> bool:
         """Count a connection as one of `token`. False if the token has too many, and none of them is idle."""
-        mine = self._open.setdefault(token, {})
-        if connection not in mine and len(mine) >= self._most:
-            idle = next((each for each in mine if each.idle), None)
-            if idle is None:
+        if connection.holder == token:
+            self._idle.get(token, {}).pop(connection, None)
+            return True
+        if self._open[token] >= self._most:
+            if not (idle := next(iter(self._idle.get(token, {})), None)):
                 return False
             self.left(idle)
             idle.abort()
         self.left(connection)
-        self._open.setdefault(token, {})[connection] = None
+        self._open[token] += 1
         connection.holder = token
         return True
 
+    def rested(self, connection: HttpConnection) -> None:
+        """Note that a connection has answered its request: it can be ended to make room for another one."""
+        if connection.holder:
+            self._idle.setdefault(connection.holder, {})[connection] = None
+
     def left(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended, or that shows another token."""
-        if (mine := self._open.get(connection.holder)) is not None:
-            mine.pop(connection, None)
-            if not mine:
-                del self._open[connection.holder]
+        token, connection.holder = connection.holder, ""
+        if not token:
+            return
+        if (idle := self._idle.get(token)) is not None:
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[token]
+        self._open[token] -= 1
+        if not self._open[token]:
+            del self._open[token]
 
 
 class Taking:
@@ -207,12 +222,6 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
 
-    @property
-    def idle(self) -> bool:
-        """True if no request is in progress."""
-        cycle: Any = self.cycle  # None before the first request.
-        return cycle is None or cycle.response_complete
-
     def hold(self, token: str) -> None:
         """Count this connection as one of `token`, whose number of connections is bounded.
 
@@ -250,6 +259,7 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         self._watch()
 
     def on_response_complete(self) -> None:
+        self._holders.rested(self)
         super().on_response_complete()
         if self.conn.their_state is not h11.IDLE:  # Otherwise the client may be idle for a while.
             self._watch()

@@ -21,7 +21,7 @@ from flash.http import connections
 
 ROOT = Path(__file__).parents[2]
 CALLBACKS = ("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing")
-HTTP = ("app_state", "cycle", "conn", "scope", "loop", "transport", "on_response_complete", "logger", *CALLBACKS)
+HTTP = ("app_state", "conn", "scope", "loop", "transport", "on_response_complete", "logger", *CALLBACKS)
 
 
 def _missing(thing: object, names: tuple[str, ...]) -> list[str]:

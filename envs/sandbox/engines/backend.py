@@ -19,6 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from envs.sandbox.api import Spec
+from envs.sandbox.engines.layers import LayerUse
 
 AGENT_SECRET = "flash.agent.secret"
 """Label with what a host must know to take over the sandbox. Labels cannot be read from inside."""
@@ -73,8 +74,6 @@ class ContainerInfo(msgspec.Struct, frozen=True):
     """The engine says that it ended for want of memory."""
     runtime: str = ""
     """What it really runs under; empty when not asked for."""
-    layer_size: int | None = None
-    """Bytes written to its own layer; None when not asked for."""
 
 
 class Surroundings(msgspec.Struct, frozen=True):
@@ -123,8 +122,12 @@ class Containers(Protocol):
         """Start its first process, which waits for a greeting. Raises SandboxStartError."""
         ...
 
-    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
         """How it stands; None when there is none."""
+        ...
+
+    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
+        """Measure its own layer; the measurement may end once it exceeds `most`. Empty when there is no container."""
         ...
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:

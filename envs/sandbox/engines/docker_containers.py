@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
 from envs.sandbox.engines.docker_api import DockerApi, status_of
+from envs.sandbox.engines.layers import LayerUse, layer_use
 from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
 from envs.sandbox.engines.seccomp import filter_text, podman_filter
 from envs.sandbox.engines.users import USER_LABEL, Users
@@ -22,6 +24,8 @@ from flash.errors import SandboxLostError, SandboxStartError
 
 _log = logging.getLogger(__name__)
 
+WALKS = 2
+"""Layers measured at a time, each in a thread."""
 CREATES = 8
 """Containers made at a time; more only wait for the engine's own locks."""
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
@@ -45,6 +49,8 @@ class DockerContainers:
         self._start_s = start_s
         self._by_socket = api.url.startswith("unix://")
         self._creating = anyio.CapacityLimiter(CREATES)
+        self._walking = anyio.CapacityLimiter(WALKS)
+        self._cleaning = anyio.CapacityLimiter(1)
         self._info: EngineInfo | None = None
         self._asking = anyio.Lock()
         self._users = Users(users)
@@ -101,9 +107,8 @@ class DockerContainers:
         )
         self._half_started.discard(container_id)
 
-    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
-        params = {"size": "true"} if size else None
-        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError, params=params, missing=None)
+    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
+        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError, missing=None)
         if found is None:
             return None
         state = found["State"]
@@ -116,8 +121,20 @@ class DockerContainers:
             exit_code=None if running else int(state.get("ExitCode", -1)),
             oom_killed=bool(state.get("OOMKilled")),
             runtime=await self._runtime(found) if runtime else "",
-            layer_size=int(found.get("SizeRw") or 0) if size else None,
         )
+
+    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
+        path = f"containers/{container_id}/json"
+        found = await self._api.json(path, SandboxLostError, missing=None)
+        if found is None:
+            return LayerUse()
+        folder = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+        if self._by_socket and folder and await anyio.Path(folder).is_dir():
+            pid = int(found["State"].get("Pid") or 0)
+            return await anyio.to_thread.run_sync(layer_use, Path(folder), pid, most, limiter=self._walking)
+        # The engine of another machine, or another storage driver: it counts bytes alone, and without an end.
+        found = await self._api.json(path, SandboxLostError, params={"size": "true"}, missing=None)
+        return LayerUse(int((found or {}).get("SizeRw") or 0))
 
     async def _runtime(self, found: Mapping[str, Any]) -> str:
         """Docker does what HostConfig says. Podman ignores it, and tells the truth only in its own API."""
@@ -166,11 +183,11 @@ class DockerContainers:
             f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None
         )
         if container_id in self._half_started and self._by_socket:
-            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id])
+            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id], limiter=self._cleaning)
             if count:
                 _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
         if self._by_socket:
-            await anyio.to_thread.run_sync(remove_groups, container_id)
+            await anyio.to_thread.run_sync(remove_groups, container_id, limiter=self._cleaning)
         self._half_started.discard(container_id)
         self._users.release(container_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ import msgspec
 
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import DockerApi
+from envs.sandbox.engines.layers import LayerUse
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 
 _log = logging.getLogger(__name__)
@@ -45,10 +47,10 @@ class DockerImages:
         if files is None:
             async with self._paused(container_id):
                 # Engines write holes out. What is paused does not make any after this look.
-                found = await self._containers.inspect(container_id, size=True)
-                if found is not None and (found.layer_size or 0) > most:
+                use = await self._containers.layer(container_id, LayerUse(most, sys.maxsize))
+                if use.size > most:
                     raise SandboxLimitError(
-                        f"the files have {found.layer_size} bytes, holes included, and the sandbox may have {most}"
+                        f"the files have {use.size} bytes or more, holes included, and the sandbox may have {most}"
                     )
                 return await self._commit(container_id, name, labels)
         # The working directory is not part of the container's layer: put it into a second one, which never runs.

@@ -29,6 +29,7 @@ from envs.sandbox.agent.files import remove
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo, Surroundings
+from envs.sandbox.engines.layers import LayerUse
 from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
@@ -63,9 +64,7 @@ class FakeContainer:
         code = None if self.process is None else self.process.returncode
         code = -signal.SIGKILL if code is None and self.killed else code
         running = self.process is not None and code is None
-        return ContainerInfo(
-            self.container_id, self.name, running, self.labels, exit_code=code, runtime="none", layer_size=0
-        )
+        return ContainerInfo(self.container_id, self.name, running, self.labels, exit_code=code, runtime="none")
 
 
 class _ProcessLink:
@@ -182,9 +181,12 @@ class FakeContainers:
                 start_new_session=True,
             )
 
-    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
         return None if container is None else container.info()
+
+    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
+        return LayerUse()
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
         return [container.info() for container in self.kept.values() if _match(container.labels, labels)]

@@ -11,7 +11,8 @@
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
     memory               limit, no swap             limit, no swap             limit, no swap
-    number of files      with Docker limited in memory; Podman 4.3 refuses that option: there they end the programs
+    number of files      limited in layers. In memory limited with Docker; Podman 4.3 refuses that option: there they
+                         end the programs
     processes, CPU       limited                    limited                    limited
     network              none                       none, or bridge            none, or bridge
 
@@ -24,6 +25,7 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
+from envs.sandbox.engines.layers import LayerUse
 from envs.sandbox.engines.seccomp import INTERNET, UNIX
 from flash.errors import SandboxRefusedError
 
@@ -52,6 +54,9 @@ DOCKER_MASKED = (
     "/sys/firmware",
 )  # fmt: skip
 """Docker's default, in place of which it takes a list. Podman adds one to its own."""
+FILES_PER_MIB = 256
+"""Files, folders and links that a sandbox may have in its own layer for each MiB of its disk: empty ones take the
+host's inodes, of which a file system has a fixed number."""
 OPEN_FILES = 4096
 """Descriptors of one process."""
 OOM_SCORE = 500
@@ -105,6 +110,11 @@ def check(spec: Spec) -> ProfileSettings:
         if not name or "=" in name or "\0" in name + value:
             raise SandboxRefusedError(f"{name!r} cannot be the name of an environment variable")
     return profile
+
+
+def layer_limit(spec: Spec) -> LayerUse:
+    """Return the most that a sandbox may have in its own layer."""
+    return LayerUse(disk_mib(spec) * MIB, FILES_PER_MIB * disk_mib(spec))
 
 
 def work_in_memory(spec: Spec) -> bool:
@@ -208,6 +218,8 @@ def container(
                 {"Name": "nofile", "Soft": OPEN_FILES, "Hard": OPEN_FILES},
                 {"Name": "nproc", "Soft": 1 << 15, "Hard": 1 << 15},
                 {"Name": "core", "Soft": 0, "Hard": 0},
+                # No single file larger than the disk: the layer is only looked at from time to time.
+                {"Name": "fsize", "Soft": disk_mib(spec) * MIB, "Hard": disk_mib(spec) * MIB},
             ],
             # Unbounded logs of a talkative container would fill the host's disk.
             "LogConfig": {"Type": "none"},

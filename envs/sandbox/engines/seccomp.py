@@ -6,6 +6,7 @@ over them. So one filter is derived for both, which also
 
 - lets a process change its own limits, priority and scheduling only: a program that sets a CPU limit of 0 on the agent
   ends its sandbox, and so is never judged;
+- reserves no disk with `fallocate`, which takes gigabytes in an instant, before anybody sees that they are missing;
 - opens sockets of the families that a profile names only: without a network, `AF_VSOCK` still reaches the machine's
   hypervisor, and others rarely used parts of the kernel;
 - refuses the system calls of other architectures, such as those of 32 bits, which no rule here looks at.
@@ -38,6 +39,8 @@ REFUSED = frozenset({
     "io_uring_register", "userfaultfd", "name_to_handle_at", "open_by_handle_at", "bpf", "perf_event_open",
 })  # fmt: skip
 """Refused with EPERM, whatever the default says."""
+RESERVING = "fallocate"
+"""Refused with EOPNOTSUPP: the C library then writes the blocks of `posix_fallocate` one by one."""
 NAMESPACES = 0x7E020000
 """Flags of `clone` that make namespaces."""
 OWN_ONLY: dict[str, dict[int, int]] = {
@@ -57,13 +60,16 @@ INTERNET = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
     """The same filter without what the module says, and with sockets of these families only."""
-    changed = REFUSED | OWN_ONLY.keys() | {"clone", "clone3", "prlimit64", "socket", "socketpair", "socketcall"}
+    changed = (
+        REFUSED | OWN_ONLY.keys() | {"clone", "clone3", "prlimit64", "socket", "socketpair", "socketcall", RESERVING}
+    )
     rules: list[dict[str, Any]] = []
     for rule in profile["syscalls"]:
         names = [name for name in rule["names"] if name not in changed]
         if names:
             rules.append({**rule, "names": names})
     rules.append(_refuse(errno.EPERM, *sorted(REFUSED)))
+    rules.append(_refuse(errno.EOPNOTSUPP, RESERVING))
     rules.append(_allow("clone", _argument(0, "MASKED_EQ", NAMESPACES)))
     # Its flags lie in memory, where no filter sees them; told that it does not exist, programs use clone.
     rules.append(_refuse(errno.ENOSYS, "clone3"))

@@ -14,12 +14,15 @@ import anyio.lowlevel
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import AGENT_SECRET, INSTANCE_LABEL, SNAPSHOT_LABEL, Backend
+from envs.sandbox.engines.layers import LayerUse
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds between attempts to reach the engine or the agent again."""
+LOOK_SHARE = 10
+"""Pause between two measurements of a layer, in multiples of the time that the last one took."""
 LATE_LOOKS = 6
 """How often a container is removed whose creation was not answered in time: an engine that was stopped and goes on
 creates it beside the first removal, or after it."""
@@ -100,15 +103,17 @@ class SandboxContainer:
         memory = ", for want of memory" if found.oom_killed else ""
         return "" if found.running else f"its container ended with exit code {found.exit_code}{memory}"
 
-    async def wait_layer_over(self, most: int, look_s: float) -> None:
-        """Return once it has written more than so many bytes to its layer: engines can seldom enforce that."""
+    async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:
+        """Return once its layer has more than `most`: engines can seldom enforce that."""
         while True:
-            await anyio.sleep(look_s)
-            # Who uses the link is told whether the sandbox is gone.
+            begun = anyio.current_time()
+            # Callers that use the link learn whether the sandbox is gone.
             with suppress(SandboxError):
-                found = await self._backend.containers.inspect(self.id, size=True)
-                if found is not None and (found.layer_size or 0) > most:
-                    return
+                use = await self._backend.containers.layer(self.id, most)
+                if use.over(most):
+                    return use
+            # A large layer takes long to measure: it may keep a thread busy for a small share of the time only.
+            await anyio.sleep(max(look_s, LOOK_SHARE * (anyio.current_time() - begun)))
 
     async def remove(self) -> None:
         """Remove it, though the engine may fail meanwhile; by name when its creation was not answered."""

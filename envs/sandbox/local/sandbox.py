@@ -87,8 +87,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For taking over again, when only the link broke."""
     removal: float = 60.0
     """For removing the container, also when the block was cancelled."""
-    disk_look: float = 10.0
-    """Between two looks at what it has written to its own layer: the engine has to walk it."""
+    disk_look: float = 0.5
+    """Least time between two measurements of its own layer."""
 
 
 class LocalSandbox(Sandbox):
@@ -373,9 +373,12 @@ class LocalSandbox(Sandbox):
         self._end("closed", f"its deadline of {self._spec.deadline_s:g} s was over")
 
     async def _watch_disk(self) -> None:
-        most = profiles.disk_mib(self._spec)
-        await self._container.wait_layer_over(most * profiles.MIB, self._settings.disk_look)
-        self._end("closed", f"it wrote more than {most} MiB")
+        most = profiles.layer_limit(self._spec)
+        use = await self._container.wait_layer_over(most, self._settings.disk_look)
+        if use.size > most.size:
+            self._end("closed", f"it wrote more than {most.size // profiles.MIB} MiB")
+        else:
+            self._end("closed", f"it made more than {most.entries} files and folders")
 
     def _end(self, state: State, reason: str) -> None:
         """Decide how it ends; the first decision stands."""
