@@ -161,7 +161,7 @@ class SampleBuffer:
         return samples.batches.taken == version or self._choose(version) is not None
 
     def take(self, version: int) -> list[Group] | None:
-        """The groups of the step that trains version `version`.
+        """Return the groups of the step that trains version `version`.
 
         None while there are too few, or while what was chosen is still being gathered: `tidy`, and ask again.
         """
@@ -170,7 +170,11 @@ class SampleBuffer:
             self._do(Taken(version, chosen))
         if samples.backlog or samples.batches.taken != version:
             return None
-        return list(samples.batches.training.values())
+        groups = list(samples.batches.training.values())
+        if samples.contract.max_age == 0:
+            # In the order of problems, not of numbers: which replacement has which number is a matter of time.
+            groups.sort(key=lambda group: group.members[0].task.seed)
+        return groups
 
     def _choose(self, version: int) -> list[int] | None:
         """The groups of a step; none where it was formed before."""

@@ -1,9 +1,12 @@
 """Domains: which of several kinds of problems comes next, and how much of a step each may be. Pure state.
 
-Each domain has a weight. The next group is of the domain that lacks most, counting what was trained and what is on its
-way; so whatever leaves without being trained is made up for in its own domain, unless `PASSES` batches' worth of the
-domain's groups have been filtered out in a row: a domain that is solved, or much too hard, then spends its turns on
-groups that come to nothing, until one is kept, and holds the others back no more.
+Each domain has a weight. A group that leaves without being trained is made up for in its own domain. Otherwise the next
+group is of the domain that lacks most, counting what was trained and what is on its way. Once `PASSES` batches' worth of
+a domain's groups were filtered out in a row, they count as turns and are not made up for, until a group is trained: a
+domain that is solved, or much too hard, does not hold the others back.
+
+Law: while groups of one step end, and no domain goes into quarantine, the groups that are issued instead are the same
+problems in whatever order they end. So a synchronous run can be repeated.
 
 A step takes what is complete, whichever domain is slow; but no domain gets further ahead of its share of all trained
 groups than by `drift` batches and a group, and from there on a step waits for the others, as long as any can come.
@@ -67,6 +70,8 @@ class DomainShares:
             self.shared.trained |= state.trained
             self.shared.filtered |= state.filtered
             self.shared.passed |= state.passed
+        self._owed = dict(nothing)
+        """Groups that left and are to be made up for."""
         self._alive = nothing
         for name in alive:
             self._add(self._alive, name, 1)
@@ -74,10 +79,13 @@ class DomainShares:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def next(self, quarantined: Collection[str]) -> str | None:
-        """The domain of the next group; None where there is no choice."""
+        """Return the domain of the next group; None where there is no choice."""
         shares = self._shares(quarantined)
         if not shares:
             return None
+        # Not the one that lacks most: that would depend on which of several groups left first.
+        if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
+            return owed
         had = {name: self._turns(name) + self._alive[name] for name in shares}
         total = 1 + sum(had.values())
         return max(shares, key=lambda name: shares[name] * total - had[name])
@@ -96,31 +104,36 @@ class DomainShares:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def issued(self, name: str) -> None:
-        """A group is on its way."""
+        """Count a group that is on its way."""
         self._add(self._alive, name, 1)
+        if self._owed.get(name):
+            self._owed[name] -= 1
 
     def left(self, name: str) -> None:
-        """It leaves, and no member of it was trained."""
+        """Count a group that leaves, and of which no member was trained."""
         self._add(self._alive, name, -1)
-
-    def kept(self, name: str) -> None:
-        """A complete group is worth a place in a batch."""
-        self.shared.filtered.pop(name, None)
+        self._add(self._owed, name, 1)
 
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
-        """A complete group is not. The number of those in a row, where from here on they count as turns; else 0."""
+        """Count a complete group that was filtered out, and has left.
+
+        Returns the number of them in a row where from here on they count as turns; else 0.
+        """
         if (share := self._shares(quarantined).get(name)) is None:
             return 0
         in_a_row = self.shared.filtered[name] = self.shared.filtered.get(name, 0) + 1
         limit = max(FEWEST, math.ceil(PASSES * self._batch * share))
         if in_a_row > limit:
             self._add(self.shared.passed, name, 1)
+            self._add(self._owed, name, -1)
         return in_a_row if in_a_row == limit else 0
 
     def trains(self, name: str) -> None:
-        """It is trained, or a part of it for the first time."""
+        """Count a group that is trained, or a part of it for the first time."""
         self._add(self._alive, name, -1)
         self._add(self.shared.trained, name, 1)
+        # Not when it is complete: within a step that would depend on the order in which groups end.
+        self.shared.filtered.pop(name, None)
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 

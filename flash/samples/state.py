@@ -322,14 +322,13 @@ class Samples:
     def _admit_or_filter(self, group: Group) -> None:
         if self.rules.filter_of(group.kind).keeps(group):
             self.pool.ready(group)
-            self.domains.kept(group.kind)
             self._breaker.kept()
             return
         self._departures.filtered(group)
         if in_a_row := self.domains.filtered(group.kind, self.quarantined):
             self.notes.append(
                 f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
-                "easy or too hard. Until one is kept it has its turns, and what comes to nothing is not made up for"
+                "easy or too hard. Until one is trained it has its turns, and what comes to nothing is not made up for"
             )
         self._breaker.filtered(group.kind)
 

@@ -233,16 +233,18 @@ def test_keys_differ_between_tasks_turns_and_splits() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_seeds_differ_between_runs_tasks_turns_splits_and_attempts() -> None:
+def test_seeds_differ_between_runs_problems_samples_turns_splits_and_attempts() -> None:
     tasks = [
-        Task(i, 0, 0, seed=0, split=split, attempt=attempt)
-        for i in range(5)
+        Task(0, 0, sample, seed=problem, split=split, attempt=attempt)
+        for problem in range(5)
+        for sample in range(2)
         for split in ("train", "eval")
         for attempt in range(3)
     ]
     seeds = [response_seed(run, task, turn) for run in range(3) for task in tasks for turn in range(5)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+    assert response_seed(0, Task(7, 3, 1, seed=2), 0) == response_seed(0, Task(9, 4, 1, seed=2), 0), "not the number"
 
 
 def test_a_response_is_asked_for_with_its_seed_where_the_run_has_one() -> None:

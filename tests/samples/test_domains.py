@@ -120,7 +120,7 @@ def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> 
     assert DomainShares(rules(a=2, b=1), 4, 1, domains.shared).row([]) == {}
 
 
-def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_kept() -> None:
+def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_trained() -> None:
     domains = DomainShares(rules(a=1, b=1), batch=8, drift=0)
 
     def issue() -> str:
@@ -147,7 +147,7 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
     assert most["b"] >= 4, "what came to nothing holds nobody back"
     again = DomainShares(rules(a=1, b=1), 8, 0, domains.shared)
     assert again.most([]) == most
-    again.kept("a")
+    again.trains("a")
     assert [again.filtered("a", []) for _ in range(16)][-1] == 16
 
 
@@ -197,6 +197,37 @@ def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_r
     old = {task for task in again if task.sampling != Sampling(1.2)}
     assert old == {lease.task for lease in lent}, "what was begun goes on as it began"
     assert again > old
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_groups_end(seed: int) -> None:
+    draw = random.Random(seed)
+    names = "abc"[: draw.randint(2, 3)]
+    domains = {name: own(draw.choice([1, 2, 3]), 2, DIFFERENT) for name in names}
+    equal = {name: draw.choice([0.1, 0.5, 0.95, 1.0]) for name in names[1:]} | {"a": 0.3}
+    groups, drift = draw.randint(2, 6), draw.choice([0.0, 0.5, 1.0])
+
+    def issued(order: int) -> list[tuple[list[tuple[str, int]], list[int]]]:
+        """The problems that each step has issued, and those that it trains, in order."""
+        dice, steps = random.Random(order), list[tuple[list[tuple[str, int]], list[int]]]()
+        buffer = buffer_of(domains, alpha=0, groups=groups, steps=5, drift=drift)
+        for version in range(5):
+            problems, out = set[tuple[str, int]](), lease_all(buffer, version)
+            while out:
+                problems |= {(lease.task.kind, lease.task.seed) for lease in out}
+                task = (lease := out.pop(dice.randrange(len(out)))).task
+                differs = task.sample_index and random.Random(f"{seed} {task.seed}").random() >= equal[task.kind]
+                buffer.finish(lease.lease_id, trajectory(task, version, reward=float(bool(differs))))
+                if dice.random() < 0.5 or not out:
+                    out += lease_all(buffer, version)
+            taken = buffer.take(version)
+            assert taken is not None
+            steps.append((sorted(problems), [group.members[0].task.seed for group in taken]))
+            buffer.commit(version)
+        return steps
+
+    assert issued(1) == issued(2) == issued(3)
 
 
 @pytest.mark.parametrize(

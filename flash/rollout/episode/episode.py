@@ -91,8 +91,11 @@ def response_key(task: Task, turn: int) -> int:
 
 
 def response_seed(seed: int, task: Task, turn: int) -> int:
-    """What a turn's response is drawn with: another for each attempt, so that one that fails does not fail again."""
-    named = f"{seed} {response_key(task, turn)} {task.attempt}".encode()
+    """Return the seed of a turn's response: another one for each attempt, so that a failure does not come again.
+
+    The problem counts, and not the task's number: groups that replace others are numbered in the order of time.
+    """
+    named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
 
 
