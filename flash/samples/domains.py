@@ -1,9 +1,9 @@
 """Domains: which of several kinds of problems comes next, and how much of a step each may be. Pure state.
 
-Each domain has a weight. A group that leaves without being trained is made up for in its own domain. Otherwise the next
-group is of the domain that lacks most, counting what was trained and what is on its way. Once `PASSES` batches' worth of
-a domain's groups were filtered out in a row, they count as turns and are not made up for, until a group is trained: a
-domain that is solved, or much too hard, does not hold the others back.
+Each domain has a weight. A group that leaves without being trained is made up for in its own domain. Otherwise the
+next group is of the domain that lacks most, counting what was trained and what is on its way. Once `PASSES` batches'
+worth of a domain's groups were filtered out in a row, they count as turns and are not made up for, until a group is
+trained: a domain that is solved, or much too hard, does not hold the others back.
 
 Law: while groups of one step end, and no domain goes into quarantine, the groups that are issued instead are the same
 problems in whatever order they end. So a synchronous run can be repeated.

@@ -73,7 +73,7 @@ class AgeContract(msgspec.Struct, frozen=True):
 
     @property
     def splits(self) -> bool:
-        """Whether a group may be trained in parts: within α ≥ 1 there is a last chance of those that are done."""
+        """True if a group may be trained in parts: at any α > 0 its finished members have a last chance."""
         return window(self.async_ratio) >= 1
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
@@ -14,6 +16,8 @@ from torch.nn.utils import get_total_norm
 from flash.config.learning import TrainConfig
 from flash.errors import ContractError
 from flash.trainer.mesh import gathered
+
+log = logging.getLogger("flash")
 
 FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
 """Of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so gradients stay far from both ends."""
@@ -90,7 +94,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
-    """AdamW over what is trained, or `Muon`, for which `model` is a language model.
+    """Return AdamW over what is trained, or `Muon`, for which `model` is a language model.
 
     AdamW passes once over memory, where torch's default makes some ten passes. `host` is where moments are that
     `train.offload` names alone: beside weights that are on the CPU they are there, too.
@@ -109,6 +113,9 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     ends = {id(parameter) for layer in _ends(model) for parameter in layer.parameters()}
     hidden = [one for one in parameters if one.ndim == 2 and id(one) not in ends]
     known = {id(one) for one in hidden}
+    experts = sum(one.numel() for one in parameters if one.ndim == 3)
+    if experts and not (dist.is_initialized() and dist.get_rank()):
+        log.warning("Muon moves matrices: experts, %d weights in tensors of three dimensions, move by AdamW", experts)
     return Muon([{"params": hidden}, {"params": [one for one in parameters if id(one) not in known]}], **options)
 
 

@@ -69,6 +69,15 @@ class Language(nn.Module):
         return self.ends
 
 
+def test_experts_of_a_mixture_move_by_adamw_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    mixture = Language()
+    mixture.experts = nn.Parameter(torch.zeros(4, 6, 5))
+    matrices, others = make_optimizer(mixture, TrainConfig(optimizer="muon")).param_groups
+    assert [one.shape for one in matrices["params"]] == [(5, 8), (9, 3)]
+    assert any(one is mixture.experts for one in others["params"])
+    assert "experts, 120 weights in tensors of three dimensions, move by AdamW" in caplog.text
+
+
 def test_several_updates_are_those_of_torchs_muon_up_to_its_rounding() -> None:
     torch.manual_seed(0)
     ours, theirs = Language(), Language()
