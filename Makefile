@@ -23,7 +23,7 @@ env:
 
 # Unit tests, on the virtual clock and with fakes, and the linters: under two minutes on two cores.
 check: env
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit lint
+	@$(MAKE) --no-print-directory --jobs=2 unit lint
 
 unit: env
 	$(PYTEST) -m "not integration"

@@ -1,16 +1,19 @@
 """Try the two commands as a stranger has them: each Python of this machine, a fresh clone, pip without any settings.
 
     python3 scripts/try_install.py                    # each Python found, with a compiler and without; an hour
-    python3 scripts/try_install.py --short --other    # one that is not this one, and a few tests only; minutes
+    python3 scripts/try_install.py --other            # only the newest Python that is not this one
+    python3 scripts/try_install.py --short            # a few unit tests instead of `make check`; minutes
+    sudo python3 scripts/try_install.py --user nobody # as an ordinary user, whom root can become
 
-What is tried is the last commit. Of pip's settings only those stay that say how the registry is reached. Everything is
-made in a temporary folder, 10 GB at most, and removed. Exits with 1 where something failed.
+The trial uses the last commit. Of pip's settings only those stay that say how the registry is reached. Everything is
+made in a temporary folder, 10 GB at most, and removed. The script exits with 1 where something failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -19,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commands import ROOT, output
 from install import OLDEST_PYTHON
@@ -133,13 +136,38 @@ def steps(python: Python, short: bool) -> list[Step]:
     ]
 
 
-def attempt(python: Python, compiler: bool, short: bool, work: Path) -> Row:
-    """Clone, run every step until one fails, and tell what it took."""
+def can_run(python: Python, user: str | None) -> bool:
+    """Return True if `user` may start this interpreter; it may lie in a folder that is closed to others."""
+    command = [python.path, "-c", ""]
+    try:
+        return subprocess.run(command, check=False, cwd="/", **identity(user)).returncode == 0
+    except PermissionError:
+        return False
+
+
+def identity(user: str | None) -> dict[str, Any]:
+    """Return the arguments by which `subprocess.run` becomes `user`, without any group of the caller's."""
+    return {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
+
+
+def give(folder: Path, user: str) -> None:
+    """Make `user` the owner of a folder and of everything in it."""
+    account = pwd.getpwnam(user)
+    for place in (folder, *folder.rglob("*")):
+        os.lchown(place, account.pw_uid, account.pw_gid)
+
+
+def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str | None) -> Row:
+    """Clone, run every step until one fails, and return a row of how long each step took."""
     clone, home = work / "clone", work / "home"
     home.mkdir(exist_ok=True)
     path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
     subprocess.run(["git", "clone", "--quiet", f"file://{ROOT}", clone], check=True)
+    if user is not None:
+        give(work, user)
     name = f"{'.'.join(map(str, python.version))} {'with' if compiler else 'without'} a compiler"
+    if user is not None:
+        name += f", as {user}"
     sys.stdout.write(f"\n== {name}: {python.path}\n")
     columns, good = [name], True
     for step in steps(python, short):
@@ -147,8 +175,15 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path) -> Row:
         sys.stdout.flush()
         start = time.monotonic()
         with (work / "log").open("w+") as log:
+            environment = variables(home, path) | ({} if user is None else {"USER": user, "LOGNAME": user})
             done = subprocess.run(
-                step.command, cwd=clone, env=variables(home, path), stdout=log, stderr=subprocess.STDOUT, check=False
+                step.command,
+                **identity(user),
+                cwd=clone,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                check=False,
             )
             log.seek(0)
             lines = log.read().splitlines()
@@ -173,10 +208,15 @@ def main() -> int:
     parser.add_argument("--other", action="store_true", help="only the newest whose version is not this Python's")
     parser.add_argument("--short", action="store_true", help="some of the unit tests instead of `make check`")
     parser.add_argument("--compiler", choices=("both", "with", "without"), default="both")
+    parser.add_argument("--user", help="become this ordinary user for the trial; only root can")
     options = parser.parse_args()
     found = [python for python in map(probe, options.python) if python] if options.python else pythons()
     if options.other:
         found = [python for python in found if python.version[:2] != sys.version_info[:2]][-1:]
+    closed = [python for python in found if not can_run(python, options.user)]
+    if closed:
+        paths = ", ".join(str(python.path) for python in closed)
+        parser.error(f"{options.user} may not run {paths}: open its folders to others with chmod o+x")
     if not found:
         sys.stdout.write("not tried: no other Python that Flash could run with was found on this machine\n")
         return 0
@@ -186,7 +226,7 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # the space is a part of the trial
         for python in found:
-            rows += [attempt(python, compiler, options.short, Path(work)) for compiler in forms]
+            rows += [attempt(python, compiler, options.short, Path(work), options.user) for compiler in forms]
     sys.stdout.write("\n" + "\n".join(" | ".join(row.columns) for row in rows) + "\n")
     return 0 if all(row.good for row in rows) else 1
 
