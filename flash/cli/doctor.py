@@ -37,7 +37,6 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Make the checks; 1 where something is missing."""
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
-    from flash.run.checks.preflight import start_problems
 
     config: list[Config] = []
     findings: list[Found] = []
@@ -45,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         paths, overrides = split_arguments(arguments.config)
 
         def read(_: Config | None) -> Found:
+            from flash.run.checks.preflight import start_problems
+
             try:
                 config.append(load(paths, overrides, also=start_problems))
             except ConfigError as error:
@@ -76,7 +77,6 @@ def containers(config: Config | None) -> Found:
     """A container engine, for environments that run programs in sandboxes."""
     import anyio
 
-    from envs.sandbox.doctor import engine_name
     from flash.run.checks.doctor import missing, not_needed, ok
 
     wanted, remote = False, None
@@ -86,6 +86,8 @@ def containers(config: Config | None) -> Found:
     if remote:
         return not_needed(f"the sandboxes come from the service at {remote}")
     try:
+        from envs.sandbox.doctor import engine_name
+
         return ok(anyio.run(engine_name))
     except ModuleNotFoundError as error:
         found, advice = f"{error.name} is not installed", "pip install -e '.[sandbox]' in Flash's folder"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.metadata
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -43,6 +45,7 @@ UNREAD = 128 + signal.SIGPIPE
 def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """With these commands: the whole, and each command's by its name."""
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"flash-rl {importlib.metadata.version('flash-rl')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name in names:
@@ -81,6 +84,16 @@ def _prepare_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def extra_of(module: str) -> str | None:
+    """Return the first extra of this distribution that brings a module; None if no extra does."""
+    wanted = module.partition(".")[0].lower()
+    for line in importlib.metadata.requires("flash-rl") or []:
+        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if name and extra and name[0].lower().replace("-", "_") == wanted:
+            return extra[1]
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `flash`; the exit code. 2: wrong input, 130: an interrupt, 141: nobody reads the output."""
     _prepare_output()
@@ -93,6 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FlashError as error:
         sys.stderr.write(f"flash: error: {error}\n")
+        return 2
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name or "")
+        if extra is None:
+            raise
+        sys.stderr.write(
+            f"flash: error: `flash {arguments.command}` needs the package {error.name}, which is not installed: "
+            f"pip install -e '.[{extra}]' in Flash's folder\n"
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -21,8 +21,6 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.profile.order import ProfileOrder
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
-from flash.run.checks.preflight import left_as_it_was, start_problems
-from flash.run.restart.history import booked_version
 
 CLOSE_S = 60.0
 """Of an engine that ends while it records: what was recorded is written too."""
@@ -50,6 +48,8 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the run with an order for its processes, then put together what they have written."""
+    from flash.run.checks.preflight import left_as_it_was, start_problems
+
     paths, overrides = split_arguments(arguments.config)
     asked = load(paths, overrides)
     out = (arguments.out or asked.run_dir.with_name(f"{asked.run.name}-profile")).absolute()
@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _order(config: Config, warm_up: int, steps: int, out: Path) -> ProfileOrder:
     """Which steps are meant. Raises ConfigError: the run has fewer."""
+    from flash.run.restart.history import booked_version
+
     made = booked_version(config) if config.run.resume else 0
     order = ProfileOrder(str(out), made + warm_up, made + warm_up + steps)
     if order.stop > config.run.steps:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from flash.cli.arguments import CommandParsers
 from flash.cli.train import add_run_parser, carry_out, interruptible
 from flash.config.tree import Config
-from flash.run.checks.preflight import sft_problems
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -18,6 +17,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and its rows, and train."""
+    from flash.run.checks.preflight import sft_problems
     from flash.run.sft.course import with_steps
 
     return carry_out(arguments, sft_problems, _tried, _start, whole=with_steps)

@@ -15,8 +15,6 @@ from flash.config.decode import ConfigProblem
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.checks.preflight import left_as_it_was, start_problems
-from flash.run.models.models import make_missing_model
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -35,6 +33,7 @@ def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: st
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, make the tiny model that it may want, and train."""
+    from flash.run.checks.preflight import start_problems
 
     def tried(config: Config) -> Iterable[str]:
         from flash.run.checks.dry_run import dry_run
@@ -51,19 +50,28 @@ def carry_out(
     begin: Callable[[Config], int],
     whole: Callable[[Config], Config] = lambda config: config,
 ) -> int:
-    """Check a configuration, also for these problems, complete it to the `whole`, and have it tried, or begun.
+    """Check a configuration, then try it (`--dry-run`) or start the run; return the exit code.
 
-    The exit code of what has begun, once it is said how the run goes on that it has not ended in order.
+    Args:
+        arguments: of the command line.
+        problems: finds what would stop the run on this machine, beside what every process checks.
+        tried: tries a checked configuration and yields a line for each thing that was tried.
+        begin: runs a checked configuration and returns its exit code.
+        whole: fills in what the command itself decides.
     """
+    from flash.run.checks.preflight import left_as_it_was
+
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")
     config = whole(load(paths, overrides, also=problems))
     advise(config, left_as_it_was(config))
     if arguments.dry_run:
+        # The configuration is long: what was found has to stand below it, where a reader looks.
+        sys.stdout.write(dump(config))
+        sys.stdout.flush()
         for line in tried(config):
             sys.stderr.write(f"checked {line}\n")
-        sys.stdout.write(dump(config))
         return 0
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
@@ -106,6 +114,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
 
 def start(config: Config) -> int:
     """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
+    from flash.run.models.models import make_missing_model
     from flash.run.processes.launcher import launch
 
     interruptible()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,39 @@ def test_a_command_that_there_is_not_is_told_by_its_nearest(capsys: pytest.Captu
 def test_a_name_that_is_too_long_for_a_file_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "x" * 5_000]) == 2
     assert "File name too long" in capsys.readouterr().err
+
+
+WITHOUT_EXTRAS = """
+import re, sys, tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+names = lambda lines: {re.match(r"[\\w.-]+", line)[0].lower().replace("-", "_") for line in lines}
+brought = names(sum(project["optional-dependencies"].values(), [])) - names(project["dependencies"])
+sys.modules.update(dict.fromkeys(brought))
+from flash.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A process that cannot import any package that only an extra brings."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "run a config: rollouts and training at the same time"),
+        (["--version"], 0, "flash-rl 0."),
+        (["simulate", "examples/simulate.toml", "run.steps=1"], 0, "asynchronous"),
+        (
+            ["plan", "examples/tiny.toml"],
+            2,
+            "needs the package torch, which is not installed: pip install -e '.[train]'",
+        ),
+    ],
+)
+def test_a_plain_installation_says_which_extra_a_command_needs(arguments: list[str], code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *arguments],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr

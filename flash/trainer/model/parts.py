@@ -280,7 +280,7 @@ class Parts:
         kinds = np.unique(self._kind_S[filled]).tolist()
         return [
             _among_themselves(
-                [self._own[place] for place in np.flatnonzero(filled & (self._kind_S == kind))], self._device
+                [self._own[place] for place in np.flatnonzero(filled & (self._kind_S == kind)).tolist()], self._device
             )
             for kind in kinds
         ]
