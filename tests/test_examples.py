@@ -25,12 +25,17 @@ Overrides = Callable[[Path], list[str]]
 
 @pytest.fixture
 def overrides(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> Overrides:
-    """A folder without outputs, and what stands in for the data that an example wants."""
+    """Return the overrides of an example: its data and its run directory, where it names them, are in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
     rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return lambda example: [f"env.options.path={data}"] if "envs.dataset" in example.read_text() else []
+    stand_ins = {
+        "envs.dataset": f"env.options.path={data}",
+        # The absolute folder of a shared volume, which only root could make here.
+        "output_dir =": f"run.output_dir={tmp_path / 'outputs'}",
+    }
+    return lambda example: [override for word, override in stand_ins.items() if word in example.read_text()]
 
 
 def test_there_is_an_example_for_each_reference_setting() -> None:

@@ -58,7 +58,7 @@ def open_socket(address: HttpAddress) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"cannot listen at {address.host}: {error}") from error
     family, _, _, _, place = found[0]
-    if not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback and address.certificate is None:
+    if not _is_loopback(str(place[0])) and address.certificate is None:
         raise ConfigError(
             f"{address.host} can be reached from other machines: tokens and all that is sent would travel in the "
             "clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
@@ -74,6 +74,14 @@ def open_socket(address: HttpAddress) -> socket.socket:
             f"cannot listen at {address.host}:{address.port}: {error.strerror or error}; choose another port"
         ) from error
     return bound
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches a numeric address."""
+    found = ipaddress.ip_address(host.partition("%")[0])
+    # Before Python 3.13 ::ffff:127.0.0.1, which is IPv4's own loopback written as IPv6, does not count as one.
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def _open_unix(path: Path) -> socket.socket:
