@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError
 from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
-from flash.run.processes.rendezvous import find_hub
+from flash.run.processes.rendezvous import address_towards, find_hub
 from flash.run.processes.token import hub_token
 from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
@@ -79,6 +80,25 @@ def test_hosts_that_share_no_folder_find_the_hub_at_its_port(monkeypatch: pytest
     found = find_hub(config, "ab" * 32, lambda address: address)
     assert found == HubAddress("node7", 29500, bytes.fromhex("ab" * 32))
     assert "FLASH_TOKEN" not in os.environ
+
+
+@pytest.mark.parametrize("endpoint", ["[::1]:29577", "127.0.0.1:29577", "localhost:29577"])
+def test_a_job_on_one_machine_is_reached_at_the_loopback_address_that_it_names(endpoint: str) -> None:
+    host = address_towards(endpoint)
+    assert host in (("::1", "127.0.0.1") if "local" in endpoint else (endpoint.rpartition(":")[0].strip("[]"),))
+
+
+def test_a_first_node_that_leads_nowhere_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"FLASH_RDZV_ENDPOINT = no\.such\.host\.invalid:1: .* leads to no machine"):
+        address_towards("no.such.host.invalid:1")
+
+
+def test_a_loopback_address_of_ones_own_name_is_not_announced_to_other_machines() -> None:
+    def debian(host: str, port: int) -> list[tuple[Any, ...]]:
+        found = ["127.0.1.1"] if host == "node1" else ["127.0.1.1", "10.1.2.3"]
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (each, port)) for each in found]
+
+    assert not address_towards("node1:29577", debian).startswith("127.")
 
 
 def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:

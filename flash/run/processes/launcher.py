@@ -34,7 +34,7 @@ from flash.run.processes.hub_place import withdraw
 from flash.run.processes.launch import Launch
 from flash.run.processes.locks import exclusive_run
 from flash.run.processes.ranks import Ranks
-from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
+from flash.run.processes.rendezvous import RENDEZVOUS, advertised_host, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
@@ -122,6 +122,8 @@ def launch(config: Config) -> int:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
     os.environ.setdefault("FLASH_NODE_RANK", "0")
+    if config.cluster.nodes > 1:
+        advertised_host(config)  # each process asks for it; a wrong name is refused here, once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     share_import_path()
     marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)

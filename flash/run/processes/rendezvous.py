@@ -5,12 +5,13 @@ The hub is found as by nodes that join (`flash.run.processes.hub_place`).
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, FlashError
@@ -20,6 +21,8 @@ from flash.run.processes.token import VARIABLE
 
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
 """Variable with HOST:PORT of the first node of several, towards which each has the address that the others reach."""
+ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses of no machine (RFC 5737, RFC 3849), which the default route of this one leads to."""
 RETRY_S = 0.5
 """Between two looks for the hub: nobody can tell us that one has started, maybe on another machine."""
 QUIET_S = 20.0
@@ -45,7 +48,7 @@ def heed_torchrun(environment: MutableMapping[str, str]) -> None:
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
     """Where a process of the job finds the hub: in the run directory, or, where hosts share none, at its port."""
-    first = config.cluster.hub_host or environment.get(RENDEZVOUS, "").rpartition(":")[0]
+    first = config.cluster.hub_host or environment.get(RENDEZVOUS, "").rpartition(":")[0].strip("[]")
     if VARIABLE in environment and config.cluster.hub_port and first:
         return HubPlace(host=first, port=config.cluster.hub_port)
     return HubPlace(run_dir=str(config.run_dir.absolute()))
@@ -82,26 +85,74 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
 
 
 def advertised_host(config: Config) -> str:
-    """The address at which the other processes and nodes of the job reach this machine.
+    """Return the address at which the other processes and nodes of the job reach this machine.
 
-    A job of one node has none, but where SLURM has started it: then others of the cluster may join, where names lead to
-    their machines.
+    A job of one node is reached by itself only, unless SLURM has started it: then nodes of the cluster may join it.
+
+    Raises:
+        ConfigError: the job has several nodes, and the first one's name or this machine's address cannot be found.
     """
     if config.cluster.hub_host is not None and os.environ["FLASH_NODE_RANK"] == "0":
         return config.cluster.hub_host
     if config.cluster.nodes > 1:
-        return _address_towards(os.environ[RENDEZVOUS])
-    with suppress(OSError):
+        return address_towards(os.environ[RENDEZVOUS])
+    with suppress(ConfigError):
         if RENDEZVOUS in os.environ:
-            return _address_towards(os.environ[RENDEZVOUS])
+            return address_towards(os.environ[RENDEZVOUS])
     return "127.0.0.1"
 
 
-def _address_towards(endpoint: str) -> str:
-    """This machine's address on the way to HOST:PORT. Raises OSError: a name leads nowhere."""
+Resolve = Callable[[str, int], Sequence[tuple[Any, ...]]]
+"""Find the addresses of a name, as `socket.getaddrinfo` does."""
+
+
+def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+
+
+def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
+    """Return this machine's address on the way to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
+
+    Raises:
+        ConfigError: the host leads nowhere, or only loopback addresses of this machine are found.
+    """
     first, _, port = endpoint.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    first = first.strip("[]")
+    try:
+        family, _, _, _, place = resolve(first, int(port))[0]
+        host = _own_address(family, place)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"{RENDEZVOUS} = {endpoint}: {first} leads to no machine ({error}); expected HOST:PORT of the first node, "
+            "or [ADDRESS]:PORT with an address of IPv6"
+        ) from error
+    if not _is_loopback(host) or first == "localhost" or _is_loopback(first):
+        return host
+    # Debian's /etc/hosts has a line such as `127.0.1.1 node1`, by which a machine's own name leads to loopback: what
+    # the others would reach there is themselves.
+    for family, far in ELSEWHERE:
+        with suppress(OSError):
+            if not _is_loopback(own := _own_address(family, (far, int(port)))):
+                return own
+    with suppress(OSError):
+        for *_, place in resolve(socket.gethostname(), int(port)):
+            if not _is_loopback(str(place[0])):
+                return str(place[0])
+    raise ConfigError(
+        f"{RENDEZVOUS} = {endpoint}: on this machine {first} is {host}, which other machines cannot reach, and it has "
+        "no other address; name one that they reach: cluster.hub_host"
+    )
+
+
+def _own_address(family: int, place: tuple[Any, ...]) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only chooses the interface that routes to the peer.
-        probe.connect((first, int(port)))
-        host = str(probe.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname()) if host.startswith("127.") else host
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False
