@@ -156,6 +156,17 @@ def sampled_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout.max_episode_tokens", message)
 
 
+def rate_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The learning rate decays towards its end, and does not rise."""
+    train = config.train
+    if train.final_learning_rate > train.learning_rate:
+        message = (
+            f"is a rate, not a share: expected at most train.learning_rate = {train.learning_rate:g}, got "
+            f"{train.final_learning_rate:g}; a tenth of the peak is {train.learning_rate / 10:g}"
+        )
+        yield ConfigProblem("train.final_learning_rate", message)
+
+
 def eval_rule(config: Config) -> Iterator[ConfigProblem]:
     """Several answers to a problem differ."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
@@ -280,6 +291,7 @@ RULES: tuple[Rule, ...] = (
     response_rule,
     length_rule,
     sampled_rule,
+    rate_rule,
     eval_rule,
     sink_rule,
     alarm_rule,

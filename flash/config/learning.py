@@ -48,7 +48,7 @@ class TrainConfig(Section, frozen=True):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up, until the last step."""
     final_learning_rate: Fraction = 0.0
-    """Where decay ends."""
+    """Rate at which decay ends; at most `learning_rate`."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Of AdamW."""
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8

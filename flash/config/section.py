@@ -23,7 +23,8 @@ LearningRate = Annotated[float, Meta(gt=0, le=1)]
 """Adam moves each weight by about the learning rate: above 1 nothing of a model is left after a step."""
 LOWEST_TEMPERATURE = 0.01
 """Engines take what is below for this, and so would sample from another distribution than the trainer assumes."""
-HIGHEST_TEMPERATURE = 100
+HIGHEST_TEMPERATURE = 2
+"""Engines refuse requests above it."""
 Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)]
 HIGHEST_TOP_K = 1024
 """All of them travel with each token."""

@@ -14,6 +14,7 @@ from msgspec import Meta, field
 from flash.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, SftConfig, TrainConfig
 from flash.config.observe import AlarmsConfig, ObserveConfig, TrackConfig
 from flash.config.section import (
+    HIGHEST_TEMPERATURE,
     BelowOne,
     Biases,
     Deadline,
@@ -227,7 +228,7 @@ class EvalConfig(Section, frozen=True):
     """Held-out problems."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
     """Answers per problem; pass@k for this k."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] = 0.0
     """0: greedy."""
 
 

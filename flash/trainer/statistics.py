@@ -193,7 +193,7 @@ class StepStatistics:
         metrics = {
             "loss": sums["loss"] / (minibatches * passes),
             "entropy": sums["entropy"] / count,
-            "trained_tokens": sums["count all"] / passes,
+            "trained_tokens": sums["count kept"] / passes,
             "advantage_abs_mean": sums["advantage"] / count,
             "mismatch_kl": sums[f"k1 {which}"] / compared,
             "mismatch_k3": sums[f"k3 {which}"] / compared,

@@ -357,7 +357,8 @@ class Trainer:
             whose=f"step {self.version}",
             advice="look at the last metrics for a loss or ratio that runs away, lower train.learning_rate",
         )
-        self.skipped_steps += not applied
+        # A batch whose every token is masked has no update to leave out; `trained_tokens` is 0 for it.
+        self.skipped_steps += trained and not applied
         if self.lag is not None:
             self.lag.made(rate if applied else 0.0)
         return norm

@@ -28,7 +28,7 @@ def watch(**config: Any) -> Alarms:
 
 CASES: list[tuple[AlarmName, dict[str, float], str]] = [
     ("stale", {"stale_share": 0.4}, "40% of the tokens were too old"),
-    ("masked", {"masked_cap_share": 0.2, "masked_correction_share": 0.1}, "30% of the trained tokens got weight 0"),
+    ("masked", {"masked_cap_share": 0.2, "masked_correction_share": 0.1}, "30% of the tokens got weight 0"),
     ("failures", {"failures": 16}, "20% of the episodes failed"),
     ("mismatch", {"mismatch_k3_age_0": 0.02}, "0.02 is the mismatch of engine and trainer at equal weights (mean"),
     ("ess", {"ess": 0.3}, "30% is the effective share of the tokens"),

@@ -91,6 +91,20 @@ def test_a_tolerance_that_is_given_holds(sure: Path) -> None:
     assert CanaryMaker(text, model, config).canary(model).tolerance == 0.123
 
 
+def test_the_tolerance_grows_with_the_log_probs_of_a_text_that_the_policy_has_left(sure: Path) -> None:
+    model, text, config = drawn(sure)
+    maker = CanaryMaker(text, model, config)
+    before = maker.canary(model)
+    assert before.tolerance == maker.tolerance
+    with torch.no_grad():
+        # A rounding of float32 is a share of a logit: logits ten times as large differ by ten times as much.
+        model.lm_head.weight.mul_(-10)
+    after = maker.canary(model)
+    sizes = [max(sum(map(abs, canary.logprobs)) / len(canary.logprobs), 1.0) for canary in (before, after)]
+    assert after.tolerance == pytest.approx(before.tolerance * sizes[1] / sizes[0])
+    assert after.tolerance > 10 * before.tolerance
+
+
 @pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16", "float16"])
 def test_a_healthy_engine_passes_and_one_with_another_layer_does_not(sure: Path, engine_dtype: str) -> None:
     model, text, config = drawn(sure, engine_dtype)

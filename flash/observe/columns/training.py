@@ -40,7 +40,7 @@ BATCH = ColumnGroup(
         Column("samples", "samples of which a token was trained"),
         Column("tokens", "tokens of the batch, prompts included", "tokens"),
         Column("shared_token_share", "share computed once for several sequences", "share"),
-        Column("trained_tokens", "response tokens that entered the loss", "tokens"),
+        Column("trained_tokens", "response tokens in the loss: neither too old nor rejected", "tokens"),
         Column(
             "reward_mean",
             "mean reward of the samples, before shaping",
@@ -258,15 +258,18 @@ OFF_POLICY = ColumnGroup(
         Column("mismatch_k3_env_NAME", "the same for one environment of a mixture", form=".1e", chart="mismatch"),
         Column(
             "masked_correction_share",
-            "share of tokens to which `algorithm.corrections` give weight 0",
+            "share of tokens to which `algorithm.corrections` or `mask_truncated` give weight 0",
             "share",
             label="correction",
             chart="left_out",
             worry="it rises: much of the batch is thrown away",
-            helps=f"{LOWER_ALPHA}, or widen what masks them",
+            helps=f"{LOWER_ALPHA}, or widen what masks them; with `algorithm.mask_truncated` raise "
+            "`rollout.max_new_tokens`",
             alarm=Alarm(
                 "masked",
-                "of the trained tokens got weight 0 from the objective's cap or algorithm.corrections",
+                "of the tokens got weight 0 from the objective's cap, algorithm.corrections or mask_truncated",
+                # A batch that is masked entirely trains no token, and counts most.
+                weight=steps,
                 number=_masked,
                 looks_at="`masked_cap_share` + `masked_correction_share`",
             ),

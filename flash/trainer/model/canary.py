@@ -39,6 +39,10 @@ LEAST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
 """Nats that are always allowed: what is measured of a model that knows nothing yet says little of what it will make."""
 
 
+LEAST_SIZE = 1.0
+"""Nats that the canary's log-probs count as having at first: a model that is sure of its text would else make the
+tolerance grow by orders of magnitude once it is not."""
+
 SHORT = 8
 """Tokens of each short text, at least: a text's first tokens say little of what the model knows."""
 
@@ -130,12 +134,24 @@ class CanaryMaker:
         """Mean absolute difference of the trainer's log-probs from those in float32, in nats."""
         if not math.isfinite(self.rounding):
             raise ConfigError(_not_finite(text, dtype))
+        self._given = given
+        self._size = max(_mean_size(logprobs), LEAST_SIZE)
         self.tolerance = max(BEYOND_ROUNDING * self.rounding, LEAST[dtype]) if given is None else given
-        """Most that the log-probs of engine and trainer may differ by in the mean, in nats."""
+        """Most that the log-probs of engine and trainer may differ by in the mean, in nats, under the first weights."""
 
     def canary(self, model: PreTrainedModel) -> Canary:
-        """Of the weights that the policy has now. A collective."""
-        return Canary(self._token_ids, canary_logprobs(model, self._token_ids), self.tolerance)
+        """Return the canary of the policy's present weights. A collective.
+
+        Rounding is relative: a policy that has left this text behind gives it large negative log-probs, and healthy
+        engines differ by more there. So the tolerance grows with the size of the log-probs, unless it was configured.
+        """
+        logprobs = canary_logprobs(model, self._token_ids)
+        grown = 1.0 if self._given is not None else max(_mean_size(logprobs) / self._size, 1.0)
+        return Canary(self._token_ids, logprobs, self.tolerance * grown)
+
+
+def _mean_size(logprobs: list[float]) -> float:
+    return sum(map(abs, logprobs)) / len(logprobs)
 
 
 def _not_finite(text: CanaryText, dtype: str) -> str:
