@@ -14,14 +14,12 @@ answer. Tried again, a group would keep its short answers alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
-import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import msgspec
 
 from envs import nested
@@ -46,6 +44,7 @@ from flash.environment import (
     wrap,
 )
 from flash.environment.results import check_reset_result, check_step_result
+from flash.environment.threaded import in_thread
 from flash.errors import ConfigError, EnvError
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
@@ -118,12 +117,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if inspect.iscoroutinefunction(found):
             return cast("Function", found)
 
-        def in_thread(base_url: str, api_key: str, task: str) -> Awaitable[str]:
-            # A limiter of its own: the default one holds 40 threads for the whole process.
-            limiter = anyio.CapacityLimiter(1)
-            return anyio.to_thread.run_sync(found, base_url, api_key, task, abandon_on_cancel=True, limiter=limiter)
-
-        return in_thread
+        return lambda base_url, api_key, task: in_thread(lambda: found(base_url, api_key, task))
 
 
 class AgentEndpoint(msgspec.Struct, frozen=True):
@@ -204,7 +198,6 @@ class Agent:
         )
         self._session.queued = self._expect
         self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
-        self._run.begin()
         self._pending = await self._asked()
         if self._pending is None:
             raise EnvError(f"the agent ended before it had asked anything{self._run.why}")

@@ -71,8 +71,10 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _leaves(error: BaseException) -> Generator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+    left = [error]
+    while left:  # a user's code may nest groups deeper than Python recurses
+        one = left.pop()
+        if isinstance(one, BaseExceptionGroup):
+            left += reversed(one.exceptions)
+        else:
+            yield one

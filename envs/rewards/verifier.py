@@ -18,6 +18,7 @@ import anyio
 
 from envs.workers import in_worker
 from flash.config.objects import load_object
+from flash.environment.calls import UserTask, message_of, told_of
 from flash.environment.results import check_reward
 from flash.errors import ConfigError, EnvError, RewardError
 
@@ -69,7 +70,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
     """
     verifier = load_verifier(path)
     if inspect.iscoroutinefunction(verifier):
-        score, problem = await _awaited(verifier, completion, answer, timeout)
+        score, problem = await _awaited(path, verifier, completion, answer, timeout)
     elif getattr(verifier, _INLINE, False):
         score, problem = _score(cast("_Plain", verifier), completion, answer)
     else:
@@ -83,16 +84,16 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 
 
 async def _awaited(
-    verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
+    path: str, verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
 ) -> tuple[object, str | None]:
-    with anyio.move_on_after(timeout):
-        try:
-            return await verifier(completion, answer), None
-        except EnvError:
-            raise
-        except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
-            return None, f"it raised {type(error).__name__}: {error}"
-    return None, f"no answer within {timeout:g} s; raise the environment's timeout"
+    task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
+    if not await task.wait(timeout):
+        where = task.where()
+        abandoned = "" if await task.end() else "; it goes on though it was cancelled, and was abandoned"
+        return None, f"no answer within {timeout:g} s{where}{abandoned}; raise the environment's timeout"
+    if isinstance(task.error, EnvError):
+        raise task.error
+    return task.value, None if task.error is None else f"it raised {told_of(task.error)}"
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
@@ -102,6 +103,8 @@ async def _in_process(path: str, completion: str, answer: str, timeout: float) -
         return None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
     except anyio.BrokenWorkerProcess:
         return None, "its worker process died"
+    except EnvError as error:  # not the verifier's, which `_score` returns: the module of it cannot be imported there
+        return None, str(error)
 
 
 def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, str | None]:
@@ -109,10 +112,10 @@ def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, s
 
 
 def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
-    """The score, or how the verifier failed: as text, because not every exception can be pickled."""
+    """Return the score, or how the verifier failed: as text, because not every exception can be pickled."""
     try:
         return check_reward(verifier(completion, answer)), None
     except RewardError as error:
-        return None, str(error)
-    except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
-        return None, f"it raised {type(error).__name__}: {error}"
+        return None, message_of(error)
+    except BaseException as error:  # whatever a user's code raises, `sys.exit` and an interrupt of its own included
+        return None, f"it raised {told_of(error)}"

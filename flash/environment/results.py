@@ -145,8 +145,12 @@ def _as_number(reward: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value that is not ours and its type, in one short line, also where it cannot show itself."""
-    return f"{' '.join(_SHORT.repr(value).split())[:VALUE_LENGTH]} of type {type(value).__name__}"
+    """Show a user's value and its type in one short line, also where the value cannot show itself."""
+    try:
+        text = " ".join(_SHORT.repr(value).split())[:VALUE_LENGTH]
+    except BaseException:  # the class is a user's
+        text = "a value that cannot be shown"
+    return f"{text} of type {type(value).__name__}"
 
 
 def _is_text(value: object) -> TypeGuard[str]:

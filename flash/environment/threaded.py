@@ -1,4 +1,4 @@
-"""Threaded: a blocking environment behind the asynchronous interface.
+"""Threads for a user's blocking code, and `Threaded`, a blocking environment behind the asynchronous interface.
 
 The environment's calls never overlap. A caller whose deadline passes does not wait for the thread: the call is
 abandoned, further calls are refused, and the thread that is still inside the environment closes it when it comes back.
@@ -6,19 +6,93 @@ abandoned, further calls are refused, and the thread that is still inside the en
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar, cast
-
-import anyio
-import anyio.to_thread
+from contextlib import suppress
+from contextvars import copy_context
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, TypeVar, cast
 
 from flash.environment.interface import Environment, Info, StepResult, SyncEnvironment
+from flash.environment.places import lines_of, place_in
 from flash.errors import EnvError
 from flash.types import Observation
 
 _T = TypeVar("_T")
+
+IDLE_S = 10.0
+"""Seconds after which a thread ends that nobody has given a call."""
+
+
+class _Worker(threading.Thread):
+    """A daemon thread that runs one call after the other.
+
+    Python waits for other threads before it exits: one that a user's code never leaves would hold the process forever.
+    """
+
+    idle: ClassVar[deque[_Worker]] = deque()
+    """Threads without a call, the last one used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="flash user code", daemon=True)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.start()
+
+    def give(self, call: Callable[[], None]) -> None:
+        """Run a call, which raises nothing."""
+        self._calls.put(call)
+
+    def run(self) -> None:
+        """Run calls until none has come for a while."""
+        while True:
+            try:
+                call = self._calls.get(timeout=IDLE_S)
+            except Empty:
+                with suppress(ValueError):  # somebody has just taken it out to give it a call
+                    _Worker.idle.remove(self)
+                    return
+                continue
+            call()
+            del call  # and what it holds
+            _Worker.idle.append(self)
+
+
+async def in_thread(call: Callable[[], _T]) -> _T:
+    """Run a user's blocking call in a thread of its own. A caller that is cancelled leaves the thread behind.
+
+    Raises:
+        BaseException: the call raised it.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not ended.done():  # else the caller was cancelled
+            ended.set_result((value, error))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = context.run(call)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    try:
+        worker = _Worker.idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.give(work)
+    value, error = await ended
+    if error is not None:
+        raise error
+    return value
 
 
 class Threaded:
@@ -26,48 +100,57 @@ class Threaded:
 
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
-        # The default limiter holds 40 threads for the whole process: blocked environments would starve the others.
-        self._limiter = anyio.CapacityLimiter(1)
         self._state = threading.Lock()
-        self._busy = False
+        self._thread: int | None = None
+        """Identifies the thread that is inside of the environment."""
         self._closed = False
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
-        return await self._in_thread(lambda: self._run(lambda: self.blocking.reset(seed)))
+        return await in_thread(lambda: self._run(lambda: self.blocking.reset(seed)))
 
     async def step(self, action: str) -> StepResult:
         """Take the policy's answer."""
-        return await self._in_thread(lambda: self._run(lambda: self.blocking.step(action)))
+        return await in_thread(lambda: self._run(lambda: self.blocking.step(action)))
 
     async def close(self) -> None:
         """Release the environment, at once or as soon as an abandoned call has come back."""
         with self._state:
             self._closed = True
-            if self._busy:
+            if self._thread is not None:
                 return
-        await self._in_thread(self.blocking.close)
+        await in_thread(self._close)
 
-    async def _in_thread(self, call: Callable[[], _T]) -> _T:
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+    def where(self) -> str:
+        """Return `, at file.py:12`, the line that the environment's thread runs; empty if none is inside of it."""
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        place = place_in(lines_of(frames.get(self._thread or 0)))
+        return f", at {place}, in a thread, which nothing can end" if place else ""
 
     def _run(self, call: Callable[[], _T]) -> _T:
         with self._state:
-            if self._busy or self._closed:
+            if self._thread is not None or self._closed:
                 raise EnvError("the environment is closed, or still busy with a call that was given up")
-            self._busy = True
+            self._thread = threading.get_ident()
         try:
             return call()
         finally:
             with self._state:
-                self._busy = False
+                self._thread = None
                 close_now = self._closed
             if close_now:
                 self.blocking.close()
 
+    def _close(self) -> None:
+        self._thread = threading.get_ident()
+        try:
+            self.blocking.close()
+        finally:
+            self._thread = None
+
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """An asynchronous environment as it is; a blocking one behind a worker thread, its calls one at a time."""
+    """Return an asynchronous environment as it is, and a blocking one behind a thread, its calls one at a time."""
     if inspect.iscoroutinefunction(env.reset):
         return cast("Environment", env)
     return Threaded(cast("SyncEnvironment", env))

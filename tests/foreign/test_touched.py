@@ -13,7 +13,18 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import chat_templates, dividing, forking, kernels, peft, torch, transformers, vllm, vllm_parsers
+from flash.foreign import (
+    abandoned,
+    chat_templates,
+    dividing,
+    forking,
+    kernels,
+    peft,
+    torch,
+    transformers,
+    vllm,
+    vllm_parsers,
+)
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -27,6 +38,7 @@ TOUCHED = [
     *dividing.TOUCHED,
     *peft.TOUCHED,
     *chat_templates.TOUCHED,
+    *abandoned.TOUCHED,
 ]
 LIBRARIES = ("vllm", "torch", "transformers", "peft", "uvicorn", "aiodocker")
 

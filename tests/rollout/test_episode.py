@@ -453,11 +453,6 @@ def test_whatever_an_environment_raises_is_an_error_of_its_own_and_not_the_end_o
     assert f"environment step 1 (seed 5) raised {text}" in failure.message
 
 
-def test_an_interrupt_in_a_task_group_of_an_environment_is_no_error_of_its_own() -> None:
-    with pytest.raises(BaseExceptionGroup):
-        fail(Env(BaseExceptionGroup("tasks", [KeyboardInterrupt(), KeyError("x")])), Script(say("a")))
-
-
 @pytest.mark.parametrize("reward", [10**400, -(10**400)])
 def test_a_reward_too_large_for_a_float_is_no_finite_number(reward: int) -> None:
     failure = fail(Env(("", reward, True, False, {})), Script(say("a")))

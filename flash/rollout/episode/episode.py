@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol, cast
@@ -219,7 +220,7 @@ class Episode:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        shown = await called(what, self._settings.reset_s, "env_reset", reset)
+        shown = await called(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
         return checked(env, "reset", seed, lambda: check_reset_result(shown))[0]
 
     async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
@@ -231,7 +232,9 @@ class Episode:
         what = f"step {state.turn()} (seed {state.task.seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
-        result = await called(what, self._settings.step_s, "env_step", lambda: env.step(action))
+        result = await called(
+            what, self._settings.step_s, "env_step", lambda: env.step(action), env=env, context=state.context
+        )
         took = self._now() - start
         return checked(env, "step", state.task.seed, lambda: check_step_result(result)), took
 
@@ -239,7 +242,8 @@ class Episode:
         """Close also while being cancelled, within the deadline. Returns what went wrong."""
         what = f"close (seed {state.task.seed})"
         try:
-            await called(what, self._settings.close_s, "close", env.close, shield=True)
+            seconds, context = self._settings.close_s, state.context
+            await called(what, seconds, "close", env.close, env=env, context=context, shield=True)
         except EnvError as problem:
             return problem
         return None
@@ -306,6 +310,8 @@ class _EpisodeState:
         self.transcript = transcript
         self.scope = anyio.CancelScope()
         """Has the episode's deadline."""
+        self.context = copy_context()
+        """The context variables of the environment's calls: `step` sees what `reset` has set."""
         self._waits = (Outcome.ENV_TIMEOUT, "", "")
 
     def turn(self) -> int:

@@ -1,0 +1,70 @@
+"""Abandoned coroutines: their cancel scopes, tasks and references, so that nothing resumes or deletes them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from anyio import CancelScope
+from anyio._backends import _asyncio as backend  # pyright: ignore[reportPrivateImportUsage]
+
+TOUCHED = (
+    "asyncio:_unregister_task",
+    "anyio._backends._asyncio:_task_states",
+    "anyio._backends._asyncio:TaskState.cancel_scope",
+    *(
+        f"anyio._backends._asyncio:CancelScope.{name}"
+        for name in ("_parent_scope", "_child_scopes", "_tasks", "_cancel_handle", "_timeout_handle")
+    ),
+)
+"""In the form of `flash.foreign.vllm.TOUCHED`."""
+
+
+def keep_for_ever(one: object) -> None:
+    """Never delete an object. Python complains on stderr when it deletes a coroutine that ignores GeneratorExit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+def unregister(task: asyncio.Task[Any]) -> None:
+    """Let the end of the loop not wait for a task, which would hang there if its code swallows cancellations."""
+    keep_for_ever(task)
+    asyncio._unregister_task(task)  # pyright: ignore[reportPrivateUsage]
+
+
+def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
+    """Return `scope` and all scopes that `task` or its child tasks have entered inside of it."""
+    found: list[Any] = []
+    state = backend._task_states.get(task)  # pyright: ignore[reportPrivateUsage]
+    inner: Any = None if state is None else state.cancel_scope
+    while inner is not None and inner is not scope:
+        found.append(inner)
+        inner = inner._parent_scope
+    for each in [*found, scope]:
+        found += [one for one in _children(each) if one not in found]
+    return found
+
+
+def _children(scope: Any) -> Iterator[Any]:
+    yield scope
+    for child in scope._child_scopes:
+        yield from _children(child)
+
+
+def are_delivering(scopes: list[Any]) -> bool:
+    """Return True if one of these scopes is about to cancel a task, which has swallowed the last cancellation."""
+    return any(scope._cancel_handle is not None for scope in scopes)
+
+
+def disarm(scopes: list[Any], task: asyncio.Task[Any]) -> list[asyncio.Task[Any]]:
+    """Stop the timers and cancellations of scopes that `task` has abandoned, and return the other tasks in them.
+
+    A cancelled scope throws its cancellation into its tasks on every turn of the loop until they end. A task that
+    swallows it, or never runs again, would keep the loop busy for the rest of the run.
+    """
+    for scope in scopes:
+        for handle in (scope._cancel_handle, scope._timeout_handle):
+            if handle is not None:
+                handle.cancel()
+    return [one for scope in scopes for one in scope._tasks if one is not task and not one.done()]
