@@ -136,12 +136,11 @@ def of_run(model: str) -> list[str]:
 
 def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
     """Start engines, play with the model that is named, by default `model.path`, and describe what was played."""
-    import anyio
-
     from flash.environment.load import LoadedEnvironment
     from flash.rollout.vllm.engine import VLLMEngine
     from flash.rollout.vllm.fixed import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer
+    from flash.run.loop_watch import run_watched
     from flash.run.processes.scratch import remember_shared_memory, scratch_folder
 
     if named is None:
@@ -167,7 +166,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
         async def go() -> Any:
             return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, tell=tell)
 
-        sampled = anyio.run(go)
+        sampled = run_watched(tell, go)
     for note in sampled.notes:
         sys.stderr.write(f"{note}\n")
     texts = tokenizer.token_texts

@@ -32,6 +32,11 @@ def place_in(lines: Iterable[Line]) -> str:
     return ""
 
 
+def is_users(place: str) -> bool:
+    """Return True if `file.py:12` is a line of a user's code."""
+    return _strangeness(place) == 0
+
+
 def _strangeness(file: str) -> int:
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1

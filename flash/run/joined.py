@@ -26,6 +26,7 @@ from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import RolloutNode
+from flash.run.loop_watch import run_watched
 from flash.run.node_loop import NodeNumbers, make_node, unix_clock
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_search import RETRY_S, HubSearch
@@ -41,7 +42,7 @@ from flash.waiting import first_error, unwrapped_group
 def run_joined_loop(order: ProcessOrder, config: Config) -> End:
     """Serve the hubs of a run with this machine's engines, until it is over, or as `JoinedNode` says."""
     # Taken out, so that neither engines nor environments inherit it.
-    return anyio.run(_roll_out, config, order, os.environ.pop(VARIABLE, None))
+    return run_watched(warn, _roll_out, config, order, os.environ.pop(VARIABLE, None))
 
 
 class HubConnection:

@@ -8,7 +8,6 @@ finish their step and write a checkpoint within deadlines.shutdown.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -43,12 +42,13 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
+from flash.run.loop_watch import run_watched
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
-from flash.run.processes.supervisor import End
+from flash.run.processes.supervisor import End, say
 from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory
@@ -84,15 +84,15 @@ def run_node_loop(order: ProcessOrder, config: Config) -> End:
     # Taken out, so that neither engines nor environments inherit it.
     token = os.environ.pop(VARIABLE, None)
     try:
-        anyio.run(_first_node, order.restarts, config, token)
+        run_watched(say, _first_node, order.restarts, config, token)
     except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
         raise first_error(group) from None
     return End.OVER
 
 
 def unix_clock() -> Callable[[], float]:
-    """Unix seconds that advance with the loop's clock."""
-    clock = asyncio.get_running_loop().time  # a dozen times per sample, and anyio looks for the loop each time
+    """Return a clock of Unix seconds. Unlike the loop's it goes on while the loop is blocked, so durations are true."""
+    clock = time.monotonic
     offset = time.time() - clock()
     return lambda: clock() + offset
 

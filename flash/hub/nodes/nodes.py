@@ -54,7 +54,7 @@ class Nodes(HubPart):
                 ("cancels", node),
                 lambda: self._progress.done or self.holders.has_cancels(node) or node in self._sent_off,
             )
-        self._attendance.answered(node, self._now())
+        self._attendance.answered(node, anyio.current_time())
         leave = node in self._sent_off
         self._sent_off.discard(node)
         return p.CancelReply(self.holders.take_cancels(node), done=self._progress.done, leave=leave)
@@ -105,10 +105,11 @@ class Nodes(HubPart):
         """
         limit = waits.lease_s(self._config)
         while True:
-            await anyio.sleep(self._attendance.next_silence(self._now()))
-            if self._attendance.silent(self._now()):
+            # On the loop's clock, which stands still while a user's code blocks the loop and nobody reads requests.
+            await anyio.sleep(self._attendance.next_silence(anyio.current_time()))
+            if self._attendance.silent(anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
-            for node in self._attendance.silent(self._now()):
+            for node in self._attendance.silent(anyio.current_time()):
                 self._fell_silent(node)
             for node, lease in self.holders.lent_before(self._now() - limit):
                 message = f"node {node} did not end lease {lease.lease_id} within {limit:g} s"

@@ -135,10 +135,10 @@ class Trainers(HubPart):
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
             beats = [rank.beat for rank in self.incarnations.ranks if rank.beat is not None]
-            await anyio.sleep(min(beats) + limit - self._now() if beats else limit)
-            if self.incarnations.silent(limit, self._now()):
+            await anyio.sleep(min(beats) + limit - anyio.current_time() if beats else limit)
+            if self.incarnations.silent(limit, anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
-            if self.incarnations.silent(limit, self._now()):
+            if self.incarnations.silent(limit, anyio.current_time()):
                 self.hang(f"every rank shows now and then that it runs, within {limit:g} s (deadlines.request)")
 
     def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
@@ -173,7 +173,7 @@ class Trainers(HubPart):
         return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet]
 
     def _quiet(self) -> dict[int, float]:
-        return self.incarnations.silent(waits.SILENT_S, self._now())
+        return self.incarnations.silent(waits.SILENT_S, anyio.current_time())
 
     def _processes_of(self, ranks: Iterable[int]) -> set[tuple[int, int]]:
         """Of those that have said which they are, with their nodes: on two nodes a process may have the same number."""
@@ -188,7 +188,8 @@ class Trainers(HubPart):
 
     async def watched(self, request: p.IncarnationWatch) -> None:
         """Show a rank, after a while, that its incarnation goes on."""
-        self.incarnations.ranks[request.rank].beat = self._now()
+        # On the loop's clock, which stands still while a user's code blocks the loop and nobody reads beats.
+        self.incarnations.ranks[request.rank].beat = anyio.current_time()
         await anyio.sleep(waits.BEAT_S)
 
     async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:

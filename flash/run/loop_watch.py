@@ -1,0 +1,187 @@
+"""A watch over a process's event loop: it names the code that blocks the loop, and stops the loop's clock meanwhile.
+
+A user's `async def step` that computes or sleeps without `await` holds every other task of its process. Without a
+watch, peers whose messages nobody reads would be declared dead for it. The loop's clock stands still while the loop is
+known to be blocked, so that no deadline of this process passes then. Wall time goes on: `WatchedLoop.lost_s` is the
+difference.
+
+Lifecycle: `run_watched` in place of `anyio.run`. One daemon thread looks at the loop's heartbeat until the loop ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import sys
+import threading
+import time
+from asyncio import base_events
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, TypeVarTuple, cast
+
+import anyio
+
+from flash.environment.places import is_users, lines_of, place_in
+from flash.foreign.abandoned import unregister
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
+BLOCKED_S = 1.0
+"""Seconds without a heartbeat after which a loop counts as blocked."""
+
+TICK_S = 0.2
+"""Seconds between two heartbeats, and between two looks at them."""
+
+STILL_S = 15.0
+"""Seconds after which a loop that is still blocked is told of once more: perhaps its process is killed for it."""
+
+LEFTOVERS_S = 1.0
+"""Seconds in which tasks end that a user's code has left behind when the loop ends."""
+
+
+class Blocks:
+    """Decides from looks at a loop, TICK_S apart, when it is blocked and by which code. Pure state without a clock.
+
+    Invariant: each interval without heartbeats is told of once, at the place that was seen most often in it. Looks are
+    counted rather than seconds, since a process that was stopped makes none.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        """Looks since the last heartbeat."""
+        self._seen: Counter[str] = Counter()
+        self._place = ""
+        """The place that this interval was told of."""
+        self.counts: Counter[str] = Counter()
+        """Intervals of each place."""
+
+    @property
+    def blocked(self) -> bool:
+        """True while the loop is known to be blocked."""
+        return bool(self._place)
+
+    def beats(self) -> None:
+        """Begin anew: the loop has shown that it turns."""
+        self._looks, self._place = 0, ""
+        self._seen.clear()
+
+    def look(self, place: str) -> str | None:
+        """Take one look, and return a message for people, if any.
+
+        `place`: the line at which the loop's thread is; empty if it waits for events.
+        """
+        self._looks += 1
+        if place:
+            self._seen[place] += 1
+        seconds = self._looks * TICK_S
+        if self._place:
+            again = f"{self._place} still blocks the event loop, for {seconds:g} s"
+            return again if seconds % STILL_S == 0 else None
+        # A loop that waits for events is not blocked: the machine gives its process no time.
+        if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._looks:
+            return None
+        self._place = self._seen.most_common(1)[0][0]
+        self.counts[self._place] += 1
+        return self._message()
+
+    def _message(self) -> str | None:
+        count = self.counts[self._place]
+        if str(count).strip("0") != "1":  # the first time, the tenth, the hundredth, …
+            return None
+        times = f" {count} times," if count > 1 else ""
+        advice = "the event loop's process can do nothing else meanwhile"
+        if is_users(self._place):
+            advice = "use plain `def`, which runs in a thread, or await"
+        return f"{self._place} blocked the event loop{times} for {BLOCKED_S:g} s: {advice}"
+
+
+class WatchedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still while a callback is known to block it."""
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0
+        """Seconds that the loop's clock has left out."""
+        self._stopped_at: float | None = None
+        """The clock's time while it stands still."""
+        self.blocks = Blocks()
+        self._state = threading.Lock()
+        self._over = threading.Event()
+        super().__init__()
+
+    def time(self) -> float:
+        """Return the seconds of a monotonic clock, without those in which the loop was known to be blocked."""
+        stopped = self._stopped_at
+        return time.monotonic() - self.lost_s if stopped is None else stopped
+
+    def watch(self, tell: Callable[[str], None]) -> None:
+        """Watch the loop, whose thread this is, from a thread of its own. `tell` is called there."""
+        threading.Thread(
+            target=self._watch, args=(threading.get_ident(), tell), name="flash loop watch", daemon=True
+        ).start()
+        self._beat()
+
+    def close(self) -> None:
+        """Close the loop, and end its watch."""
+        self._over.set()
+        super().close()
+
+    def _beat(self) -> None:
+        with self._state:
+            self.blocks.beats()
+            if self._stopped_at is not None:
+                self.lost_s = time.monotonic() - self._stopped_at
+                self._stopped_at = None
+        self.call_later(TICK_S, self._beat)
+
+    def _watch(self, thread: int, tell: Callable[[str], None]) -> None:
+        """Consumes heartbeats. Waits for the clock. Unblocked by the end of the loop. Produces messages for people."""
+        while not self._over.wait(TICK_S):
+            frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+            lines = lines_of(frame)
+            # In its selector, unless a user's code waits in one of its own, as `subprocess.run` does.
+            waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
+            with self._state:
+                message = self.blocks.look("" if waits else place_in(lines))
+                if self.blocks.blocked and self._stopped_at is None:
+                    self._stopped_at = self.time()
+            if message is not None:
+                tell(message)
+
+
+def blocked_seconds() -> float:
+    """Return the seconds in which the running loop was known to be blocked; 0 for a loop that is not watched."""
+    loop = asyncio.get_running_loop()
+    return loop.lost_s if isinstance(loop, WatchedLoop) else 0.0
+
+
+def run_watched(
+    tell: Callable[[str], None], function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT
+) -> ResultT:
+    """Run a coroutine function to its end as `anyio.run` does, on a watched loop.
+
+    Tasks that a user's code has left behind and that swallow their cancellation do not hold the end of the loop.
+    `tell`: called with a message for people, in another thread, when the loop is blocked.
+    """
+
+    async def main() -> ResultT:
+        cast("WatchedLoop", asyncio.get_running_loop()).watch(tell)
+        try:
+            return await function(*args)
+        finally:
+            await _end_leftovers()
+
+    return anyio.run(main, backend="asyncio", backend_options={"loop_factory": WatchedLoop})
+
+
+async def _end_leftovers() -> None:
+    """Cancel the other tasks of this loop. Those that go on all the same are left out of the loop's own end."""
+    left: set[asyncio.Task[Any]] = {one for one in asyncio.all_tasks() if one is not asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        with anyio.CancelScope(shield=True):
+            _, left = await asyncio.wait(left, timeout=LEFTOVERS_S)
+    for task in left:
+        unregister(task)

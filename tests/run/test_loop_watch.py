@@ -1,0 +1,96 @@
+"""The watch over a loop: blocks are named once with a count, and no deadline passes meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from flash.run.loop_watch import BLOCKED_S, STILL_S, TICK_S, Blocks, WatchedLoop, run_watched
+
+USERS = "/somewhere/bad.py:23"
+LOOKS = round((BLOCKED_S - TICK_S) / TICK_S)
+"""Looks after which a loop counts as blocked."""
+
+
+def looked(blocks: Blocks, *places: str) -> list[str]:
+    return [message for place in places if (message := blocks.look(place)) is not None]
+
+
+def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_do() -> None:
+    blocks = Blocks()
+    told = looked(blocks, *[USERS] * (LOOKS - 2), "/elsewhere/good.py:1", *[USERS] * 5)
+    assert told == [
+        f"{USERS} blocked the event loop for 1 s: use plain `def`, which runs in a thread, or await",
+    ]
+    assert blocks.blocked
+    blocks.beats()
+    assert not blocks.blocked
+
+
+def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> None:
+    blocks = Blocks()
+    told: list[str] = []
+    for _ in range(100):
+        told += looked(blocks, *[USERS] * LOOKS)
+        blocks.beats()
+    assert [" 10 times" in text or " 100 times" in text for text in told] == [False, True, True]
+    assert blocks.counts == {USERS: 100}
+
+
+def test_a_block_that_does_not_end_is_told_of_again() -> None:
+    told = looked(Blocks(), *[USERS] * round(2 * STILL_S / TICK_S))
+    assert [f"still blocks the event loop, for {seconds:g} s" in told[-1] for seconds in (STILL_S, 2 * STILL_S)] == [
+        False,
+        True,
+    ]
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("places", [[""] * 100, [USERS] * (LOOKS - 1), ["", "", USERS] * 20])
+def test_a_loop_that_waits_for_events_or_turns_is_not_blocked(places: list[str]) -> None:
+    assert looked(Blocks(), *places) == []
+
+
+def test_code_that_is_nobodys_gets_no_advice_of_users() -> None:
+    (told,) = looked(Blocks(), *[asyncio.__file__ + ":7"] * LOOKS)
+    assert "def" not in told
+
+
+@pytest.mark.may_block
+def test_while_a_users_code_blocks_the_loop_no_deadline_passes_and_its_line_is_named() -> None:
+    told: list[str] = []
+
+    async def blocks() -> tuple[float, float, float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, WatchedLoop)
+        begun, real = loop.time(), time.monotonic()
+        with anyio.fail_after(60):
+            time.sleep(4)  # noqa: ASYNC251
+            await anyio.sleep(2 * TICK_S)
+            return loop.time() - begun, time.monotonic() - real, loop.lost_s
+
+    passed, took, lost = run_watched(told.append, blocks)
+    assert took >= 4
+    assert 0 < lost < took
+    assert passed == pytest.approx(took - lost, abs=0.5)
+    assert [f"{__file__}:" in text and "blocked the event loop" in text for text in told] == [True]
+
+
+def test_tasks_that_swallow_their_cancellation_do_not_hold_the_end_of_the_loop() -> None:
+    async def swallows() -> None:
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(1000)
+
+    async def leaves_some() -> str:
+        task = asyncio.create_task(swallows())
+        await anyio.lowlevel.checkpoint()
+        assert not task.done()
+        return "over"
+
+    assert run_watched(lambda text: None, leaves_some) == "over"
