@@ -116,9 +116,10 @@ class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a program may use."""
 
     timeout: _Seconds = 5.0
-    """Seconds for one test, on the clock on the wall; three times that for compiling."""
+    """Seconds for one test; three times that for compiling. The time in which the program was ready to run and had no
+    CPU does not count, until thirty times as much has passed."""
     total: _Seconds = 30.0
-    """Seconds for all tests of one answer; those that are left then have failed."""
+    """Seconds for all tests of one answer, counted the same way; those that are left then have failed."""
     memory_mib: Annotated[int, Meta(ge=16)] = 256
     pids: Annotated[int, Meta(ge=8)] = 64
     cpus: _Seconds = 1.0

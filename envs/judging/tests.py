@@ -9,7 +9,8 @@ program, and a program written to deceive it passes: in Python, five lines that 
 text among its code's constants. So they are refused unless an environment or a verifier allows them.
 
 Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`; one
-that was lost while a test ran may be the program's doing, and its error says so.
+that was lost while a test ran may be the program's doing, and its error says so. A program that was kept from a CPU
+until its time was over has no verdict either.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from envs.judging.options import MARK, JudgingLimits, Language, Suite, SuiteCase
 from envs.judging.programs import Found, question_of
 from envs.sandbox.api import Result
 from envs.sandbox.sandbox import Sandbox
-from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError
+from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
 
 Cause = Literal[
     "passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory", "sandbox lost"
 ]
 """How the first test that failed did; `compile`: there was nothing to test; `sandbox lost`: see the judge."""
+
+PATIENCE = 30.0
+"""Times its timeout that a command may take on the clock, as long as other processes keep it from a CPU."""
 
 SHOWN = 500
 """Characters of a program's output in a verdict."""
@@ -51,6 +55,7 @@ class CaseOutcome(msgspec.Struct, frozen=True):
     detail: str = ""
     """What it showed."""
     seconds: float = 0.0
+    """Time that it took, without the time in which it was kept from a CPU."""
 
     @property
     def passed(self) -> bool:
@@ -97,7 +102,7 @@ async def choose_program(
     calls = sorted({case.call for case in suite.tests if case.call is not None})
     prints = any(case.stdout for case in suite.tests)
     asked = question_of(found, calls, provided_names() if calls else [], prints=prints)
-    result = await sandbox.run(language.choose, timeout=limits.timeout, stdin=asked)
+    result = await _run(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
         return first  # The parser did not come to an end with these texts.
     return msgspec.json.decode(result.stdout, type=str)
@@ -117,7 +122,7 @@ async def run_tests(
     # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
     await sandbox.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
     if language.compile is not None:
-        built = await sandbox.run(language.compile, timeout=3 * limits.timeout)
+        built = await _run(sandbox, language.compile, 3 * limits.timeout)
         if not built.ok:
             return SuiteVerdict(0, total, "compile", _shown(built.stderr or built.stdout))
     outcomes = await run_cases(sandbox, language, suite.tests, limits, every=every)
@@ -167,21 +172,38 @@ async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeo
         assert language.test is not None
         mark = secrets.token_hex(16)
         source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
-        result = await sandbox.run(language.test, timeout=timeout, stdin=source.encode("utf-8", "replace"))
+        result = await _run(sandbox, language.test, timeout, source.encode("utf-8", "replace"))
         right = _lines(result.stdout)[-1:] == [mark]
     elif case.call is not None:
         assert language.call is not None
-        result = await sandbox.run(language.call, timeout=timeout, stdin=question(case.call, case.args))
+        result = await _run(sandbox, language.call, timeout, question(case.call, case.args))
         right = returned_this(result.stdout, case.returns)
     else:
-        result = await sandbox.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
+        result = await _run(sandbox, language.run, timeout, case.stdin.encode("utf-8", "replace"))
         right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
-    return CaseOutcome(*_cause(result, right), result.wall_s)
+    return CaseOutcome(*_cause(result, right), result.wall_s - result.waited_s)
+
+
+async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: bytes = b"") -> Result:
+    """Run a command for `timeout` seconds, not counting those in which its neighbours kept it from a CPU.
+
+    Raises:
+        SandboxTimeoutError: it was killed although it had not had that time.
+        SandboxError: the sandbox failed.
+    """
+    patience = PATIENCE * timeout
+    result = await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin)
+    if result.timed_out and result.waited_s > patience - timeout:
+        raise SandboxTimeoutError(
+            f"of {result.wall_s:.1f} s a program waited {result.waited_s:.1f} s for a CPU: this machine is too busy to "
+            "judge it"
+        )
+    return result
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:
     if result.timed_out:
-        return "timeout", f"after {result.wall_s:.1f} s"
+        return "timeout", f"after {result.wall_s - result.waited_s:.1f} s"
     if result.oom_killed:
         return "memory", ""
     if not result.ok:

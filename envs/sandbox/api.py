@@ -85,6 +85,9 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     command: _CommandText | Sequence[_CommandText]
     timeout: Timeout | None = None
     """Seconds after which it is killed; None: as long as the sandbox lives, which only a job or a terminal may."""
+    patience: Timeout | None = None
+    """Seconds on the clock after which it is killed, where `timeout` does not count the time in which it was ready to
+    run and had no CPU. None: `timeout` is on the clock."""
     stdin: bytes = b""
     env: Mapping[str, str] | None = None
     """Added to the sandbox's own."""
@@ -98,8 +101,9 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words: list[object] = [command] if isinstance(command, str) else [*(command or ())]
         if not words or not all(isinstance(word, str) for word in words):
             raise SandboxRefusedError(f"a command is text, or a list of at least one word, not {command!r:.80}")
-        if timeout is not None:
-            check_timeout(timeout)
+        for seconds in (timeout, self.patience):
+            if seconds is not None:
+                check_timeout(seconds)
         for name, value in env.items():
             if not (isinstance(name, str) and isinstance(value, str)):
                 raise SandboxRefusedError(f"env: names and values are text, but {name!r:.80} is {value!r:.80}")
@@ -108,10 +112,10 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def seconds(self) -> float:
-        """The timeout of a command that is waited for. Raises SandboxRefusedError when it has none."""
+        """Return the longest time of a command that is waited for. Raises SandboxRefusedError when it has none."""
         if self.timeout is None:
             raise SandboxRefusedError("a command that is waited for needs a timeout")
-        return self.timeout
+        return max(self.timeout, self.patience or 0.0)
 
     def converted(self, convert: Callable[[str], str]) -> Exec:
         """The same with each of its texts converted: they may have bytes that are no UTF-8."""
@@ -145,6 +149,8 @@ class Result(msgspec.Struct, frozen=True):
     """Of the command and the children it waited for."""
     max_rss: int
     """Largest resident set of one of its processes; 0 in sessions, where it cannot be measured."""
+    waited_s: float = 0.0
+    """Time in which it was ready to run and had no CPU, where the command has `patience`."""
 
     @property
     def ok(self) -> bool:

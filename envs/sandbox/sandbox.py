@@ -187,16 +187,19 @@ class Commands(SandboxSeam):
         command: Command,
         *,
         timeout: float,
+        patience: float | None = None,
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
         """Run a command in a process group of its own, to its end or for `timeout` seconds.
 
-        What is left of the group is killed when the command has ended; use `start` for what shall go on. `env` is added
-        to the sandbox's own.
+        With `patience`, time in which the command was ready to run and had no CPU does not count, until so many seconds
+        have passed on the clock. Other processes of the group are killed when the command has ended; use `start` for
+        commands that shall go on. `env` is added to the sandbox's own.
         """
-        return await self.ask(RunCommand(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd)))
+        exec = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
+        return await self.ask(RunCommand(exec))
 
     def stream(
         self,

@@ -36,7 +36,7 @@ class ScriptedSandbox:
         self.files[path] = data
         self.seen.append(data)
 
-    async def run(self, command, *, timeout, stdin=b"", env=None, cwd=None):
+    async def run(self, command, *, timeout, patience=None, stdin=b"", env=None, cwd=None):
         self.seen += [*(word.encode() for word in command), stdin]
         if self.state == "lost":
             raise SandboxLostError("it is gone")

@@ -15,7 +15,7 @@ import fcntl
 import os
 
 from envs.sandbox.agent.command import NO_SPACE
-from envs.sandbox.agent.proc import Stat
+from envs.sandbox.agent.proc import CLOCK_TICK, Stat
 from envs.sandbox.agent.process import Pipe, spawn, unreadable_copy, uptime
 from envs.sandbox.agent.wire import CallRefusal
 
@@ -49,7 +49,6 @@ ANSWER_LIMIT = 1 << 20
 """Bytes of an exit code and a directory: what is longer is no answer."""
 CODES = tuple(str(code).encode() for code in range(256))
 """Exit codes, as a shell says them."""
-CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
 class StatefulBash:

@@ -5,7 +5,7 @@ import errno
 import os
 
 from envs.sandbox.agent.leftovers import end_leftovers
-from envs.sandbox.agent.proc import tree
+from envs.sandbox.agent.proc import CLOCK_TICK, load, tree
 from envs.sandbox.agent.process import (
     InputFeed,
     Pipe,
@@ -25,6 +25,8 @@ RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
 """Kinds of frames to the host: the end of a call, well or badly; a piece of output; more input may come."""
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
+LOOK = 0.2
+"""Seconds between two looks at a command whose waits for a CPU are not counted."""
 CHECK = 0.05
 """Seconds between two looks at what is left of a command during the grace."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -56,13 +58,20 @@ class Command:
         self.on_end = lambda: None
         if "function" not in request:
             end_leftovers(agent)
-        self.started = now()
+        self.started = self.looked = now()
+        self.timeout = request.get("timeout")
+        self.patience = request.get("patience")
+        """Longest time on the clock where waits for a CPU do not count against the timeout; None: they do."""
+        self.own = 0.0
+        """Seconds until the last look in which it ran, or slept without being kept from a CPU."""
+        self.ticks = 0
         self.oom_before = agent.oom.read()
         self.start(request)
         agent.children[self.pid] = self
         agent.active.add(self)
-        if request.get("timeout") is not None:
-            self.timer = agent.loop.later(request["timeout"], self.expire)
+        if self.timeout is not None:
+            first = self.timeout if self.patience is None else min(self.timeout, LOOK)
+            self.timer = agent.loop.later(first, self.expire)
 
     def start(self, request: dict) -> None:
         """Start the process. Raises Refusal."""
@@ -137,9 +146,23 @@ class Command:
                 pipe.pause(False)
 
     def expire(self) -> None:
-        """Its time is over."""
+        """End the command if its time is over, and look again later if it was kept from a CPU meanwhile."""
+        if self.patience is not None:
+            self.count()
+            left = min(self.timeout - self.own, self.patience - (self.looked - self.started))
+            if left > 0:
+                self.timer = self.agent.loop.later(min(max(left, 0.01), LOOK), self.expire)
+                return
         self.timed_out = True
         self.stop()
+
+    def count(self) -> None:
+        """Add the time since the last look: the CPU that it had if it wants one now, and all of it if it sleeps."""
+        ticks, wants = load(tree(self.pid, self.number))
+        at = now()
+        passed, had = at - self.looked, max(0, ticks - self.ticks) / CLOCK_TICK
+        self.own += min(had, passed) if wants else passed
+        self.looked, self.ticks = at, ticks
 
     def stop(self) -> None:
         """End it: SIGTERM to all that belongs to it, and SIGKILL to what is left after a while."""
@@ -190,6 +213,7 @@ class Command:
                 "timed_out": self.timed_out,
                 "oom_killed": self.agent.oom.read() > self.oom_before,
                 "wall_s": now() - self.started,
+                "waited_s": max(0.0, self.looked - self.started - self.own),
                 "cpu_s": usage.ru_utime + usage.ru_stime,
                 "max_rss": usage.ru_maxrss * 1024,
             }

@@ -11,6 +11,8 @@ import resource
 
 UP, DOWN = 15, 10
 """RLIMIT_RTTIME and RLIMIT_LOCKS: the limits that carry a command's number. Python has no name for the second one."""
+CLOCK_TICK = os.sysconf("SC_CLK_TCK")
+"""Ticks in a second of CPU."""
 ENDED = (b"Z", b"X")
 """States of threads that have ended."""
 
@@ -75,6 +77,20 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
                 grown = True
     inside.update(stat.pid for stat in every if stat.pid not in inside and number_of(stat.pid) == number)
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
+
+
+def load(pids: "list[int]") -> "tuple[int, bool]":
+    """Return the ticks of CPU that processes and their ended children had, and True if a thread is ready to run."""
+    ticks, wants = 0, False
+    for pid in pids:
+        try:
+            ticks += Stat(pid).ticks
+            for thread in [] if wants else os.listdir("/proc/{}/task".format(pid)):
+                with open("/proc/{}/task/{}/stat".format(pid, thread), "rb") as file:
+                    wants = wants or file.read().rpartition(b")")[2].split()[0] == b"R"
+        except (OSError, ValueError, IndexError):
+            continue  # It has ended meanwhile.
+    return ticks, wants
 
 
 class CommandNumbers:

@@ -4,10 +4,10 @@ import _signal
 import binascii
 import os
 
-from envs.sandbox.agent.bash import CLOCK_TICK, SAY, StatefulBash
+from envs.sandbox.agent.bash import SAY, StatefulBash
 from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, ending, kill_all, send_result
 from envs.sandbox.agent.leftovers import end_leftovers
-from envs.sandbox.agent.proc import tree
+from envs.sandbox.agent.proc import CLOCK_TICK, tree
 from envs.sandbox.agent.process import Pipe, Ring, now, send_signal
 from envs.sandbox.agent.wire import CallRefusal
 

@@ -58,6 +58,7 @@ def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
         ending.wall_s,
         ending.cpu_s,
         ending.max_rss,
+        ending.waited_s,
     )
 
 
@@ -69,6 +70,8 @@ def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
     """
     command, timeout, env = exec.command, exec.timeout, exec.env or {}
     asked: dict[str, object] = {"timeout": timeout, "limit": limit, **more}
+    if exec.patience is not None:
+        asked["patience"] = exec.patience
     if exec.cwd is not None:
         asked["cwd"] = encoded_path(exec.cwd)
     variables = {as_bytes(name): as_bytes(value) for name, value in env.items()}

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -25,6 +29,7 @@ from flash.errors import (
     SandboxLostError,
     SandboxRefusedError,
     SandboxStartError,
+    SandboxTimeoutError,
 )
 from tests.envs.sandboxes import FINE, ScriptedProvider, ScriptedSandbox, local_processes, result
 
@@ -65,6 +70,86 @@ async def test_a_program_that_does_not_end_has_failed_and_the_time_of_an_answer_
     suite = Suite(language="python", tests=[SuiteCase(stdout="")] * 50)
     verdict = await _verdict("while True: pass", suite, limits=limits)
     assert (verdict.passed, verdict.cause) == (0, "timeout")
+
+
+SPIN = "import os, time\nos.sched_setaffinity(0, {CORE})\nwhile time.process_time() < 0.5: pass\nprint(input())"
+
+
+@pytest.fixture
+def crowded_core():
+    """A core that seven busy processes keep to themselves."""
+    core = min(os.sched_getaffinity(0))
+    hog = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(7)]
+    yield core
+    for each in hogs:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.anyio
+async def test_a_right_program_passes_beside_neighbours_that_keep_it_from_the_cpu(crowded_core):
+    """Its 0.5 s of CPU take some 4 s on the clock, of which 1 s is allowed."""
+    suite = Suite(language="python", tests=[SuiteCase(stdin="1", stdout="1")])
+    verdict = await _verdict(SPIN.replace("CORE", str(crowded_core)), suite, limits=JudgingLimits(timeout=1.0))
+    assert (verdict.passed, verdict.cause, verdict.detail) == (1, "passed", "")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import time\ntime.sleep(600)",
+        "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
+        "import os, time\nif os.fork() == 0:\n    while True: pass\ntime.sleep(600)",
+    ],
+    ids=["sleeps", "spins in a thread", "waits for a child that spins"],
+)
+async def test_a_program_that_does_not_end_has_failed_in_whatever_way_it_passes_the_time(program):
+    suite = Suite(language="python", tests=[SuiteCase(stdout="")])
+    assert (await _verdict(program, suite, limits=JudgingLimits(timeout=0.5))).cause == "timeout"
+
+
+STARVED = result(timed_out=True, exit_code=None, signal="SIGTERM", wall_s=150.0, waited_s=146.0)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+@pytest.mark.parametrize(("waited", "cause"), [(0.0, "timeout"), (80.0, "timeout"), (146.0, None)])
+async def test_a_timeout_is_a_verdict_only_about_a_program_that_had_its_time(waited, cause):
+    ended = msgspec.structs.replace(STARVED, waited_s=waited)
+    box = ScriptedSandbox(Spec(image="img"), lambda command, stdin: ended)
+    suite, limits = Suite(language="python", tests=[SuiteCase(stdout="3")]), JudgingLimits(timeout=5.0)
+    if cause is None:
+        with pytest.raises(SandboxTimeoutError, match=r"waited 146\.0 s for a CPU"):
+            await run_tests(box, "p", PYTHON, suite, limits, every=True)
+    else:
+        assert (await run_tests(box, "p", PYTHON, suite, limits, every=True)).cause == cause
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_law_5_a_program_that_was_kept_from_the_cpu_is_judged_again_and_never_called_wrong():
+    runs = []
+
+    def starved_first(command, stdin):
+        runs.append(command[0])
+        return STARVED if runs.count("python3") < 3 and command[0] == "python3" else result(stdout=b"3")
+
+    provider = ScriptedProvider(starved_first)
+    sandboxes, limits = BoundedSandboxes(provider, owner="run", most=1), JudgingLimits(timeout=5.0)
+    judge = Judge(sandboxes, JudgePool())
+    assert (await judge.judge("print(3)", ADD, LANGUAGES, limits, every=True)).passed == 1
+    runs.clear()
+    with pytest.raises(SandboxTimeoutError):
+        await Judge(sandboxes, JudgePool(attempts=2)).judge("print(3)", ADD, LANGUAGES, limits, every=True)
+
+
+@pytest.mark.anyio
+async def test_time_without_a_cpu_does_not_count_against_the_time_of_an_answer():
+    box = ScriptedSandbox(Spec(image="img"), lambda command, stdin: result(wall_s=40.0, waited_s=39.0, stdout=b"3"))
+    suite = Suite(language="python", tests=[SuiteCase(stdout="3")] * 9)
+    assert (await run_tests(box, "p", PYTHON, suite, JudgingLimits(), every=True)).passed == 9
 
 
 @pytest.mark.anyio
