@@ -251,12 +251,12 @@ class Agent:
         while (pending := await self._session.next_call()) is not None:
             asked, place = pending.call.asked, pending.place
             self._episode.go_on(place.branch, place.answers)
-            refusal = self._refusal(pending)
+            self._episode.comes(pending.call.name)
+            refusal = await self._refusal(pending)
             if refusal is None:
                 if asked.max_tokens is not None:
                     self._episode.limit(asked.max_tokens)
                 self._episode.stop_at(asked.stop)
-                self._episode.comes(pending.call.name)
                 if asked.stream:
                     self._episode.listen(pending.call.add, calling=asked.calling)
                 return pending
@@ -278,7 +278,8 @@ class Agent:
             )
         )
 
-    def _refusal(self, pending: PendingCall) -> ApiError | None:
+    async def _refusal(self, pending: PendingCall) -> ApiError | None:
+        """Return why a call cannot be answered, if it cannot: what takes no time to tell comes first."""
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
@@ -295,7 +296,9 @@ class Agent:
         except EnvError as error:
             return ApiError(400, str(error), "unsupported_parameter", "tools")
         try:
-            room = self._episode.room(pending.shown)
+            shown = pending.shown
+            await self._episode.prepare(shown)
+            room = self._episode.room(shown)
         except EnvError as error:
             return ApiError(400, str(error), None, "messages")
         if room < 1:

@@ -206,6 +206,14 @@ class WhatIsLeft(Protocol):
         """Branches that may still begin."""
         ...
 
+    async def prepare(self, observation: Observation) -> None:
+        """Render an observation that may be shown next, in a thread if it is large: `room` takes no time then.
+
+        Raises:
+            EnvError: it cannot be shown.
+        """
+        ...
+
     def room(self, observation: Observation) -> int:
         """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,16 +27,20 @@ from flash.service import chat, completions, responses
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import ApiError
 from flash.service.fields import decoded
-from flash.service.sessions import EpisodeSession, EpisodeSessions
+from flash.service.sessions import Call, EpisodeSession, EpisodeSessions
 from flash.service.sse import EventFormat, EventStream
 from flash.waiting import unwrapped_group
 
 BODY_BYTES = 16 << 20
 """Largest request: far longer than any context."""
 
+READ_BYTES = 1 << 16
+"""Longest body that is read on the event loop, in some milliseconds where it is all messages of one letter."""
+
 RETRIES = "x-stainless-retry-count"
 """In which OpenAI's clients say how often they have sent a request before."""
 
+_T = TypeVar("_T")
 _Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
 
 
@@ -54,7 +60,7 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 
         return handle
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", known(_chat), methods=["POST"]),
             Route("/v1/completions", known(_complete), methods=["POST"]),
@@ -65,10 +71,21 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
         ],
         exception_handlers={HTTPException: _unknown, Exception: _broken},
     )
+    app.state.reading = anyio.CapacityLimiter(1)
+    return app
+
+
+async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
+    """Read the body of a request, in a thread if it is long. Raises ApiError."""
+    body = await _body(request)
+    if len(body) <= READ_BYTES:
+        return read(body)
+    limiter = request.app.state.reading
+    return await anyio.to_thread.run_sync(read, body, abandon_on_cancel=True, limiter=limiter)
 
 
 async def _chat(request: Request, session: EpisodeSession) -> Response:
-    asked = chat.read(await _body(request))
+    asked = await _read(request, chat.read)
 
     def form(name: str) -> _Form:
         events = chat.ChatEvents(name, with_usage=asked.with_usage)
@@ -78,7 +95,7 @@ async def _chat(request: Request, session: EpisodeSession) -> Response:
 
 
 async def _complete(request: Request, session: EpisodeSession) -> Response:
-    wanted = completions.read(await _body(request), session.kept)
+    wanted = await _read(request, lambda body: completions.read(body, session.kept))
     asked = wanted.asked
 
     def form(name: str) -> _Form:
@@ -92,7 +109,7 @@ async def _complete(request: Request, session: EpisodeSession) -> Response:
 
 
 async def _respond(request: Request, session: EpisodeSession) -> Response:
-    wanted = responses.read(await _body(request), session.kept.responses)
+    wanted = await _read(request, lambda body: responses.read(body, session.kept.responses))
 
     def form(name: str) -> _Form:
         def keep(answer: PolicyAnswer) -> None:
@@ -124,11 +141,13 @@ async def _answered(
     """
     key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
     again = None if retries is None else retries != "0"
-    calls = [session.call(one, key and f"{key} {one.choice}", again=again) for one in asked.each()]
-    events, whole, keep = form(calls[0].name)
+    calls: list[Call] = []
     with ExitStack() as waits:
-        for call in calls:
-            waits.enter_context(call.waited_for())
+        for one in asked.each():
+            calls.append(session.call(one, key and f"{key} {one.choice}", again=again))
+            waits.enter_context(calls[-1].waited_for())
+            await anyio.lowlevel.checkpoint()  # a request may ask for many answers to something long
+        events, whole, keep = form(calls[0].name)
         if asked.stream:
             await _here(request, calls[0].begun)
             return EventStream(calls, events, keep, waits.pop_all())

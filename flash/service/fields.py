@@ -76,8 +76,8 @@ def check_limit(limit: int | None, name: str) -> None:
 
 
 MOST_PIECES = 16_384
-"""Messages, parts, calls and tools of a request, together: each takes microseconds, in which a node does nothing else,
-and tokens to show."""
+"""Most messages, parts, calls and tools of a request, together. Each takes some 4 microseconds to read and 40 to
+render: requests of so many are read and rendered in threads, one at a time."""
 
 
 def check_pieces(pieces: Iterable[Sequence[Any]], name: str) -> None:

@@ -145,7 +145,7 @@ class EarlierAnswers:
         An agent writes down the text that ended an answer as what comes next: it is not shown a second time.
         """
         known = max(
-            (said for said in self._texts if len(said) < len(text) and text.startswith(said)), key=len, default=""
+            (said for said in list(self._texts) if len(said) < len(text) and text.startswith(said)), key=len, default=""
         )
         said, stop = self._texts[known]
         return [*said, Message(TEXT, text[len(known) :].removeprefix(stop))]
@@ -161,6 +161,8 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
     A chat template that shows no ids tells results apart by their order alone.
     """
     ordered, start = list(messages), 0
+    if not any(message.role == TOOL for message in messages):
+        return ordered
     placed = by_place(messages)
     for stop in range(len(placed) + 1):
         if stop < len(placed) and placed[stop].role == TOOL:

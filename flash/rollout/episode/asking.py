@@ -7,14 +7,16 @@ itself goes on one response after the other. Conservation: every token is in a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from flash.errors import FlashError
 from flash.types import Completion
+
+T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -81,6 +83,11 @@ class Asking:
     def waiting(self) -> int | None:
         """How many responses wait for the episode to come to them; None: none may be asked for ahead."""
         return None if self._ahead is None else len(self._expected)
+
+    def start(self, prepare: Callable[[T], Coroutine[Any, Any, None]], what: T) -> None:
+        """Prepare something that may be asked for ahead, beside the episode."""
+        assert self._ahead is not None, "nothing is asked for ahead here"
+        self._ahead.start_soon(prepare, what)
 
     def expect(self, wanted: Wanted) -> None:
         """Ask for this ahead: the episode will come to it."""

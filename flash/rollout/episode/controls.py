@@ -121,8 +121,10 @@ class Controls:
 
     def encode(self, text: str, *, follows: bool = False) -> list[int]:
         """Tokens of a text from outside; `follows`: others stand before it. Raises whatever the tokenizer does."""
-        encoded: list[int] = self._backend.encode(self._before * follows + text, add_special_tokens=False).ids
-        return encoded[follows:]
+        # In a batch, which other threads need not wait for.
+        (encoded,) = self._backend.encode_batch([self._before * follows + text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        return ids[follows:]
 
     def encode_shown(self, shown: Shown, *, follows: bool = False) -> list[int]:
         """Tokens of what a template writes."""

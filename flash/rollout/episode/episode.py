@@ -125,6 +125,7 @@ class Episode:
         now: Callable[[], float],
     ) -> None:
         self._outages = outages or OutageClock()
+        self._rendering = anyio.Lock()
         self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = proxy
@@ -135,7 +136,7 @@ class Episode:
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
-        transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling)
+        transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
         state = _EpisodeState(lease, progress, transcript)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
@@ -187,6 +188,7 @@ class Episode:
         state.transcript.asks(state.asking)
         transcript, settings = state.transcript, self._settings.of(state.task.kind)
         observation = await self._reset(env, state)
+        await transcript.prepare(observation)
         transcript.show(self._prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
@@ -203,6 +205,7 @@ class Episode:
                 return Outcome.TRUNCATED if truncated or cut else Outcome.OK
             if len(transcript.turns) == settings.max_turns:
                 return Outcome.TRUNCATED
+            await transcript.prepare(following)
             if transcript.room(following) < 1:
                 return Outcome.TRUNCATED
             transcript.show(transcript.render(following))

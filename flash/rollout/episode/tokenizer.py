@@ -37,6 +37,14 @@ CALL_ID = "flashcall"
 class Tokenizer(Protocol):
     """Text to tokens and back. One that derives from it reads a response as the text that it is."""
 
+    slow = False
+    """True if large observations take so long that they should be rendered in a thread."""
+
+    @property
+    def least_message(self) -> int:
+        """Lower bound on the tokens that one more message of anybody but a tool takes."""
+        return 1
+
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of the first observation; messages, and tools, go through the chat template. Raises EnvError."""
         ...
@@ -78,6 +86,8 @@ class Tokenizer(Protocol):
 class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer. Plain text is encoded as it is; messages go through the model's chat template."""
 
+    slow = True
+
     def __init__(self, config: ModelConfig) -> None:
         from transformers import AutoTokenizer
 
@@ -113,8 +123,9 @@ class HfTokenizer(Tokenizer):
         known = self._prompts.get(named)
         if known is None:
             known = self._prompts[named] = array("i", self._encode(self._first(observation, tools)))
-            if len(self._prompts) > KEPT_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
+            for oldest in list(self._prompts)[:-KEPT_PROMPTS]:
+                # A thread that renders a large prompt may drop it, too.
+                self._prompts.pop(oldest, None)
         return known.tolist()
 
     def _first(self, observation: Observation, tools: Sequence[Tool]) -> str | Shown:
@@ -176,6 +187,23 @@ class HfTokenizer(Tokenizer):
         tokens = self._encode(answer, follows=True)
         end = next((at for at in reversed(range(len(tokens))) if self.ends_turn(tokens[at])), None)
         return self._encode(prompt), [*tokens, *self.end] if end is None else tokens[: end + 1]
+
+    @property
+    def least_message(self) -> int:
+        """Lower bound on the tokens that one more message of anybody but a tool takes."""
+        return self._least_message
+
+    @cached_property
+    def _least_message(self) -> int:
+        more, least = 8, list[int]()
+        for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
+            said = [Message(role, "") for role in roles]
+            try:
+                few, many = (len(self._encode(self._first([QUESTION, *said * n], ()))) for n in (1, 1 + more))
+            except EnvError:
+                continue  # the template refuses such messages, however many there are
+            least.append((many - few) // (more * len(roles)))
+        return max(1, min(least, default=1))
 
     @property
     def end(self) -> list[int]:

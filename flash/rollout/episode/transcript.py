@@ -21,7 +21,9 @@ from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.sampling import Kept, Routes, routed, together
 from flash.types import (
+    TOOL,
     Completion,
+    Message,
     Observation,
     Outcome,
     Span,
@@ -35,7 +37,12 @@ from flash.types import (
 
 LETTERS_PER_TOKEN = 32
 """More than any text has on average but for long runs of white space. What would need more to fit is too long without
-being tokenized: a node does nothing else while it tokenizes, for seconds where there are megabytes."""
+being tokenized: tokenizing megabytes takes seconds."""
+LARGE_LETTERS = 16_384
+"""Letters of an observation from which on a thread renders it, if the tokenizer is slow. To render them takes some ten
+milliseconds, in which an event loop would do nothing else."""
+MESSAGE_LETTERS = 64
+"""Letters that take as long to render as a message without any: the chat template takes 40 microseconds for it."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,9 +143,16 @@ class Transcript:
 
     def room(self, observation: Observation) -> int:
         """Tokens left for a response if this is shown next, 0 or below where none can follow. Raises EnvError."""
-        room, tools = self.left(), () if self._responses else self._form.tools
-        least = least_tokens(observation, tools)
+        room, least = self.left(), self._least(observation)
         return room - (least if least > room else len(self.render(observation)))
+
+    def _least(self, observation: Observation) -> int:
+        tools = () if self._responses else self._form.tools
+        return least_tokens(observation, tools, self.tokenizer.least_message if self._slow(observation, tools) else 1)
+
+    def _slow(self, observation: Observation, tools: Sequence[Tool]) -> bool:
+        """Return True if a thread should render this."""
+        return self.tokenizer.slow and is_large(observation, tools)
 
     def left(self) -> int:
         """Tokens that may follow, those to be shown included."""
@@ -252,13 +266,31 @@ class Transcript:
         )
 
 
-def least_tokens(observation: Observation, tools: Sequence[Tool]) -> int:
-    """Tokens that this has at the least."""
+def least_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
+    """Return a lower bound on the tokens of an observation; `message`: on those of a message without content."""
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return (letters + len(observation)) // LETTERS_PER_TOKEN
+    return (letters + _letters(observation)) // LETTERS_PER_TOKEN + _messages(observation, message)
+
+
+def is_large(observation: Observation, tools: Sequence[Tool]) -> bool:
+    """Return True if a slow tokenizer takes so long to render this that a thread should."""
+    letters = len(msgspec.json.encode(tools)) if tools else 0
+    if isinstance(observation, str):
+        return letters + len(observation) >= LARGE_LETTERS
+    return letters + _letters(observation) + MESSAGE_LETTERS * _messages(observation, 1) >= LARGE_LETTERS
+
+
+def _letters(observation: Sequence[Message]) -> int:
     calls = [call for message in observation for call in message.tool_calls]
-    letters += sum(len(one.content) + len(one.reasoning) + len(one.name) + len(one.tool_call_id) for one in observation)
-    letters += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
-    # What says nothing is shown all the same: as a message, and as a call.
-    return letters // LETTERS_PER_TOKEN + len(observation) + len(calls)
+    letters = sum(len(one.content) + len(one.reasoning) + len(one.name) + len(one.tool_call_id) for one in observation)
+    return letters + sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
+
+
+def _messages(observation: Sequence[Message], message: int) -> int:
+    """Return what messages and calls weigh that say nothing: they are shown all the same.
+
+    Some templates show the results of several calls as one message.
+    """
+    return sum(len(one.tool_calls) + (1 if one.role == TOOL else message) for one in observation)

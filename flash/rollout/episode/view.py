@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from flash.environment.interface import Expected, Said, Spoken
 from flash.errors import EnvError
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.reading import PlainReading
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.episode.transcript import Branch, BranchForm, EpisodeLimits, Transcript, least_tokens
+from flash.rollout.episode.transcript import (
+    Branch,
+    BranchForm,
+    EpisodeLimits,
+    Transcript,
+    least_tokens,
+)
 from flash.sampling import Sampling
-from flash.types import Piece, Span
+from flash.types import Observation, Piece, Span
+
+_T = TypeVar("_T")
+
+
+class _Rendered(NamedTuple):
+    """A large observation that was rendered ahead, and the place that it follows."""
+
+    branch: int
+    responses: int
+    observation: Observation
+    tokens: list[int]
 
 
 class TranscriptView(Transcript):
     """A transcript as its environment sees it. What it asks of the next response holds for that one.
 
-    Args: as of `Transcript`; `sampling` says how its responses are drawn.
+    Args:
+        tokenizer: the model's.
+        limits: of the episode.
+        sampling: the distribution that responses are drawn from.
+        rendering: held while a thread renders a large observation; the episodes of a node share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits, sampling: Sampling) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: EpisodeLimits, sampling: Sampling, rendering: anyio.Lock | None = None
+    ) -> None:
         super().__init__(tokenizer, limits)
+        self._rendering = rendering or anyio.Lock()
+        self._rendering_ahead = anyio.Lock()
+        """Held while one large observation is rendered ahead: another episode's turn comes before the next one."""
+        self._expected: set[str] = set()
+        """Names of large observations that are to be rendered ahead, until the episode comes to them."""
+        self._ahead: dict[str, _Rendered] = {}
+        """Large observations that were rendered ahead, by their names."""
         self.sampling = sampling
         self._most = limits.max_length
         """Tokens that the next response may have."""
@@ -68,30 +102,76 @@ class TranscriptView(Transcript):
         """Let this hear the next response while it is sampled."""
         self._hears = hear, calling
 
+    async def prepare(self, observation: Observation) -> None:
+        """Render an observation that may be shown next, in a thread if it is large: `room` takes no time then.
+
+        Raises:
+            EnvError: it cannot be shown.
+        """
+        if self._rendered is not None and self._rendered[0] == observation:
+            return
+        tools = () if self._responses else self._form.tools
+        if not self._slow(observation, tools) or self._least(observation) > self.left():
+            return
+        async with self._rendering:
+            known = self._ahead.pop(self._name, None)
+            if known is None or known[:3] != (self.branch, self._responses, observation):
+                tokens = await _in_thread(lambda: self._render(observation))
+            else:
+                tokens = known.tokens
+        self._rendered = observation, tokens
+
     def expect(self, expected: Expected) -> None:
         """Let a later response be sampled from now on, where the limits have room for it, whatever else is."""
-        if self._asking is None or (waiting := self._asking.waiting) is None:
+        if self._asking is None or not self._may_expect(self._asking):
             return
-        under_way = waiting + 1
-        longest, most = self.limits.max_length, self.limits.max_new_tokens
-        together = sum(len(branch.tokens) for branch in self.branches) + (under_way + 1) * longest
-        if together > self.limits.max_tokens or min(self.turns_left, self.branches_left) <= under_way:
+        if self._slow(expected.observation, expected.tools):
+            least = least_tokens(expected.observation, expected.tools, self.tokenizer.least_message)
+            if least <= self.limits.max_length:
+                self._expected.add(expected.name)
+                self._asking.start(self._expect_large, expected)
             return
-        if least_tokens(expected.observation, expected.tools) > longest:
+        if least_tokens(expected.observation, expected.tools, 1) > self.limits.max_length:
             return
-        with suppress(EnvError):  # which the one who shows it will hear
-            prompt, form = self._expected_prompt(expected)
-            room = longest - len(prompt)
-            if room < 1:
+        with suppress(EnvError):  # raised again when it is shown
+            self._ask_ahead(expected, *self._expected_prompt(expected))
+
+    async def _expect_large(self, expected: Expected) -> None:
+        """Render a large observation in a thread, then ask for the response if the episode has not come to it yet."""
+        async with self._rendering_ahead, self._rendering:
+            if expected.name not in self._expected:
                 return
-            hear = expected.hear
-            hears = _unheard if hear is None else self._heard(prompt, form, hear, expected.calling)
-            most = min(most, room, room if expected.tokens is None else expected.tokens)
-            self._asking.expect(Wanted(prompt, most, expected.stop, hears, expected.name))
+            with suppress(EnvError):  # raised again when it is shown
+                prompt, form = await _in_thread(lambda: self._expected_prompt(expected))
+                if responses := expected.responses:
+                    # First observations are kept by the tokenizer.
+                    place = self.branches[expected.branch].ends[responses - 1].place
+                    shown = _Rendered(expected.branch, responses, expected.observation, prompt[place:])
+                    self._ahead[expected.name] = shown
+                if expected.name in self._expected:
+                    self._ask_ahead(expected, prompt, form)
+
+    def _may_expect(self, asking: Asking) -> bool:
+        """Return True if the limits have room for one more response, whatever becomes of those under way."""
+        if asking.waiting is None:
+            return False
+        under_way = asking.waiting + 1
+        together = sum(len(branch.tokens) for branch in self.branches) + (under_way + 1) * self.limits.max_length
+        return together <= self.limits.max_tokens and min(self.turns_left, self.branches_left) > under_way
+
+    def _ask_ahead(self, expected: Expected, prompt: list[int], form: BranchForm) -> None:
+        room = self.limits.max_length - len(prompt)
+        if room < 1 or self._asking is None or not self._may_expect(self._asking):
+            return
+        hear = expected.hear
+        hears = _unheard if hear is None else self._heard(prompt, form, hear, expected.calling)
+        most = min(self.limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
+        self._asking.expect(Wanted(prompt, most, expected.stop, hears, expected.name))
 
     def comes(self, name: str) -> None:
-        """What is shown next was expected by this name, or has none that was."""
+        """Show next what was expected by this name, if anything was."""
         self._name = name
+        self._expected.discard(name)
 
     def _expected_prompt(self, expected: Expected) -> tuple[list[int], BranchForm]:
         """Its tokens, as `render` and `show` will have them. Raises EnvError."""
@@ -137,5 +217,10 @@ class TranscriptView(Transcript):
         return Wanted(list(self.tokens), most, stop, self._listening(), name)
 
 
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    # A limiter of its own: the threads of the default one may all be busy with an environment's calls.
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+
+
 def _unheard(tokens: Sequence[int]) -> None:
-    """Nobody listens."""
+    """Ignore the tokens: nobody listens."""
