@@ -1,42 +1,63 @@
-"""`flash sft`: supervised fine-tuning on JSON lines."""
+"""`flash sft`: supervised fine-tuning on the rows of a table."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from flash.cli.arguments import CommandParsers
 from flash.cli.train import add_run_parser, carry_out, interruptible
+from flash.config.decode import refuse
 from flash.config.tree import Config
+
+if TYPE_CHECKING:
+    from flash.run.sft.course import CourseTokens
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    about = "supervised fine-tuning on JSONL: messages, or prompts and completions"
+    about = "supervised fine-tuning on messages, prompts and completions, or text"
     return add_run_parser(commands, "sft", about, tried="tokenize all rows")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration and its rows, and train."""
-    from flash.run.checks.preflight import sft_problems
-    from flash.run.sft.course import with_steps
+    """Check the configuration, fetch the model that it may want, tokenize all rows, and train."""
+    from flash.run.checks.preflight import made_steps, sft_problems
 
-    return carry_out(arguments, sft_problems, _tried, _start, whole=with_steps)
+    tokens: list[CourseTokens] = []
+
+    def whole(config: Config) -> Config:
+        from flash.run.models.models import make_fetched
+        from flash.run.sft.course import CourseTokens
+
+        interruptible()
+        if not arguments.dry_run:
+            make_fetched(config)
+        tokens.append(CourseTokens.read(config, _tell))
+        config = tokens[0].with_steps(config)
+        if problems := list(made_steps(config)):
+            raise refuse(problems)
+        return config
+
+    def tried(config: Config) -> Iterator[str]:
+        from flash.rollout.episode.tokenizer import HfTokenizer
+        from flash.run.checks.dry_run import model_described
+
+        yield from tokens[0].described(HfTokenizer(config.model))
+        yield f"steps: {config.run.steps} of {config.train.batch_size} rows"
+        yield f"model: {config.model.path}, {model_described(config)}"
+
+    def start(config: Config) -> int:
+        from flash.run.sft.launch import launch
+
+        for line in tokens[0].lines:
+            _tell(line)
+        return launch(config, tokens[0])
+
+    return carry_out(arguments, sft_problems, tried, start, whole=whole)
 
 
-def _tried(config: Config) -> Iterator[str]:
-    """What can be tried without training."""
-    from flash.run.checks.dry_run import model_described
-    from flash.run.sft.course import look
-
-    yield from look(config)
-    yield f"model: {config.model.path}, {model_described(config)}"
-
-
-def _start(config: Config) -> int:
-    """Fetch the model that the configuration may want, and train."""
-    from flash.run.models.models import make_fetched
-    from flash.run.sft.launch import launch
-
-    interruptible()
-    make_fetched(config)
-    return launch(config)
+def _tell(line: str) -> None:
+    sys.stdout.write(f"[{line}]\n")
+    sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import msgspec
 import pytest
 
 from flash.config.load import load
-from flash.config.tree import Config
+from flash.config.tree import Config, ModelConfig
+from flash.data.shapes import example_of
+from flash.data.tables import read_rows
 from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.checks.preflight import sft_problems
-from flash.run.sft.course import Course, look, with_steps
-from flash.run.sft.rows import Rows
+from flash.run.sft.course import Course, CourseTokens
+from flash.run.sft.rows import ALONE, TokenRow, TokenTable, read_tokens, tokenized
 from flash.types import Message
 from tests.rollout.families import FAMILIES, family
 
@@ -44,15 +47,21 @@ def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
     return file
 
 
+def row_of(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> TokenRow:
+    """The tokens of the only row."""
+    (row,) = read_rows(str(file))
+    return tokenized(example_of(row), row.place, tokenizer, most)
+
+
 def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[int], list[int]]:
     """The tokens of the only sequence of the only row, and those that are learned of it."""
-    (one,) = Rows(str(file)).tokens(0, tokenizer, most).sequences
+    (one,) = row_of(file, tokenizer, most).sequences
     return one.tokens, [token for span in one.spans for token in one.tokens[span.start : span.stop]]
 
 
 def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
-    (one,) = Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 10_000).sequences
+    (one,) = row_of(written(tmp_path, {"messages": TALK}), tokenizer, 10_000).sequences
     expected: Any = tokenizer.inner.apply_chat_template(
         TALK, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -68,7 +77,7 @@ def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: P
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_path: Path, name: str) -> None:
     tokenizer = family(name, tmp_path / "model")
-    row = Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 10_000)
+    row = row_of(written(tmp_path, {"messages": TALK}), tokenizer, 10_000)
     said = [(one.tokens, span) for one in row.sequences for span in one.spans]
     assert len(said) == 2
     for place, (tokens, span) in zip((1, 3), said, strict=True):
@@ -82,7 +91,7 @@ def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_
 def test_a_turn_behind_which_the_template_drops_reasoning_begins_a_sequence_of_its_own(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model")
     talk = [*TALK[:1], {**TALK[1], "reasoning_content": "in thought"}, *TALK[2:]]
-    row = Rows(str(written(tmp_path, {"messages": talk}))).tokens(0, tokenizer, 10_000)
+    row = row_of(written(tmp_path, {"messages": talk}), tokenizer, 10_000)
     first, second = row.sequences
     assert "in thought" in tokenizer.decode(first.tokens)
     assert "in thought" not in tokenizer.decode(second.tokens)
@@ -125,23 +134,88 @@ def test_calls_and_tools_are_shown_as_in_an_episode(tmp_path: Path) -> None:
 
 def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
-    rows = Rows(str(written(tmp_path, {"messages": TALK})))
-    (whole,) = rows.tokens(0, tokenizer, 10_000).sequences
-    row = rows.tokens(0, tokenizer, whole.spans[1].start + 3)
+    file = written(tmp_path, {"messages": TALK})
+    (whole,) = row_of(file, tokenizer).sequences
+    row = row_of(file, tokenizer, whole.spans[1].start + 3)
     (cut,) = row.sequences
     assert row.cut
     assert cut.tokens == whole.tokens[: whole.spans[1].start + 3]
     assert cut.spans[0] == whole.spans[0]
     assert cut.spans[1].stop - cut.spans[1].start == 3
-    assert rows.tokens(0, tokenizer, whole.spans[0].start).sequences == []
+    assert row_of(file, tokenizer, whole.spans[0].start).sequences == []
+
+
+def tokens_of(config: Config, tell: Callable[[str], object] = lambda line: None) -> CourseTokens:
+    return CourseTokens.read(config, tell)
 
 
 def test_rows_that_cannot_be_learned_are_refused_together_by_file_and_row(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, row 2 has a prompt and .*\n.*rows\.jsonl, row 4: there is no"):
-        Rows(str(written(tmp_path, {"messages": TALK}, {"prompt": "x"}, {"messages": TALK}, {"messages": TALK[:1]})))
+    model = ModelConfig(path=str(tmp_path / "model"))
+    family(
+        "qwen",
+        tmp_path / "model",
+        CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
+    )
     odd = [{"role": "robot", "content": "x"}, TALK[1]]
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, row 1, messages\[0\]: Roles are"):
-        Rows(str(written(tmp_path, {"messages": odd}))).tokens(0, family("qwen", tmp_path / "model"), 100)
+    led = [{"role": "system", "content": "x"}, *TALK]
+    rows = [{"messages": TALK}, {"prompt": "x"}, {"messages": TALK[:1]}, {"messages": odd}, {"messages": led}]
+    with pytest.raises(ConfigError) as caught:
+        read_tokens("sft.data", str(written(tmp_path, *rows)), model, lambda line: None)
+    said = str(caught.value)
+    for part in (
+        "row 2 has a prompt and",
+        "row 3: there is no",
+        "row 4, messages[0]: Roles are",
+        "row 5: the chat template",
+    ):
+        assert f"rows.jsonl, {part}" in said
+
+
+def test_a_row_that_is_too_long_is_left_out_before_the_run_and_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "train.batch_size=1", "model.max_length=24", rows=10)
+    with Path(str(config.sft and config.sft.data)).open("a") as file:
+        file.write("\n" + json.dumps({"prompt": "word " * 200, "completion": "never reached"}))
+        file.write("\n" + json.dumps({"prompt": "x ", "completion": "word " * 200}))
+        file.write("\n" + json.dumps({"messages": TALK[1:2]}))
+    tokens = tokens_of(config)
+    assert "rows.jsonl has 12 rows with prompt and completion, 1 row with messages; 11 rows are" in tokens.lines[0]
+    assert "learned: 52 of 74 tokens, at most 24 a sequence" in tokens.lines[0]
+    assert tokens.lines[1] == "sft.data: 1 of these rows are cut at model.max_length = 24"
+    assert "rows.jsonl, row 11): no answer begins within model.max_length = 24" in tokens.lines[2]
+    assert "rows.jsonl, row 13): no message in them is to be learned" in tokens.lines[3]
+    config = tokens.with_steps(config)
+    assert config.run.steps == 11
+    assert all(Course(config, tokens).batch(step)[0].trajectories for step in range(11))
+
+
+def test_many_rows_are_tokenized_by_processes_as_one_would_and_in_order(tmp_path: Path) -> None:
+    few = config_of(tmp_path / "few", rows=40)
+    many = config_of(tmp_path / "many", rows=ALONE + 40)
+    one, other = tokens_of(few).data, tokens_of(many).data
+    assert len(other) == ALONE + 40
+    assert [other.row(place) for place in range(40)] == [one.row(place) for place in range(40)]
+    tokenizer = HfTokenizer(many.model)
+    assert f"n{ALONE + 39}" in tokenizer.decode(other.row(ALONE + 39).sequences[0].tokens)
+
+
+def test_rows_in_tokens_are_written_and_mapped(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    tokens = tokens_of(config)
+    rows = [tokens.data.row(place) for place in range(len(tokens.data))]
+    tokens.save(tmp_path / "saved")
+    loaded = CourseTokens.load(tmp_path / "saved")
+    assert [loaded.data.row(place) for place in range(len(loaded.data))] == rows
+    assert loaded.held_out is None
+    joined = TokenTable.joined([TokenTable.of(rows[:3]), TokenTable.of([]), TokenTable.of(rows[3:])])
+    assert [joined.row(place) for place in range(len(joined))] == rows
+
+
+def test_a_text_with_control_tokens_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    written(tmp_path, {"text": "plain"}, {"text": "<|im_start|>user\nHi<|im_end|>"})
+    (line,) = [line for line in tokens_of(config).lines if "control token" in line]
+    assert "1 texts hold the text of a control token" in line
+    assert "rows.jsonl, row 2" in line
 
 
 def test_an_assistant_that_speaks_first_is_shown_and_not_learned(tmp_path: Path) -> None:
@@ -149,34 +223,36 @@ def test_an_assistant_that_speaks_first_is_shown_and_not_learned(tmp_path: Path)
     tokens, learned = only(written(tmp_path, {"messages": [TALK[1], *TALK[2:]]}), tokenizer)
     assert TALK[1]["content"] in tokenizer.decode(tokens)
     assert tokenizer.decode(learned) == TALK[3]["content"]
-    assert Rows(str(written(tmp_path, {"messages": TALK[1:2]}))).tokens(0, tokenizer, 100).sequences == []
+    assert row_of(written(tmp_path, {"messages": TALK[1:2]}), tokenizer, 100).sequences == []
 
 
 def test_a_template_that_refuses_a_row_is_told_by_its_line(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", "{{ raise_exception('never') }}")
     with pytest.raises(ConfigError, match=r"row 1: the chat template .* never"):
-        Rows(str(written(tmp_path, {"messages": TALK}))).tokens(0, tokenizer, 100)
+        row_of(written(tmp_path, {"messages": TALK}), tokenizer, 100)
 
 
 def config_of(folder: Path, *overrides: str, rows: int = 7) -> Config:
     """Of rows that are told apart by their answers."""
+    folder.mkdir(exist_ok=True)
     file = written(folder, *({"prompt": "x ", "completion": f"n{number}"} for number in range(rows)))
     family("qwen", folder / "model", CHATML)
     (folder / "model" / "config.json").write_text("{}")
     text = f'run.name = "x"\nrun.output_dir = "{folder}"\nmodel.path = "{folder}/model"\nsft.data = "{file}"\n'
     (folder / "sft.toml").write_text(text + "cluster.gpus_per_node = 0\ntrain.batch_size = 3\n")
-    return with_steps(load(folder / "sft.toml", overrides))
+    return load(folder / "sft.toml", overrides)
 
 
 def trained(config: Config, step: int) -> list[str]:
     """The answers that a step learns."""
     tokenizer = HfTokenizer(config.model)
-    batch, _ = Course(config, tokenizer).batch(step)
+    batch, _ = Course(config, tokens_of(config)).batch(step)
     return [tokenizer.decode(one.tokens()[one.action_mask()].tolist()) for one in batch.trajectories]
 
 
 def test_every_row_is_trained_once_in_each_epoch_in_an_order_that_follows_from_the_seed(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sft.epochs=2")
+    config = tokens_of(config).with_steps(config)
     assert config.run.steps == 5
     steps = [trained(config, step) for step in range(5)]
     assert list(map(len, steps)) == [3, 3, 3, 3, 2]
@@ -191,23 +267,20 @@ def test_every_row_is_trained_once_in_each_epoch_in_an_order_that_follows_from_t
 
 def test_half_an_epoch_trains_half_of_the_rows(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sft.epochs=0.5")
+    config = tokens_of(config).with_steps(config)
     assert [len(trained(config, step)) for step in range(config.run.steps)] == [3, 1]
 
 
 def test_a_dry_run_says_what_is_learned(tmp_path: Path) -> None:
-    lines = list(look(config_of(tmp_path)))
-    assert "7 rows of" in lines[0]
-    assert "0 rows are cut" in lines[0]
+    config = config_of(tmp_path)
+    lines = list(tokens_of(config).described(HfTokenizer(config.model)))
+    assert "7 rows are learned" in lines[0]
     assert "x [n0<|im_end|>]" in lines[1]
 
 
-def test_a_batch_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    short = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, max_length=1))
-    with pytest.raises(ConfigError, match=r"model\.max_length: 1 is too short"):
-        Course(short, HfTokenizer(config.model)).batch(0)
+def test_a_table_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sft\.data: no row of .* to learn within model\.max_length = 1"):
-        list(look(short))
+        tokens_of(config_of(tmp_path, "model.max_length=1"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flash.config.load import dump
 from flash.config.recorded import recorded
 from flash.config.resuming import refused, told
 from flash.config.tree import Config
+from flash.data.tables import column_names
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
@@ -56,23 +57,20 @@ def start_problems(config: Config) -> list[ConfigProblem]:
     if config.sft is not None:
         message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
         return [ConfigProblem("sft", message)]
-    return _start_problems(config)
+    return [*_start_problems(config), *made_steps(config)]
 
 
 def sft_problems(config: Config) -> list[ConfigProblem]:
-    """The same of `flash sft`."""
+    """Return what would stop the run that `flash sft` is about to start, but for faults of single rows."""
     if config.sft is None:
         return [ConfigProblem("sft", "is missing: an [sft] table names the rows, as `sft.data=rows.jsonl`")]
-    from flash.run.sft.course import with_steps
-    from flash.run.sft.rows import Rows
-
     problems: list[ConfigProblem] = []
     for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
         try:
-            _ = path and Rows(path)
+            _ = path and column_names(path)
         except ConfigError as error:
             problems.append(ConfigProblem(key, str(error)))
-    return [*problems, *_start_problems(config if problems else with_steps(config))]
+    return [*problems, *_start_problems(config)]  # the steps follow from the rows, which are not read yet
 
 
 def _start_problems(config: Config) -> list[ConfigProblem]:
@@ -214,10 +212,18 @@ def _past(config: Config) -> Iterator[ConfigProblem]:
         directory.incarnations.last()
     except RunDirectoryError as error:
         yield ConfigProblem("run.resume", str(error))
+
+
+def made_steps(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a problem if a run that goes on has made more steps than it is to make."""
+    if unreachable(str(config.run_dir.absolute())) is not None:
+        return
+    if not config.run.resume or not config.run_dir.is_dir() or _had(config) is None:
+        return
     if (reached := booked_version(config)) > config.run.steps:
         yield ConfigProblem(
             "run.steps",
-            f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
+            f"the run in {config.run_dir} has made {reached} steps already; expected at least as many, got "
             f"{config.run.steps}",
         )
 

@@ -19,6 +19,7 @@ from flash.run.processes.ranks import run_ranks
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
 from flash.run.processes.supervisor import End, SupervisedPart, describe, judge
+from flash.run.sft.course import ROWS, CourseTokens
 
 
 class SftRanks(SupervisedPart):
@@ -35,8 +36,8 @@ class SftRanks(SupervisedPart):
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]
 
 
-def launch(config: Config) -> int:
-    """Train to the end; the exit code, as of `flash.run.processes.launcher.launch`.
+def launch(config: Config, tokens: CourseTokens) -> int:
+    """Train these rows to the end; the exit code, as of `flash.run.processes.launcher.launch`.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
@@ -54,6 +55,7 @@ def launch(config: Config) -> int:
         folder = stack.enter_context(scratch_folder())
         file = folder / "run.toml"
         file.write_text(dump(config), encoding="utf-8")
+        tokens.save(folder / ROWS)
         ranks = SftRanks(config, file)
         stack.callback(leave_in_order, config, marker, ranks)
         end_with_torchrun()

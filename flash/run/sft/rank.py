@@ -23,7 +23,7 @@ from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.scratch import VARIABLE as SCRATCH
 from flash.run.processes.supervisor import End
-from flash.run.sft.course import Course
+from flash.run.sft.course import ROWS, Course, CourseTokens
 from flash.run.trainer_rank import meet, others
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
@@ -64,13 +64,13 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 
 def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: ExitStack) -> End:
     resumes, chosen, first = config.run.resume or order.restarts > 0, [""], order.local == 0
-    tokenizer = HfTokenizer(config.model).ready()
+    tokenizer = HfTokenizer(config.model)
     notes: list[str] = []
     if resumes and first:
         newest, notes = choose(config.run_dir)
         chosen = [str(newest or "")]
     dist.broadcast_object_list(chosen, src=0)
-    course, trainer = Course(config, tokenizer), Trainer(config)
+    course, trainer = Course(config, CourseTokens.load(Path(os.environ[SCRATCH]) / ROWS)), Trainer(config)
     if chosen[0]:
         checkpoint.load(Path(chosen[0]), trainer)
     recorder = None
@@ -111,7 +111,7 @@ class SftLoop:
     def run(self) -> End:
         """Train to the end.
 
-        Consumes batches, of which a thread makes the next one meanwhile. Waits for that and for the other ranks.
+        Consumes batches, of which a thread reads the next one meanwhile. Waits for that and for the other ranks.
         Produces rows, evaluations, checkpoints, and at the end the export.
 
         Raises:
