@@ -157,7 +157,7 @@ class CodeEnv:
 
     @classmethod
     def held_out_problems(cls, options: CodeOptions) -> int | None:
-        """The number of held-out rows; None where problems are made."""
+        """Return the number of held-out rows; None where problems are made."""
         source = _source(options)
         return None if source is None else len(_rows(source, options).held_out)
 

@@ -106,20 +106,24 @@ class DatasetEnv:
 
     @classmethod
     def problem_of(cls, seed: int, options: DatasetOptions) -> str:
-        """The place of the row."""
+        """Return the place of the row."""
         return str(_rows(options).place(seed))
 
     @classmethod
     def held_out_problems(cls, options: DatasetOptions) -> int:
-        """The number of held-out rows."""
+        """Return the number of held-out rows."""
         return len(_rows(options).held_out)
+
+    @classmethod
+    def solution_of(cls, seed: int, options: DatasetOptions) -> str:
+        """Return the answer of the row."""
+        return _rows(options).of_seed(seed).answer
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
-        shown = show_prompt(self._row.prompt, self._options.system_prompt, self._options.template)
-        return shown, {"solution": self._row.answer}
+        return show_prompt(self._row.prompt, self._options.system_prompt, self._options.template), {}
 
     async def step(self, action: str) -> StepResult:
         """Score the answer; the episode ends."""

@@ -9,6 +9,7 @@
     ├── WeightsError         a published version is damaged or was loaded wrongly
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
+    │   ├── PromptTooLongError  a prompt leaves no room for an answer
     │   ├── RewardError      the reward is missing, not a number, or its verifier failed
     │   └── SandboxError             a sandbox cannot do what was asked
     │       ├── SandboxStartError    it could not be made or started
@@ -89,6 +90,10 @@ class ContractError(FlashError):
 
 class EnvError(FlashError):
     """An environment raised, or returned something its interface does not allow."""
+
+
+class PromptTooLongError(EnvError):
+    """A prompt leaves no room for an answer."""
 
 
 class RewardError(EnvError):

@@ -42,6 +42,7 @@ class Outcome(StrEnum):
     TRUNCATED = "truncated"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
+    TOO_LONG = "too_long"
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     ENGINE_KILLED = "engine_killed"
@@ -380,7 +381,8 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
 
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
-"""Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again."""
+"""Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again, and one whose
+prompt is too long never is: it would fail for certain, as would the other samples of its group."""
 
 
 class Stock(msgspec.Struct, frozen=True):

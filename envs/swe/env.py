@@ -120,6 +120,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         """The place of the task."""
         return str(load_tasks(options.folder).place(seed))
 
+    @classmethod
+    def held_out_problems(cls, options: SweOptions) -> int:
+        """Return the number of held-out tasks."""
+        return len(load_tasks(options.folder).held_out)
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the report of this seed's bug."""
         tasks = await anyio.to_thread.run_sync(load_tasks, self._options.folder, abandon_on_cancel=True)

@@ -289,6 +289,17 @@ def supervised(config: Config) -> Config:
     return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 
 
+def unsupervised(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the tables that say nothing about rows, in a configuration as it was written."""
+    if config.sft is None:
+        return
+    why = "has no effect: `flash sft` learns rows as they are; leave the table out, or clear it with"
+    if config.algorithm not in (AlgorithmConfig(), SUPERVISED):
+        yield ConfigProblem("algorithm", f"{why} `algorithm={{}}`")
+    if config.critic is not None:
+        yield ConfigProblem("critic", f"{why} `critic=none`")
+
+
 def sft_rule(config: Config) -> Iterator[ConfigProblem]:
     """All ranks are on one machine, and have a part of each minibatch."""
     for name in ("nodes", "trainer_nodes"):

@@ -19,7 +19,7 @@ import msgspec
 import tomli_w
 
 from flash.config.check import check
-from flash.config.check_algorithm import supervised
+from flash.config.check_algorithm import supervised, unsupervised
 from flash.config.decode import (
     NO_KEY,
     NONE,
@@ -75,7 +75,7 @@ def load(
         raise refuse([_with_hint(problem) for problem in problems], origins)
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
-    problems = check(config, simulated=simulated)
+    problems = [*unsupervised(decoded), *check(config, simulated=simulated)]
     named = {problem.key for problem in problems}
     problems += [problem for problem in also(config) if problem.key not in named]
     if problems:

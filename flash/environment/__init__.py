@@ -6,6 +6,7 @@
 from flash.environment.interface import (
     HELD_OUT,
     Checked,
+    Collected,
     Domain,
     Domains,
     Environment,
@@ -42,6 +43,7 @@ __all__ = [
     "Expected",
     "Said",
     "Kinds",
+    "Collected",
     "Domain",
     "Domains",
     "Recurring",

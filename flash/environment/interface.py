@@ -311,10 +311,32 @@ class Recurring(Protocol):
 
 
 @runtime_checkable
+class Collected(Protocol):
+    """An environment class whose problems are collected, such as the rows of a data set. It may have either method."""
+
+    @classmethod
+    def held_out_problems(cls, **options: Any) -> int | None:
+        """Return the number of held-out problems, which consecutive seeds show once each; None: there is no limit.
+
+        An evaluation asks each of them once: problems that came again would narrow the interval of its mean.
+        """
+        ...
+
+    @classmethod
+    def solution_of(cls, seed: int, **options: Any) -> str | None:
+        """Return the collected answer to the problem of a seed; None: it has none.
+
+        `flash train --dry-run` tries it: where even that gets no reward, nothing may ever get one.
+        """
+        ...
+
+
+@runtime_checkable
 class Wrapping(Protocol):
     """An environment class around another one, such as tools for its problems.
 
-    Kinds, domains and names of problems are those of the other class, unless the outer one has these methods itself.
+    Kinds, domains, names, numbers and solutions of problems are those of the other class, unless the outer one has
+    these methods itself.
     """
 
     @classmethod

@@ -67,6 +67,20 @@ class LoadedEnvironment:
         cls, kwargs = self._kinds
         return cls.domains(**kwargs)
 
+    def held_out_problems(self) -> int | None:
+        """Return the number of held-out problems, which may read a data set; None if there is no limit."""
+        if (found := class_with("held_out_problems", self._class, self._kwargs)) is None:
+            return None
+        cls, kwargs = found
+        return cls.held_out_problems(**kwargs)
+
+    def solution_of(self, seed: int) -> str | None:
+        """Return the collected answer to the problem of a seed; None if the class has none."""
+        if (found := class_with("solution_of", self._class, self._kwargs)) is None:
+            return None
+        cls, kwargs = found
+        return cls.solution_of(seed, **kwargs)
+
     @cached_property
     def _kinds(self) -> tuple[Any, dict[str, Any]] | None:
         return class_with("kind_of", self._class, self._kwargs)

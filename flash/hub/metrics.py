@@ -10,7 +10,7 @@ from flash.hub.protocol import EngineStatus
 from flash.samples.state import Samples
 from flash.types import RETRIED, Outcome, Trajectory
 
-FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
+FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.TOO_LONG)
 """Ends of an attempt that count as failures."""
 ROUNDING_S = 1e-3
 """By which an engine that was idle throughout may seem to have been idle longer than that."""

@@ -54,7 +54,7 @@ from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory
 from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.restart.journal import FileJournal
-from flash.run.startup import tell_beginning, tell_cluster
+from flash.run.startup import tell_beginning, tell_cluster, with_held_out_problems
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
 from flash.samples.tasks import SEED_STRIDE
@@ -116,6 +116,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             first, seconds = config.run.seed * SEED_STRIDE % HELD_OUT, config.deadlines.env_reset
             with deadline(seconds, "the names of problems", "the environment's `problem_of`, and deadlines.env_reset"):
                 await anyio.to_thread.run_sync(env.check_names, range(first, first + NAMED), abandon_on_cancel=True)
+        config = await with_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
         incarnation = recorder.directory.incarnations.begin()

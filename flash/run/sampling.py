@@ -24,7 +24,7 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.run.startup import tell_beginning
+from flash.run.startup import tell_beginning, with_held_out_problems
 from flash.samples.rules import Problems
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
@@ -57,6 +57,7 @@ async def evaluate(
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.
     """
+    config = await with_held_out_problems(config, env, tell)
     guest = _Guest(alone(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines)
     await guest.run(tell)
     (row,) = guest.observer.evaluations

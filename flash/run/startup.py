@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import anyio.to_thread
+from msgspec.structs import replace
 
 from flash.config.machine import runs_eagerly
 from flash.config.tree import Config
+from flash.environment.load import LoadedEnvironment
 from flash.hub.hub import Hub
 from flash.hub.stages import STARTING_ENGINES
 from flash.observe.cluster import EVERY_S as PICTURE_S
 from flash.observe.cluster import HubNow
+from flash.waiting import deadline
 
 EVERY_S = 10.0
 """Between two lines while the same goes on."""
@@ -36,6 +40,21 @@ async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) 
         tell(f"{what} … {seconds:.0f} s{why}")
         with anyio.move_on_after(EVERY_S):
             await hub.stages.past(now.doing)
+
+
+async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
+    """Return the configuration with no more held-out problems than the environment has; say so if that changes it.
+
+    Raises:
+        DeadlineError: the data set was not read within deadlines.env_reset.
+    """
+    with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
+        there = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
+    asked = config.eval.problems
+    if there is None or there >= asked:
+        return config
+    tell(f"evaluations ask all {there} held-out problems: there are no more, and eval.problems = {asked}")
+    return replace(config, eval=replace(config.eval, problems=there))
 
 
 def start_of_engines(seconds: float, config: Config) -> str:

@@ -269,6 +269,8 @@ class Samples:
             self.admission.openings += 1
             return False
         self._departures.drop(member, "lost", failure.outcome)
+        if failure.outcome is Outcome.TOO_LONG:  # the others have the same prompt
+            self._departures.drop_rest(self.pool[member.task.group_id], "lost", failure.outcome)
         return True
 
     def _revoke(self, lease_id: int) -> None:

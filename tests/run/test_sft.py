@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.load import load
+from flash.config.load import dump, load
 from flash.config.tree import Config, ModelConfig
 from flash.data.shapes import example_of
 from flash.data.tables import read_rows
@@ -188,6 +188,8 @@ def test_a_row_that_is_too_long_is_left_out_before_the_run_and_counted(tmp_path:
     assert all(Course(config, tokens).batch(step)[0].trajectories for step in range(11))
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_many_rows_are_tokenized_by_processes_as_one_would_and_in_order(tmp_path: Path) -> None:
     few = config_of(tmp_path / "few", rows=40)
     many = config_of(tmp_path / "many", rows=ALONE + 40)
@@ -315,6 +317,17 @@ def test_rows_that_are_gone_keep_a_run_from_starting(tmp_path: Path, name: str) 
 
 
 def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "algorithm.objective=ppo", "train.async_ratio=4")
+    config = config_of(tmp_path, "train.async_ratio=4")
     assert config.algorithm.objective == "algorithms.supervised:Supervised"
     assert config.train.async_ratio == 0
+    recorded = tmp_path / "recorded.toml"
+    recorded.write_text(dump(config))
+    assert load(recorded) == config
+
+
+def test_tables_that_say_nothing_of_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`algorithm` .*has no effect: .* clear it with `algorithm=\{\}`"):
+        config_of(tmp_path, "algorithm.objective=ppo")
+    assert config_of(tmp_path, "algorithm.objective=ppo", "algorithm={}").algorithm.objective.endswith("Supervised")
+    with pytest.raises(ConfigError, match=r"`critic` .*has no effect"):
+        config_of(tmp_path, "critic.tiny_layers=1")

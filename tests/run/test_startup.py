@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import anyio
 import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.run.startup import start_of_engines, tell_beginning
+from flash.environment.load import LoadedEnvironment
+from flash.run.checks.dry_run import try_own_answer
+from flash.run.startup import start_of_engines, tell_beginning, with_held_out_problems
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
 
@@ -33,6 +38,29 @@ def test_engines_that_start_for_long_are_explained(seconds: float, eager: bool, 
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("asked", "problems"), [(128, 3), (3, 3), (2, 2)])
+async def test_an_evaluation_asks_no_held_out_row_twice(tmp_path: Path, asked: int, problems: int) -> None:
+    for name, count in (("train", 9), ("test", 3)):
+        rows = (f'{{"question": "{name} {number}", "answer": 7.0}}\n' for number in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    config, said = make_config(), list[str]()
+    config = msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, problems=asked))
+    tools = {"notes": {"path": "envs.tools.memory:Memory"}}
+    tasks = {"tasks": {"path": "envs.dataset:DatasetEnv", "options": files}, "tools": tools}
+    env = LoadedEnvironment("envs.tools:ToolEnv", tasks)  # also around the environment that has the rows
+    config = await with_held_out_problems(config, env, said.append)
+    assert config.eval.problems == problems
+    assert said == ["evaluations ask all 3 held-out problems: there are no more, and eval.problems = 128"] * (asked > 3)
+
+
+@pytest.mark.anyio
+async def test_problems_that_are_made_have_no_last_one() -> None:
+    env, config = LoadedEnvironment("envs.arithmetic:Arithmetic", {}), make_config()
+    assert await with_held_out_problems(config, env, lambda line: None) is config
+
+
+@pytest.mark.anyio
 @pytest.mark.virtual
 async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> None:
     driver, said = Driver(make_config()), list[str]()
@@ -50,3 +78,21 @@ async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> N
         "starting engines … 35 s; vLLM compiles, for minutes at its first start here",
         "starting engines … 45 s; vLLM compiles, for minutes at its first start here",
     ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answer", "verifier", "said"),
+    [
+        (7.0, "envs.rewards.exact:exact_match", "own answer '7' as the answer gets reward 1"),
+        ("7", "tests.envs.rewards.verifiers:length", "gets reward 0: perhaps no answer is ever"),
+        ("7", "tests.envs.rewards.verifiers:raises", "as the answer fails: .*LookupError"),
+    ],
+)
+async def test_a_dry_run_tries_the_answer_of_a_row(tmp_path: Path, answer: object, verifier: str, said: str) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes(msgspec.json.encode({"question": name, "answer": answer}))
+    files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    env = LoadedEnvironment("envs.dataset:DatasetEnv", {**files, "verifier": verifier})
+    (line,) = await try_own_answer(make_config(), env, 0)
+    assert re.search(said, line)

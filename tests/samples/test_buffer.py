@@ -274,6 +274,22 @@ def test_groups_move_up_when_an_earlier_one_is_lost_so_that_the_rest_of_a_group_
     assert (rest.task.group_id, rest.task.sample_index) == (2, 1)
 
 
+def test_a_group_whose_prompt_is_too_long_is_given_up_at_once_and_as_a_whole() -> None:
+    buffer = make_buffer(alpha=0, retries=3)
+    first = buffer.lease([0])
+    second = buffer.lease([0])
+    assert first is not None
+    assert second is not None
+    assert first.task.group_id == second.task.group_id
+    buffer.finish(first.lease_id, fail(first, Outcome.TOO_LONG))
+    buffer.finish(second.lease_id, fail(second, Outcome.TOO_LONG))  # it was on its way, too
+    assert buffer.samples.ledger.retried == {}
+    assert set(buffer.samples.ledger.given_up) == {Outcome.TOO_LONG}
+    assert first.task.group_id not in buffer.samples.pool
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    assert buffer.take(0) is not None, "another group comes in its place"
+
+
 def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
     buffer = make_buffer(alpha=0, retries=1)
     first = buffer.lease([0])

@@ -137,7 +137,8 @@ SPEED = ColumnGroup(
         Column(
             "failures_WHY",
             "the same by reason (`env_error`, `env_timeout`, `reward_error`, `engine_error`, `engine_killed`, under "
-            "which engines died, and `cancelled`, whose node was lost)",
+            "which engines died, `too_long`, whose prompt left no room for an answer and which are not tried again, "
+            "and `cancelled`, whose node was lost)",
             chart="failures",
         ),
         Column("stale_tokens", "counter: tokens thrown away as too old", "tokens"),

@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 from flash.environment.calls import EnvTimeoutError, called, checked, made
 from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
-from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
+from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
 from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases
@@ -146,6 +146,8 @@ class Episode:
             return state.failed(Outcome.REWARD_ERROR, str(error))
         except EnvTimeoutError as error:
             return state.failed(Outcome.ENV_TIMEOUT, str(error))
+        except PromptTooLongError as error:
+            return state.failed(Outcome.TOO_LONG, str(error))
         except EnvError as error:
             return state.failed(Outcome.ENV_ERROR, str(error))
         except PoisonError as error:
@@ -294,9 +296,10 @@ class Episode:
         if not tokens:
             raise EnvError(f"the observation {observation!r} gives an empty prompt")
         if len(tokens) >= self._settings.max_length:
-            raise EnvError(
+            raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
-                f"{self._settings.max_length}; raise it, or filter long problems out of the data"
+                f"{self._settings.max_length}; raise it, or leave long problems out (of a data set with "
+                "env.options.longest_prompt, in characters)"
             )
         return tokens
 

@@ -12,18 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from flash.config.check_models import is_hub_id, other_models
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
+from flash.environment.calls import called
+from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
+from flash.errors import EnvError
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
 from flash.run.models.fetch import described, source_of, why_not_there
+from flash.run.startup import with_held_out_problems
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
 from flash.trainer.objective import try_objective
@@ -52,11 +57,12 @@ def dry_run(config: Config) -> list[str]:
         if tokenizer is None:
             told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
             return told
-        played = anyio.run(_play, config, tokenizer)
+        played, own = anyio.run(_play, config, tokenizer)
     (turn,) = played.turns
     prompt = played.action_spans[0].start
     told.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
     told.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
+    told += own
     if config.observe.sink is not None:
         told.append(f"sink: {config.observe.sink} takes what it will be called with")
     if config.engine.vllm:
@@ -78,13 +84,39 @@ def _engine(config: Config) -> str:
     return f"vLLM takes {names}"
 
 
-async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:
+async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[str]]:
+    """Play the first turn of a problem. Also returns lines on its collected answer and on the held-out problems."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
         settings, seed = episode_settings(config), config.run.seed
-        return await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+        played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+        told = await try_own_answer(config, env, played.task.seed)
+        await with_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
+        return played, told
+
+
+async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> list[str]:
+    """Have the environment judge the collected answer to a problem, where it has one. Returns lines for people."""
+    solution = await anyio.to_thread.run_sync(env.solution_of, seed)
+    if solution is None:
+        return []
+    one, times = env.make(env.kind_of(seed)), config.deadlines
+    if isinstance(one, Informed):  # it would want to know of tokens, of which there are none
+        return []
+    said = f"environment: the problem's own answer {_short(solution)} as the answer"
+    try:
+        await called(f"reset (seed {seed})", times.env_reset, "env_reset", lambda: one.reset(seed))
+        _, reward, *_ = await called(f"step (seed {seed})", times.env_step, "env_step", lambda: one.step(solution))
+    except EnvError as error:
+        return [f"{said} fails: {error}"]
+    finally:
+        await called("close", times.close, "close", one.close, shield=True)
+    if reward > 0:
+        return [f"{said} gets reward {reward:g}"]
+    doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"
+    return [f"{said} gets reward {reward:g}: {doubt} (tests for programs are no answers)"]
 
 
 @contextmanager

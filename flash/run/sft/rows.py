@@ -209,7 +209,7 @@ def read_tokens(
     with closing(_tokenized_parts(_counted(rows, faults, shapes), model)) as tokenized_parts:
         for part in tokenized_parts:
             parts.append(part)
-            done += len(part.table) + sum(map(len, part[1:3])) + len(part.faults)
+            done += len(part.table) + len(part.too_long) + len(part.unlearned) + len(part.faults)
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
                 tell(f"{key}: {done} rows are tokenized")
@@ -218,7 +218,9 @@ def read_tokens(
     if not parts:
         raise ConfigError(f"{path} has no rows")
     table, most = TokenTable.joined([part.table for part in parts]), model.max_length
-    long, unlearned, controls = ([place for part in parts for place in part[index]] for index in (1, 2, 3))
+    long = [place for part in parts for place in part.too_long]
+    unlearned = [place for part in parts for place in part.unlearned]
+    controls = [place for part in parts for place in part.controls]
     if not len(table):
         raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {most}")
     counts = ", ".join(f"{count} {'row' if count == 1 else 'rows'} with {shape}" for shape, count in shapes.items())
