@@ -83,7 +83,7 @@ DATA = '{{ path = "envs.dataset:DatasetEnv", options = {{ path = "{folder}/whole
         ),
         ("env.options.verifier=wrong_for_dry_run:three", "must take two arguments, completion and answer: missing"),
         ("env.options.verifier=wrong_for_dry_run:text", "the reward must be a finite number, but is 'right'"),
-        ("env.options.path={folder}/holes.jsonl", "row 1: the answer must be text or a number, but is None"),
+        ("env.options.path={folder}/holes.jsonl", "row 2: 'answer' is null; expected a value, or leave the row out"),
         ("algorithm.objective=wrong_objective_for_dry_run:Nan", "Nan gives a loss of nan on ordinary tokens"),
         ("model.path={folder}/strange", "model.path"),
         ("algorithm.teacher.path={folder}/other", "algorithm.teacher.path: the tokenizer of"),
