@@ -122,7 +122,8 @@ def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
 
 
 async def kept(part: SupervisedPart) -> End:
-    return await part.keep(anyio.Event())
+    """How it ended first: ranks then wait for the end of the run."""
+    return await SupervisedPart.keep(part, anyio.Event())
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -471,6 +472,25 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
                 await hub.run()
     assert RanksGoneError.fatal
     assert not PeerLostError.fatal
+
+
+async def test_ranks_that_have_left_start_again_for_a_hub_that_starts_after_that(tmp_path: Path) -> None:
+    processes = Told([EndedProcess(0, 7, 0)], [EndedProcess(0, 8, 0)])
+    ranks, ending = ranks_of(config_of(tmp_path), processes), anyio.Event()
+    ends: list[End] = []
+
+    async def keep() -> None:
+        ends.append(await ranks.keep(ending))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keep)
+        await anyio.wait_all_tasks_blocked()
+        assert (len(processes.ends), ends) == (1, []), "the hub may still be killed before its own end"
+        ranks.hub_came.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (len(processes.ends), ends) == (0, [])
+        ending.set()
+    assert ends == [End.OVER]
 
 
 # -- a hub that hangs ------------------------------------------------------------------------------------------------

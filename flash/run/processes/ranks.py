@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
+from anyio.abc import TaskGroup
 
 from flash.config.tree import Config
 from flash.errors import DeadlineError, FlashError
@@ -74,6 +75,28 @@ class Ranks(SupervisedPart):
         self._file = file
         self._place = place
         self._tells = tells
+        self.hub_came = anyio.Event()
+        """Set when a hub is found; `keep` waits for the next one with a new event."""
+
+    async def keep(self, ending: anyio.Event) -> End:
+        """As of `SupervisedPart`. Ranks that have left in order start again for a hub that starts after that.
+
+        Such a hub was killed between the goodbye of the ranks and its own end. It has the last version, of which nobody
+        holds the weights any more, and would wait for ranks. Where hosts share no run directory nobody can tell that
+        the run is over, and ranks of another host than the hub's do not start again.
+        """
+        while True:
+            end = await super().keep(ending)
+            if end != End.OVER or ending.is_set() or (self.node > 0 and not self._place.run_dir):
+                return end
+            self.hub_came = anyio.Event()
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(_then_cancel, ending, waiting)
+                await self.hub_came.wait()
+                waiting.cancel_scope.cancel()
+            if ending.is_set():
+                return end
+            say("the hub has started again at the end of the run: so do the trainer ranks")
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
@@ -114,6 +137,7 @@ class Ranks(SupervisedPart):
             if found is None:
                 return
             hub, run = found
+            self.hub_came.set()
             living: list[int] = []
             try:
                 async with connect(hub.host, hub.port, hub.token, self._name, deadlines.hub) as caller:
@@ -150,3 +174,8 @@ class Ranks(SupervisedPart):
         for pid in sorted(hanging):
             say(f"process {pid} of the trainer ranks hangs, and is killed")
         self.kill_hanging(hanging)
+
+
+async def _then_cancel(event: anyio.Event, tasks: TaskGroup) -> None:
+    await event.wait()
+    tasks.cancel_scope.cancel()
