@@ -48,6 +48,12 @@ class Ranks:
                     await anyio.lowlevel.checkpoint()
         return True
 
+    async def leave(self, hub: Hub) -> None:
+        """All say goodbye, and leave when nobody needs them any more."""
+        async with anyio.create_task_group() as tasks:
+            for rank in range(self.world):
+                tasks.start_soon(hub.handle, p.Goodbye(rank, []))
+
     async def commit(self, hub: Hub) -> None:
         await hub.handle(p.Commit(self.version, {}))
         self.version += 1

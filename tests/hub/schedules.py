@@ -1,10 +1,11 @@
 """Random schedules of a whole hub: the topology, the rules, and what happens to nodes, samples and steps are drawn.
 
 The trainer ranks die and come back: each of their incarnations is given the same batch of a step, and each step is
-booked once. The hub dies too: the next one goes on from the version that it had, or, as where a recorded batch is
-damaged, from any since the checkpoint; nodes that outlive it keep what they hold, if the next one knows of it. Or the
-whole run is resumed, with other options, domains and problems. Kinds of which all samples fail go into quarantine.
-What holds on all of them is in `test_schedules`, which passes its laws.
+booked once. They hold the weights, without which no engine loads, until the last evaluation is over: until then
+everything may die and join. The hub dies too: the next one goes on from the version that it had, or, as where a
+recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what they hold, if the next one
+knows of it. Or the whole run is resumed, with other options, domains and problems. Kinds of which all samples fail go
+into quarantine. What holds on all of them is in `test_schedules`, which passes its laws.
 """
 
 from __future__ import annotations
@@ -180,7 +181,9 @@ class Node:
         return [version for version in self.engines if version is not None]
 
     async def load(self, engine: int) -> None:
-        await self.becomes(engine, self._schedule.published)
+        """Not without the ranks that have published it: they hold the weights."""
+        if self._schedule.hub.progress.reachable:
+            await self.becomes(engine, self._schedule.published)
 
     async def becomes(self, engine: int, version: int | None) -> None:
         """An engine has loaded a version, died (None), or come back without one (−1)."""
@@ -543,6 +546,9 @@ class Schedule:
                     assert self.published >= self.floor, "the engines' version went back"
                     self.floor = self.published
             if not await ranks.fetch(self.hub, self.dice):
+                if self.dice.random() < 0.7:
+                    await self.hub.handle(p.SnapshotRequest())
+                await ranks.leave(self.hub)
                 self.finished = True
                 return
             self.laws.of_a_batch(self, ranks.shards)

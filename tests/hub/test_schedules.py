@@ -22,7 +22,8 @@ def no_node_waits_for_what_it_could_run(schedule: Schedule) -> None:
     """Unless it may be kept for a node that loads."""
     nodes, newest = schedule.nodes.values(), schedule.hub.progress.published_version
     loading = any(max(node.versions, default=newest) < newest for node in nodes)
-    if schedule.finished or not schedule.observer.evaluations or loading:
+    over = schedule.hub.progress.stopping is not None  # nothing more is trained
+    if over or not schedule.observer.evaluations or loading:
         return
     for node in nodes:
         if node.waits and len(node.held) < node.room:
@@ -75,6 +76,7 @@ def every_schedule_comes_to_its_end(seed: int) -> None:
     assert schedule.finished, f"seed {seed} stalls at step {schedule.version} of {steps}"
     assert samples.in_flight == 0
     assert [row["step"] for row in schedule.observer.steps] == list(range(steps)), "booked once each"
+    assert schedule.observer.evaluations[-1]["step"] == steps, "the last version is evaluated"
     stale = samples.totals().get("discarded_tokens_stale", 0)
     assert not (schedule.calm and stale), "a token is stale because of admission"
     waits = schedule.config.rollout.on_expire == "wait" and not schedule.resumed

@@ -110,7 +110,7 @@ class FakeTrainer:
             await self._publish()
             await self._hub.call(p.SnapshotRequest(), timeout=60)
             self.stepped.set()
-        await self._hub.call(p.Goodbye(0, []), timeout=60)
+        await self._hub.call(p.Goodbye(0, []), timeout=1000)
 
     async def reached(self, version: int) -> None:
         """Wait until this version's snapshot is taken."""
