@@ -4,14 +4,15 @@ Each answer is one or more lines of shell, for one shell that lives as long as t
 they wrote. `submit`, or the last answer that there may be, ends the work: the tests are copied to /tests and run in the
 same sandbox, as the format has it, and the reward is the number that they leave in /logs/verifier. What was there
 before is removed first, but the tests run among whatever the policy has changed: they are as hard to deceive as they
-were written to be. Without a number in time the reward is 0, and the note says why; a sandbox that fails ends the
-episode with its error, never with a reward.
+were written to be. Without a reward file in time the reward is 0, and the note says why. A file that holds no number,
+or a sandbox that fails, ends the episode with an error, never with a reward.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
 
@@ -86,7 +87,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
             cpus=machine.cpus,
             memory_mib=machine.memory_mib,
             disk_mib=machine.storage_mib,
-            network=self.network if machine.allow_internet else "none",
+            network=self.network if machine.online else "none",
             env=machine.env,
             workdir=task.workdir,
         )
@@ -146,11 +147,11 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """Run the tests as things are. What the policy runs in the background goes on meanwhile: it may be judged."""
         sandbox, _ = await self._opened(task)
         try:
-            ran, text = await _tested(sandbox, task)
+            ran, left = await _tested(sandbox, task)
         except (SandboxFileError, SandboxLimitError) as error:
             numbers, note = {}, f"the tests cannot be put into the sandbox: {error}"
         else:
-            numbers = {} if text is None or ran.timed_out else read_reward(text)
+            numbers = {} if ran.timed_out else _numbers(left, task.name)
             note = f"{how_ended(ran)}: {numbers or f'no number in {REWARDS}'}"
         wanted = self._options.reward
         if numbers and wanted not in numbers:
@@ -160,29 +161,57 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return "", numbers.get(wanted, 0.0), not truncated, truncated, info
 
 
-def read_reward(text: str) -> dict[str, float]:
-    """The numbers of a reward file, by name; one alone is called `reward`. Nothing, where there is none to be read."""
-    try:
-        found: object = json.loads(text)
-        table = cast("dict[str, object]", found) if isinstance(found, dict) else {ALONE: found}
-        numbers = {name: float(value) for name, value in table.items() if name and isinstance(value, int | float)}
-    except (ValueError, OverflowError, RecursionError):  # what a policy may have written there itself
-        return {}
-    numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+def _numbers(left: dict[str, str], task: str) -> dict[str, float]:
+    """Return the numbers of the files that tests left, as Harbor reads them: reward.json counts before reward.txt.
+
+    Raises:
+        RewardError: a file holds something else than finite numbers.
+    """
+    for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
+        text = left.get(name, "").strip()
+        if text:
+            try:
+                return read(text)
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise RewardError(
+                    f"the tests of {task} left no finite number in {REWARDS}/{name}, but {text[:200]!r}: {error}"
+                ) from error
+    return {}
+
+
+def read_text(text: str) -> dict[str, float]:
+    """Return the number of a reward.txt. Raises ValueError where there is none."""
+    return {ALONE: _finite(float(text))}
+
+
+def read_json(text: str) -> dict[str, float]:
+    """Return the numbers of a reward.json by name; one alone is called `reward`. Raises ValueError at other values."""
+    found: object = json.loads(text)
+    table = cast("dict[str, object]", found) if isinstance(found, dict) else {ALONE: found}
+    numbers: dict[str, float] = {}
+    for name, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name or ALONE} is {value!r:.80}, which is no number")
+        numbers[name or ALONE] = _finite(float(value))
     return {ALONE: next(iter(numbers.values()))} if len(numbers) == 1 else numbers
 
 
-async def _tested(sandbox: Sandbox, task: HarborTask) -> tuple[Result, str | None]:
-    """How the task's tests ended, and what they left; reward.txt counts before reward.json."""
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
+async def _tested(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
+    """Run the tests of a task. Returns how they ended, and the text of each reward file that they left."""
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)
     await sandbox.run(["mkdir", "-p", REWARDS, "/logs/agent"], timeout=SETUP_S)
     await sandbox.upload(task.tests, "/tests")
     ran = await sandbox.run(["bash", "/tests/test.sh"], timeout=task.verifier.timeout_sec, env=task.verifier.env)
+    left: dict[str, str] = {}
     for name in ("reward.txt", "reward.json"):
-        try:
+        with suppress(SandboxFileError):
             data = await sandbox.read(f"{REWARDS}/{name}", limit=LARGEST_REWARD)
-        except SandboxFileError:
-            continue
-        return ran, data.decode("utf-8", "replace")
-    return ran, None
+            left[name] = data.decode("utf-8", "replace")
+    return ran, left

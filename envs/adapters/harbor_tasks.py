@@ -61,8 +61,20 @@ class HarborMachine(msgspec.Struct, frozen=True):
     storage: str | None = None
     env: dict[str, str] = {}
     gpus: int = 0
-    allow_internet: bool = True
+    allow_internet: bool | None = None
+    """The older form of `network_mode`."""
+    network_mode: str = "public"
+    workdir: str | None = None
+    """Where commands start; None: where the Dockerfile says."""
+    os: str = "linux"
+    tpu: Any = None
+    healthcheck: Any = None
     mcp_servers: list[Any] = []
+
+    @property
+    def online(self) -> bool:
+        """True if the task may be given the internet."""
+        return self.network_mode == "public" if self.allow_internet is None else self.allow_internet
 
     @property
     def memory_mib(self) -> int:
@@ -119,7 +131,9 @@ def read_task(folder: Path, image: str) -> HarborTask:
         raise ConfigError(f"{folder} has no tests/test.sh, which gives the reward")
     name = folder.name
     built = machine.docker_image or image.replace("{name}", name.lower())
-    return HarborTask(name, prompt, built, _workdir(folder), folder / "tests", file.verifier, machine)
+    return HarborTask(
+        name, prompt, built, machine.workdir or _workdir(folder), folder / "tests", file.verifier, machine
+    )
 
 
 def _not_given(folder: Path, file: _File) -> Iterator[str]:
@@ -127,6 +141,10 @@ def _not_given(folder: Path, file: _File) -> Iterator[str]:
     machine, verifier = file.environment, file.verifier
     asked = {
         "GPUs (environment.gpus)": machine.gpus > 0,
+        "TPUs (environment.tpu)": machine.tpu is not None,
+        "other system than Linux (environment.os)": machine.os.lower() != "linux",
+        "list of hosts that may be reached (environment.network_mode)": machine.network_mode == "allowlist",
+        "check before they are used (environment.healthcheck)": machine.healthcheck is not None,
         "servers beside them (environment.mcp_servers)": bool(machine.mcp_servers),
         "containers beside them (docker-compose.yaml)": (folder / "environment" / "docker-compose.yaml").exists(),
         "second container for tests (verifier.environment_mode)": verifier.environment_mode != "shared",

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from envs.adapters.harbor import Harbor, HarborOptions, read_reward
+from envs.adapters.harbor import Harbor, HarborOptions, read_json, read_text
 from envs.adapters.harbor_tasks import read_task
 from envs.sandbox.api import Result, Spec
 from flash.config.objects import check_options
@@ -155,7 +155,7 @@ async def test_what_was_there_before_the_tests_is_no_reward(folder: Path) -> Non
     [
         ({"reward": {"reward.txt": "1"}, "tested": result(timed_out=True, wall_s=120.0)}, "stopped after 120 s: no"),
         ({"full": True}, "the tests cannot be put into the sandbox: no space left"),
-        ({"reward": {"reward.txt": "well done"}, "tested": result(exit_code=3)}, "exit code 3: no number"),
+        ({"reward": {"reward.txt": " \n"}, "tested": result(exit_code=3)}, "exit code 3: no number"),
     ],
 )
 async def test_tests_that_come_to_nothing_are_no_reward(folder: Path, sandbox: dict[str, Any], note: str) -> None:
@@ -166,7 +166,7 @@ async def test_tests_that_come_to_nothing_are_no_reward(folder: Path, sandbox: d
 
 @pytest.mark.anyio
 async def test_of_several_numbers_one_is_the_reward_and_all_are_metrics(folder: Path) -> None:
-    provider = Provider(reward={"reward.json": '{"speed": 2.5, "turns": 9, "right": 0.5, "why": "x"}'})
+    provider = Provider(reward={"reward.json": '{"speed": 2.5, "turns": 9, "right": 0.5}'})
     _, (_, reward, _, _, info) = await played(folder, provider, SUBMIT, reward="right")
     assert reward == 0.5
     assert (metrics_of(info)["speed"], metrics_of(info)["turns"]) == (2.5, 1)
@@ -232,28 +232,74 @@ def test_some_tasks_are_kept_aside_unless_others_are_given(
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
+    ("text", "number"),
     [
-        ("1\n", {"reward": 1}),
-        ("0.5", {"reward": 0.5}),
-        ('{"accuracy": 0.75}', {"reward": 0.75}),
-        ('{"reward": 1, "x": 2, "": 3, "y": NaN}', {"reward": 1, "x": 2}),
-        ("", {}),
-        ("yes", {}),
-        ("NaN", {}),
-        ("[1]", {}),
-        ("1" * 400, {}),
-        ("[" * 60_000, {}),
+        ("1\n", 1),
+        ("0.5", 0.5),
+        (".50", 0.5),
+        ("1.", 1),
+        ("01", 1),
+        ("+1", 1),
+        ("1e-1", 0.1),
+        (" 1 \r\n", 1),
+        ("-0.0", 0),
     ],
 )
-def test_rewards_are_read_whatever_stands_there(text: str, numbers: dict[str, float]) -> None:
-    assert read_reward(text) == numbers
+def test_a_reward_file_of_text_is_read_as_harbor_reads_it(text: str, number: float) -> None:
+    assert read_text(text) == {"reward": number}
+
+
+@pytest.mark.parametrize("text", ["true", "yes", "NaN", "inf", "[1]", "1/2", "50%", "1,5", '"1"', "{}"])
+def test_a_reward_file_of_text_without_a_finite_number_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - float's own words
+        read_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("1", {"reward": 1}),
+        ('{"accuracy": 0.75}', {"reward": 0.75}),
+        ('{"reward": 1, "x": 2}', {"reward": 1, "x": 2}),
+        ("{}", {}),
+    ],
+)
+def test_a_reward_file_of_json_has_numbers_by_name(text: str, numbers: dict[str, float]) -> None:
+    assert read_json(text) == numbers
+
+
+@pytest.mark.parametrize(
+    "text",
+    [".50", "true", "[1]", "null", '{"a": "1"}', '{"a": true}', '{"a": NaN}', "1e999", "1" * 400, "[" * 60_000],
+)
+def test_a_reward_file_of_json_with_anything_but_finite_numbers_is_an_error(text: str) -> None:
+    with pytest.raises((ValueError, OverflowError, RecursionError)):
+        read_json(text)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("name", "text"), [("reward.txt", "well done"), ("reward.txt", "true"), ("reward.json", "[1]")]
+)
+async def test_a_reward_that_is_no_number_is_an_error_and_never_a_zero(folder: Path, name: str, text: str) -> None:
+    with pytest.raises(RewardError, match=rf"left no finite number in /logs/verifier/{name}, but"):
+        await played(folder, Provider(reward={name: text}), SUBMIT)
+
+
+@pytest.mark.anyio
+async def test_a_reward_file_of_json_counts_before_one_of_text(folder: Path) -> None:
+    _, (_, reward, *_) = await played(folder, Provider(reward={"reward.txt": "0", "reward.json": "0.5"}), SUBMIT)
+    assert reward == 0.5
 
 
 @pytest.mark.parametrize(
     ("section", "lines", "message"),
     [
         ("environment", "gpus = 1", "no GPUs"),
+        ("environment", 'tpu = { type = "v5" }', "no TPUs"),
+        ("environment", 'os = "windows"', "no other system than Linux"),
+        ("environment", 'network_mode = "allowlist"', "no list of hosts"),
+        ("environment", 'healthcheck = { command = "true" }', "no check before"),
         ("environment", 'mcp_servers = [{ name = "x" }]', r"no servers beside them \(environment\.mcp_servers"),
         ("verifier", 'environment_mode = "separate"', "no second container for tests"),
         ("verifier", 'user = "me"', "no other user"),
