@@ -109,9 +109,7 @@ class McpServer:
             if error.error.code == CONNECTION_CLOSED:
                 raise EnvError(f"the MCP server `{self._options.command[0]}` has ended") from error
             return f"error: {error.error.message}"
-        given = _plain(result)
-        text = "\n".join(_text(block) for block in given.get("content", []))
-        return f"error: {text}" if given.get("isError") else text
+        return shown_result(plain(result))
 
     async def _live(self) -> None:
         """Keep the server until the episode ends; what fails before it has named its tools is kept for `open`."""
@@ -143,7 +141,7 @@ class McpServer:
             await session.initialize()
             cursor: str | None = None
             while True:
-                page = _plain(await session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
+                page = plain(await session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
                 self._listed += page["tools"]
                 cursor = page.get("nextCursor")
                 if cursor is None:
@@ -153,12 +151,24 @@ class McpServer:
             await self._ending.wait()
 
 
-def _plain(model: Any) -> dict[str, Any]:
-    """An answer as the protocol spells it."""
+def plain(model: Any) -> dict[str, Any]:
+    """Return an answer as the protocol spells it."""
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
+def shown_result(result: dict[str, Any]) -> str:
+    """Return the result of a call as the policy reads it: its pieces, or its structured form where these are empty."""
+    text = "\n".join(map(_text, result.get("content", [])))
+    if not text and "structuredContent" in result:
+        text = msgspec.json.encode(result["structuredContent"]).decode()
+    return f"error: {text}" if result.get("isError") else text
+
+
 def _text(block: dict[str, Any]) -> str:
-    """A piece of an answer; what is no text is named."""
-    resource = block.get("resource", {})
-    return block.get("text") or resource.get("text") or f"[{block.get('type')}]"
+    """Return the text of a piece; a picture, a sound or a file is named, with its address where it has one."""
+    piece: dict[str, Any] = block.get("resource", block)
+    if "text" in piece:
+        return piece["text"]
+    named = [block.get("type"), piece.get("title") or piece.get("name"), piece.get("uri"), piece.get("mimeType")]
+    description = piece.get("description")
+    return f"[{' '.join(filter(None, named))}]" + (f" {description}" if description else "")

@@ -5,19 +5,59 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from envs.judging.options import JudgePool
 from envs.sandbox.api import Spec
-from envs.tools.mcp_server import McpOptions, McpServer
+from envs.tools.mcp_server import McpOptions, McpServer, plain, shown_result
 from envs.tools.runner import ToolPlace, ToolSandboxes
 from flash.environment import sharing
 from flash.errors import EnvError
 from tests.envs.sandboxes import ScriptedProvider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]
+
+PNG: dict[str, Any] = {"type": "image", "data": "aGk=", "mimeType": "image/png"}
+LINK: dict[str, Any] = {"type": "resource_link", "name": "log", "uri": "file:///log.txt", "mimeType": "text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        ({"content": [{"type": "text", "text": ""}]}, ""),
+        ({"content": []}, ""),
+        ({"content": [], "structuredContent": {"sum": 3, "of": None}}, '{"sum":3,"of":null}'),
+        ({"content": [{"type": "text", "text": ""}], "structuredContent": {"sum": 3}}, '{"sum":3}'),
+        ({"content": [], "structuredContent": {}}, "{}"),
+        ({"content": [{"type": "text", "text": "three"}], "structuredContent": {"sum": 3}}, "three"),
+        ({"content": [PNG]}, "[image image/png]"),
+        ({"content": [{"type": "audio", "data": "aGk=", "mimeType": "audio/wav"}]}, "[audio audio/wav]"),
+        ({"content": [LINK]}, "[resource_link log file:///log.txt text/plain]"),
+        (
+            {"content": [{**LINK, "description": "All of it."}]},
+            "[resource_link log file:///log.txt text/plain] All of it.",
+        ),
+        ({"content": [{**LINK, "title": "The log"}]}, "[resource_link The log file:///log.txt text/plain]"),
+        ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]}, "inside"),
+        ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": ""}}]}, ""),
+        (
+            {"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": "aGk=", "mimeType": "a/b"}}]},
+            "[resource file:///a a/b]",
+        ),
+        ({"content": [{"type": "text", "text": "no"}], "isError": True}, "error: no"),
+        ({"content": [], "structuredContent": {"why": "x"}, "isError": True}, 'error: {"why":"x"}'),
+    ],
+)
+def test_every_form_of_a_result_is_shown_with_all_that_it_says(result: dict[str, Any], shown: str) -> None:
+    """The official package reads each form."""
+    from mcp.types import CallToolResult
+
+    assert shown_result(plain(CallToolResult.model_validate(result))) == shown
+
 
 SERVER = """
 import asyncio, os, sys
