@@ -108,7 +108,14 @@ class UserTask(Generic[_T]):
         """Resume the code each time that what it awaits is there, until it ends or is abandoned."""
         steps: Any = awaitable.__await__()
         thrown: BaseException | None = None
+        # A loop that was blocked lets other tasks have turns before (`flash.run.loop_watch.WatchedLoop`).
+        turn: Callable[[], Awaitable[None]] | None = getattr(asyncio.get_running_loop(), "turn", None)
         while True:
+            if turn is not None and thrown is None:
+                try:
+                    yield from turn().__await__()
+                except BaseException as error:
+                    thrown = error
             try:
                 awaited = steps.send(None) if thrown is None else steps.throw(thrown)
             except StopIteration as end:

@@ -37,6 +37,12 @@ TICK_S = 0.2
 STILL_S = 15.0
 """Seconds after which a loop that is still blocked is told of once more: perhaps its process is killed for it."""
 
+SLOW_S = 60.0
+"""Seconds after a block in which a user's coroutines are resumed one after the other, with turns of the loop between."""
+
+TURNS_BETWEEN = 10
+"""Turns of the loop between them: more than a message needs from its socket to its answer."""
+
 LEFTOVERS_S = 1.0
 """Seconds in which tasks end that a user's code has left behind when the loop ends."""
 
@@ -108,7 +114,20 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self.blocks = Blocks()
         self._state = threading.Lock()
         self._over = threading.Event()
+        self._slow_until = 0.0
+        self._turns = asyncio.Lock()
         super().__init__()
+
+    async def turn(self) -> None:
+        """Wait until a user's coroutine may be resumed.
+
+        Sixty-four coroutines that block for a second each, resumed on one turn of the loop, would leave the messages of
+        peers unread for more than a minute, and peers have deadlines too.
+        """
+        if self.time() < self._slow_until:
+            async with self._turns:
+                for _ in range(TURNS_BETWEEN):
+                    await asyncio.sleep(0)
 
     def time(self) -> float:
         """Return the seconds of a monotonic clock, without those in which the loop was known to be blocked."""
@@ -133,6 +152,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
             if self._stopped_at is not None:
                 self.lost_s = time.monotonic() - self._stopped_at
                 self._stopped_at = None
+                self._slow_until = self.time() + SLOW_S
         self.call_later(TICK_S, self._beat)
 
     def _watch(self, thread: int, tell: Callable[[str], None]) -> None:

@@ -6,6 +6,11 @@ token per character.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
+import os
+import threading
 from collections.abc import Sequence
 
 import anyio
@@ -21,9 +26,12 @@ from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
+from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import Problems
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
-from flash.waiting import deadline, run_apart
+from flash.waiting import deadline
+
+_log = logging.getLogger(__name__)
 
 END = 0
 """The token that ends an answer; all others are characters."""
@@ -54,8 +62,9 @@ class Played(msgspec.Struct, frozen=True):
 def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
     """Play one episode of the environment, without a model: what it shows is answered with these texts.
 
-    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous. Where
-    a loop runs already, as in a notebook, it waits while a thread plays.
+    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous. All
+    episodes of a process are played on one event loop, in a thread of its own: a client at the top of a module, which
+    belongs to the loop that it was first used on, works in each of them, also in a notebook.
 
     Args:
         config: from `flash.load`; `env.path`, `env.options`, `rollout.max_turns` and `deadlines` are used.
@@ -66,7 +75,24 @@ def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
         EnvError: the environment raised, returned what it may not, or goes on after the last answer.
         ConfigError: there is no such environment, or it does not take its options.
     """
-    return run_apart(_played, config, answers, seed)
+    playing = asyncio.run_coroutine_threadsafe(_played(config, answers, seed), _loop())
+    try:
+        return playing.result()
+    except BaseException:
+        playing.cancel()  # at Ctrl-C; one that has ended stays as it is
+        raise
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Start the loop that episodes are played on. It runs until the process ends, which does not wait for it."""
+    loop = WatchedLoop()
+    loop.call_soon(loop.watch, _log.warning)
+    threading.Thread(target=loop.run_forever, name="flash.play", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has the loop, and not its thread
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:

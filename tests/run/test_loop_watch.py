@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+from flash.environment.calls import UserTask
 from flash.run.loop_watch import BLOCKED_S, STILL_S, TICK_S, Blocks, WatchedLoop, run_watched
 
 USERS = "/somewhere/bad.py:23"
@@ -94,3 +96,30 @@ def test_tasks_that_swallow_their_cancellation_do_not_hold_the_end_of_the_loop()
         return "over"
 
     assert run_watched(lambda text: None, leaves_some) == "over"
+
+
+@pytest.mark.may_block
+def test_a_loop_that_was_blocked_reads_messages_between_the_calls_that_block_it() -> None:
+    order: list[str] = []
+
+    async def blocks(number: int) -> None:
+        time.sleep(2 * BLOCKED_S if number == 0 else 0.0)
+        order.append(f"call {number}")
+
+    async def messages() -> None:
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+        order.append("message")
+
+    async def calls() -> None:
+        first = UserTask("first", lambda: blocks(0))
+        await first.wait(60)
+        await anyio.sleep(2 * TICK_S)
+        some = [UserTask("another", partial(blocks, number)) for number in range(1, 4)]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(messages)
+            for one in some:
+                assert await one.wait(60)
+
+    run_watched(lambda text: None, calls)
+    assert order == ["call 0", "message", "call 1", "call 2", "call 3"]

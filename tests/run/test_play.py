@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -95,3 +96,22 @@ async def test_an_episode_is_played_where_a_loop_runs_already() -> None:
     assert flash.play(make_config(Guess), ["2"]).rewards == [1.0]
     with pytest.raises(flash.EnvError, match="goes on after 1 answer"):
         flash.play(make_config(Guess), ["0"])
+
+
+class OneClient(Guess):
+    """Has what a client at the top of a module has: a lock that belongs to the loop on which it is first waited for."""
+
+    lock = asyncio.Lock()
+
+    async def step(self, action: str) -> Any:
+        async def holds() -> None:
+            async with self.lock:
+                await asyncio.sleep(0)
+
+        await asyncio.gather(holds(), holds())
+        return await super().step(action)
+
+
+def test_all_episodes_of_a_process_are_played_on_one_loop() -> None:
+    for _ in range(2):
+        assert flash.play(make_config(OneClient), ["0", "2"]).rewards == [0.0, 1.0]

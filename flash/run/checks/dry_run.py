@@ -27,7 +27,9 @@ from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
+from flash.run.loop_watch import run_watched
 from flash.run.models.fetch import described, source_of, why_not_there
+from flash.run.processes.supervisor import say
 from flash.run.startup import with_held_out_problems
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
@@ -57,7 +59,7 @@ def dry_run(config: Config) -> list[str]:
         if tokenizer is None:
             told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
             return told
-        played, own = anyio.run(_play, config, tokenizer)
+        played, own = run_watched(say, _play, config, tokenizer)
     (turn,) = played.turns
     prompt = played.action_spans[0].start
     told.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
