@@ -14,7 +14,7 @@ import types
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 
@@ -57,6 +57,9 @@ class UserTask(Generic[_T]):
         context: the context variables that the code sees and may set; a copy of the current ones by default.
         on_end: called when the code has ended or was abandoned; by then `over` is set.
     """
+
+    abandoned: ClassVar[int] = 0
+    """Calls that this process has abandoned."""
 
     def __init__(
         self,
@@ -177,6 +180,7 @@ class UserTask(Generic[_T]):
             self._task.cancel()  # past its shields
             self._ended()
         if self._abandoned:
+            UserTask.abandoned += 1
             _log.warning("%s was cancelled and goes on%s: it is abandoned; let CancelledError pass", self.name, where)
         return not self._abandoned
 

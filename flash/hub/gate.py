@@ -223,6 +223,8 @@ class Gate:
             return "an engine twice"
         if not 0 <= request.restarts <= MOST:
             return f"{request.restarts} restarts"
+        if not (0 <= request.blocked_s < math.inf and 0 <= request.abandoned <= MOST):
+            return f"{request.blocked_s} s in which its loop was blocked, and {request.abandoned} abandoned calls"
         return _activity_fault(request.activities)
 
 

@@ -16,6 +16,10 @@ ROUNDING_S = 1e-3
 """By which an engine that was idle throughout may seem to have been idle longer than that."""
 
 
+NOTHING = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
+"""Figures of a step in which no user's code has misbehaved."""
+
+
 class Branches:
     """How the episodes of a step branched."""
 
@@ -61,6 +65,8 @@ class StepMetrics:
         """Of each engine, tokens that it had drafted and accepted."""
         self.restarts = {"engine_restarts": 0, "trainer_restarts": 0}
         """That no row has yet."""
+        self._misbehaved = dict(NOTHING)
+        """Seconds and calls that no row has yet."""
 
     def began(self, now: float) -> None:
         """A training sample was handed out, or one of the hub before this one was claimed."""
@@ -73,6 +79,11 @@ class StepMetrics:
     def restarted(self, engines: int) -> None:
         """Engines have died, and start again."""
         self.restarts["engine_restarts"] += engines
+
+    def misbehaved(self, blocked_s: float, abandoned: int) -> None:
+        """Add the seconds in which a user's code blocked a node's loop, and its calls that were abandoned."""
+        self._misbehaved["loop_blocked_s"] += blocked_s
+        self._misbehaved["abandoned_calls"] += abandoned
 
     def trainers_returned(self) -> None:
         """The trainer ranks have come back."""
@@ -98,6 +109,7 @@ class StepMetrics:
         booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._since, self._before = now if ran else None, totals
         restarts, self.restarts = self.restarts, dict.fromkeys(self.restarts, 0)
+        misbehaved, self._misbehaved = self._misbehaved, dict(NOTHING)
         chosen, self._chosen = self._chosen, _chosen(samples)
         ended, equal, issued, over = (now - then for now, then in zip(self._chosen, chosen, strict=True))
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
@@ -116,6 +128,7 @@ class StepMetrics:
             **self._accepted(engines),
             "engines": len(engines),
             **restarts,
+            **misbehaved,
             "canary_error": self._canary_error,
             "queue_ready_groups": samples.pool.ready_groups,
             "in_flight": samples.in_flight,

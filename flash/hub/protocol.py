@@ -165,6 +165,10 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     """What people should know."""
     restarts: int = 0
     """Engines that have died, and start again."""
+    blocked_s: float = 0.0
+    """Seconds in which a user's code blocked the node's event loop."""
+    abandoned: int = 0
+    """Calls of a user's code that went on though they were cancelled."""
 
 
 class StatusReport(NodeRequest[Ack], frozen=True, tag=True):

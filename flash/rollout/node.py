@@ -23,6 +23,7 @@ import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
+from flash.environment.calls import UserTask
 from flash.environment.interface import Environment
 from flash.environment.shared import sharing
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
@@ -77,6 +78,7 @@ class RolloutNode:
         now: Unix seconds on the loop's clock.
         status_s: between two words on how it is; None: nobody looks.
         teacher: says what it gives the samples' tokens.
+        blocked_s: seconds in which the loop was blocked so far.
     """
 
     def __init__(
@@ -91,8 +93,12 @@ class RolloutNode:
         on_loss: Callable[[TransportError], None] | None = None,
         status_s: float | None = None,
         teacher: ServedTeacher | None = None,
+        blocked_s: Callable[[], float] = float,
     ) -> None:
         self._teacher = teacher
+        self._blocked_s = blocked_s
+        self._misbehaved = blocked_s(), UserTask.abandoned
+        """Seconds and calls that were reported."""
         self._report_numbers = count(1)
         self._status_s = status_s
         self._config = config
@@ -374,7 +380,11 @@ class RolloutNode:
         notes, self._notes = self._notes, []
         restarts, self._restarts = self._restarts, 0
         number = next(self._report_numbers)
-        return lambda node: p.EngineReport(node, number, engines, activities, notes, restarts)
+        before, self._misbehaved = self._misbehaved, (self._blocked_s(), UserTask.abandoned)
+        blocked_s, abandoned = self._misbehaved[0] - before[0], self._misbehaved[1] - before[1]
+        return lambda node: p.EngineReport(
+            node, number, engines, activities, notes, restarts, blocked_s=blocked_s, abandoned=abandoned
+        )
 
     # -- LeaseSource -------------------------------------------------------------------------------------------------
 

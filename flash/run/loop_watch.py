@@ -38,7 +38,7 @@ STILL_S = 15.0
 """Seconds after which a loop that is still blocked is told of once more: perhaps its process is killed for it."""
 
 SLOW_S = 60.0
-"""Seconds after a block in which a user's coroutines are resumed one after the other, with turns of the loop between."""
+"""Seconds after a block in which a user's coroutines are resumed one by one, with turns of the loop between."""
 
 TURNS_BETWEEN = 10
 """Turns of the loop between them: more than a message needs from its socket to its answer."""

@@ -42,7 +42,7 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.rollout.wrapped_engine import ProfiledEngine
-from flash.run.loop_watch import run_watched
+from flash.run.loop_watch import blocked_seconds, run_watched
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host
@@ -311,7 +311,12 @@ async def make_node(
     teacher = await _served_teacher(config, tokenizer)
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
     return RolloutNode(
-        config, link, engines, tokenizer, played, now=now, on_loss=on_loss, status_s=EVERY_S, teacher=teacher
+        *(config, link, engines, tokenizer, played),
+        now=now,
+        on_loss=on_loss,
+        status_s=EVERY_S,
+        teacher=teacher,
+        blocked_s=blocked_seconds,
     )
 
 

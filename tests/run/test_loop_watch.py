@@ -103,7 +103,7 @@ def test_a_loop_that_was_blocked_reads_messages_between_the_calls_that_block_it(
     order: list[str] = []
 
     async def blocks(number: int) -> None:
-        time.sleep(2 * BLOCKED_S if number == 0 else 0.0)
+        time.sleep(2 * BLOCKED_S if number == 0 else 0.0)  # noqa: ASYNC251
         order.append(f"call {number}")
 
     async def messages() -> None:

@@ -59,6 +59,7 @@ class Versions(HubPart):
         """A node tells of its engines."""
         self._metrics.canaries(request.engines)
         self._metrics.restarted(request.restarts)
+        self._metrics.misbehaved(request.blocked_s, request.abandoned)
         self._observer.activities(request.activities)
         if self._progress.stopping != "interrupted":  # its engines may end before their node
             for note in request.notes:

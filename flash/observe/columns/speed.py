@@ -76,6 +76,22 @@ SPEED = ColumnGroup(
             label="trainer restarts",
         ),
         Column(
+            "loop_blocked_s",
+            "time since the last step in which a user's code blocked the event loop of a node, over all nodes",
+            "s",
+            label="loop blocked",
+            worry="it is above 0: everything on that node waits meanwhile",
+            helps="the output of the node names file and line: use plain `def`, which runs in a thread, or await",
+        ),
+        Column(
+            "abandoned_calls",
+            "calls of a user's code since the last step that went on though they were cancelled, and were abandoned",
+            form=".0f",
+            label="abandoned calls",
+            worry="it is above 0: what such a call holds is never released",
+            helps="the output of the node names file and line: let `CancelledError` pass",
+        ),
+        Column(
             "engine_idle_share",
             "share of their time since the last step without a request",
             "share",
