@@ -15,7 +15,7 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "ages", "sampling", "foreign"},
+    {"errors", "text", "ages", "sampling", "foreign"},
     {"types", "trained"},
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "profile", "http"},
@@ -31,7 +31,7 @@ FLOORS = [
 MOST_FILES = 20
 """Of one room."""
 
-GROUND = {"errors", "types", "waiting", "config", "environment", "http", "service", "data"}
+GROUND = {"errors", "text", "types", "waiting", "config", "environment", "http", "service", "data"}
 """Rooms of `flash` that environments may use: the contract, the rooms below it, the server and the endpoint for agents,
 and rows of data sets."""
 
@@ -107,7 +107,7 @@ def test_rooms_are_small() -> None:
 
 
 def test_samples_know_no_peer_and_no_clock(graph: dict[str, set[str]]) -> None:
-    below = {"errors", "types", "sampling", "ages", "branches", "config", "environment", "observe", "samples"}
+    below = {"errors", "text", "types", "sampling", "ages", "branches", "config", "environment", "observe", "samples"}
     known = {room(other) for module, others in graph.items() for other in others if module.startswith("flash.samples.")}
     assert known <= below | {"advantages"}
 

@@ -34,13 +34,14 @@ MAX_TIMEOUT_S = 86_400.0
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 
 _CommandText = Annotated[str, Meta(max_length=MAX_COMMAND)]
-_Name = Annotated[str, Meta(min_length=1, max_length=4096)]
+_Image = Annotated[str, Meta(max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z")]
+"""Name of an image. Engines answer a longer one, or other characters, with an internal error."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What kind of sandbox is wanted. Equal specs can share a warm pool."""
 
-    image: _Name
+    image: _Image
     """An image that the engine has. It needs a shell at /bin/sh, and Python 3.6 or newer."""
     profile: Profile = "strict"
     cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0

@@ -16,6 +16,7 @@ import anyio
 
 from envs.sandbox.console import standard_input
 from flash.errors import ConfigError, FlashError
+from flash.text import harmless, one_line
 
 if TYPE_CHECKING:
     from envs.sandbox.api import Spec
@@ -140,7 +141,7 @@ def _failed(arguments: argparse.Namespace, error: FlashError) -> int:
     """`run` has an exit code of its own, which no command has by custom; other errors are everybody's."""
     if arguments.action != "run":
         raise error
-    sys.stderr.write(f"flash: error: {error}\n")
+    sys.stderr.write(f"flash: error: {harmless(str(error))}\n")
     return FAILED
 
 
@@ -317,7 +318,7 @@ async def _list(arguments: argparse.Namespace) -> int:
     async with _client(arguments) as client:
         for info in await client.list():
             columns = (info.id, info.state, info.owner, info.host or "-", info.spec.image)
-            sys.stdout.write("  ".join(columns) + "\n")
+            sys.stdout.write("  ".join(map(one_line, columns)) + "\n")
     return 0
 
 
@@ -336,5 +337,5 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     async with open_engine(arguments.engine) as backend:
         diagnosis = await doctor(backend, _spec(arguments))
     for line in lines(diagnosis):
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{one_line(line)}\n")
     return 0 if diagnosis.ok else 1

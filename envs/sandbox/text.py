@@ -1,4 +1,4 @@
-r"""Text that is not text: names and commands with bytes that are no UTF-8, and what may stand on one line of a log.
+r"""Text that is not text: names and commands with bytes that are no UTF-8.
 
 Within a process such a byte is what `os.fsdecode` makes of it, a lone surrogate (0xff is U+DCFF). JSON and msgpack
 cannot carry those. In bodies and answers of the HTTP API the byte travels as U+0000 and two hexadecimal digits: neither
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 
 from flash.errors import SandboxFileError, SandboxRefusedError
+from flash.text import one_line
 
 PATH_LENGTH = 4095
 """Bytes of a path, as Linux has it."""
 
 _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def as_bytes(text: str) -> bytes:
@@ -73,8 +73,3 @@ def _zero(text: str) -> SandboxRefusedError:
 def encodable(text: str) -> str:
     """Text for people, with what cannot be encoded as an escape."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def one_line(text: str) -> str:
-    """Text that neither ends its line nor moves a cursor, and can be encoded."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)

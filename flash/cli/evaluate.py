@@ -17,6 +17,7 @@ from flash.observe.console import best_of_lines, environment_lines, evaluation_l
 from flash.observe.rundir.rundir import write_atomically
 from flash.observe.rundir.samples import Sample
 from flash.observe.stats import BestOf, best_of_each
+from flash.text import one_line
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     told = [evaluation_line(sampled.evaluation)]
     if len(found) > 1:
         told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
-    sys.stdout.writelines(f"{line}\n" for line in told + environment_lines(sampled.evaluation))
+    sys.stdout.writelines(f"{one_line(line)}\n" for line in told + environment_lines(sampled.evaluation))
     return sampling.told_failures(sampled)
 
 

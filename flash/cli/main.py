@@ -20,6 +20,7 @@ from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
 from flash.run.processes.rendezvous import heed_torchrun
+from flash.text import harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = {
@@ -33,7 +34,7 @@ COMMANDS = {
     "sandbox": "envs.sandbox.cli",
 }
 """The module of each, in the order of the help; only that of the command that is given is imported."""
-REMOVED = {
+REMOVED: dict[tuple[str, ...], str] = {
     ("sandbox", "shell"): "`flash sandbox shell` was removed. Run single commands with `flash sandbox run --in ID "
     "COMMAND`; for a terminal use `podman exec -it` or `docker exec -it` on the sandbox's machine",
 }
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except FlashError as error:
-        sys.stderr.write(f"flash: error: {error}\n")
+        sys.stderr.write(f"flash: error: {harmless(str(error))}\n")
         return 2
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")

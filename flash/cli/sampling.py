@@ -25,6 +25,7 @@ from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.rundir.samples import Sample, readable
 from flash.run.models.models import chosen_model, make_missing_model, model_folder
+from flash.text import harmless, one_line
 from flash.trainer.state.stored import MANIFEST
 
 if TYPE_CHECKING:
@@ -57,13 +58,13 @@ def transcript(sample: Sample) -> str:
         lines += [f"[{number}] shown{where}:", _indented(turn.observation)]
         lines.append(f"[{number}] answer, reward {turn.reward:g}:")
         lines.append(_indented(turn.action))
-        lines += [f"[{number}] note: {turn.note}"] if turn.note else []
+        lines += [f"[{number}] note: {one_line(turn.note)}"] if turn.note else []
     return "\n".join(lines)
 
 
 def _indented(text: str) -> str:
-    """Without what would command the terminal: models write anything."""
-    return "\n".join(INDENT + "".join(c if c.isprintable() else " " for c in line) for line in text.split("\n"))
+    """Return the text indented and without commands to the terminal: models write anything."""
+    return "\n".join(INDENT + line for line in harmless(text).split("\n"))
 
 
 def told_failures(sampled: Sampled) -> int:
@@ -71,7 +72,8 @@ def told_failures(sampled: Sampled) -> int:
     failed, played = sampled.failures, len(sampled.trajectories)
     if failed:
         last = f"the last one ({failed[-1].outcome}): {failed[-1].message}"
-        sys.stdout.write(f"{len(failed)} of {played + len(failed)} episodes failed, and are in no figure; {last}\n")
+        counted = f"{len(failed)} of {played + len(failed)} episodes failed, and are in no figure"
+        sys.stdout.write(f"{counted}; {harmless(last)}\n")
     return int(bool(failed))
 
 
@@ -161,13 +163,13 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
             return FixedEngine(VLLMEngine(config, number, config.engine_gpus(0, number), remember_shared_memory))
 
         def tell(text: str) -> None:
-            sys.stderr.write(f"[{text}]\n")
+            sys.stderr.write(f"[{harmless(text)}]\n")
 
         async def go() -> Any:
             return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, tell=tell)
 
         sampled = run_watched(tell, go)
     for note in sampled.notes:
-        sys.stderr.write(f"{note}\n")
+        sys.stderr.write(f"{harmless(note)}\n")
     texts = tokenizer.token_texts
     return sampled, [readable(played, 0, texts(played.tokens().tolist())) for played in sampled.trajectories]

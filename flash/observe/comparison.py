@@ -15,7 +15,8 @@ from flash.observe.console import summary_rows
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, by_step, number
 from flash.observe.stats import Interval, difference
-from flash.observe.text import BLANK, escaped, plain, width
+from flash.observe.text import BLANK, plain, width
+from flash.text import one_line
 
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""
@@ -83,7 +84,7 @@ def differences(runs: Sequence[Compared]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines with columns of equal width; the last one ends where its text does."""
-    lines = [[escaped(text) for text in (title, *texts)] for title, texts in rows]
+    lines = [[one_line(text) for text in (title, *texts)] for title, texts in rows]
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(_filled, line, widths)).rstrip() for line in lines]
 

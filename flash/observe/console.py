@@ -19,7 +19,8 @@ from flash.observe.columns.table import named
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, domains_of, number
 from flash.observe.stats import BestOf
-from flash.observe.text import BLANK, clean, clock, fixed, plain, short
+from flash.observe.text import BLANK, clock, fixed, plain, short
+from flash.text import one_line
 
 Row = Mapping[str, Any]
 
@@ -107,7 +108,7 @@ class Console:
     def stage(self, text: str) -> None:
         """Say what the run is doing now. Without a terminal each stage is printed the first time only."""
         if self._live is not None:
-            self._live.update(stage=clean(text))
+            self._live.update(stage=one_line(text))
         elif text not in self._stages:
             self._stages.add(text)
             self._print(f"[{text}]", "dim")
@@ -164,7 +165,7 @@ class Console:
         return clock(pace * max(0, steps))
 
     def _print(self, text: str, style: str) -> None:
-        text = clean(text)
+        text = one_line(text)
         if self._live is not None:
             self._live.print(text, style)
         elif self._stream is not None:

@@ -13,7 +13,8 @@ import msgspec
 
 from algorithms.couplings import Coupling
 from algorithms.rhythm import Rhythm
-from flash.observe.text import escaped, width
+from flash.observe.text import width
+from flash.text import one_line
 
 PLAN, ANCHOR = "^", "*"
 """Mark tokens that plan, beside their change, and that anchor, beside their FAI."""
@@ -75,7 +76,7 @@ class RhythmSeen(msgspec.Struct, frozen=True):
 
 def visible(token: str) -> str:
     """A token's text, escaped, with a mark for each space."""
-    return escaped(token).replace(" ", SPACE)
+    return one_line(token).replace(" ", SPACE)
 
 
 def shortened(text: str, columns: int) -> str:

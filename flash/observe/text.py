@@ -11,16 +11,6 @@ BLANK = "-"
 """Stands for a number that the row does not have."""
 
 
-def clean(text: str) -> str:
-    """One printable line: an escape sequence in a foreign text must not reach the terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
-def escaped(text: str) -> str:
-    """One line, with an escape for what no terminal should be sent."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def width(text: str) -> int:
     """Columns of a terminal: wide characters take two, those that combine with another none."""
     return sum(

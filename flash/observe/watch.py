@@ -23,7 +23,8 @@ from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed, opened
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import number
-from flash.observe.text import clean, clock
+from flash.observe.text import clock
+from flash.text import one_line
 
 Row = Mapping[str, Any]
 
@@ -103,7 +104,7 @@ class Watched:
     def _parts(self, rows: Sequence[Row], evals: Sequence[Row], now: float, width: int) -> Iterator[Table | Text]:
         yield self._title(rows, now)
         known = [f"{name} {value}" for name, value in self._facts.items()]
-        yield Text(clean("  ".join(known)), style="dim")
+        yield Text(one_line("  ".join(known)), style="dim")
         if rows:
             yield Text()
             yield numbers(rows, evals, width)
@@ -111,18 +112,18 @@ class Watched:
             yield from waits(rows[-MEAN_OF:])
             yield counts(rows[-1])
         if rows and (domains := domain_line(rows[-1])):
-            yield Text(clean(domains.strip()))
+            yield Text(one_line(domains.strip()))
         if evals:
             step = number(evals[-1], "step") or 0
-            yield Text(clean(f"evaluation at step {step:.0f}: {evaluation_line(evals[-1])}"), style="green")
+            yield Text(one_line(f"evaluation at step {step:.0f}: {evaluation_line(evals[-1])}"), style="green")
         for text in self._said:
-            yield Text(clean(f"alarm at {text}"), style="yellow")
+            yield Text(one_line(f"alarm at {text}"), style="yellow")
 
     def _title(self, rows: Sequence[Row], now: float) -> Text:
         told = self._facts.get("steps", "")
         steps = int(told) if told.isdecimal() else 0
         done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
-        title = Text(clean(self._directory.path.resolve().name), style="bold")
+        title = Text(one_line(self._directory.path.resolve().name), style="bold")
         title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
         if has_ended(self._directory):
             return title.append("  ended", style="cyan")
@@ -216,7 +217,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
         age = now - cluster.at
         if age > OLD_S:
             yield Text(f"nothing was heard of the cluster for {clock(age)}; this is how it was then", "bold yellow")
-        yield Text(clean(f"waits for {cluster.hub.doing}"), style="dim")
+        yield Text(one_line(f"waits for {cluster.hub.doing}"), style="dim")
     for count in COUNTS:
         if not count.listed and count.holds(cluster) and (text := count.text(cluster)) not in ("", "0"):
             yield Text(f"{count.title.lower()}: {text}")
@@ -229,7 +230,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
         message = " ".join(each.message.split())
         cut = message if len(message) <= MESSAGE else f"{message[:MESSAGE]} …"
         told = f"{each.kind} failed {each.count} times, the last one {clock(now - each.last)} ago: {cut}"
-        yield Text(clean(told), style="yellow")
+        yield Text(one_line(told), style="yellow")
 
 
 def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
@@ -245,4 +246,4 @@ def _missing(node: NodeNow, now: float) -> Text:
     since = node.gone_at if node.gone_at is not None else node.heard_at
     when = "" if since is None else f" for {clock(now - since)}"
     host = f" ({node.status.host})" if node.status is not None else ""
-    return Text(clean(f"node {node.node}{host} is {node.state}{when}{node.why and ': '}{node.why}"), style="yellow")
+    return Text(one_line(f"node {node.node}{host} is {node.state}{when}{node.why and ': '}{node.why}"), style="yellow")

@@ -34,6 +34,7 @@ from flash.run.processes.supervisor import End
 from flash.run.processes.supervisor import say as warn
 from flash.run.processes.token import VARIABLE
 from flash.run.startup import EVERY_S, start_of_engines
+from flash.text import harmless
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request
 from flash.waiting import first_error, unwrapped_group
@@ -272,5 +273,5 @@ class JoinedNode:
 def say(words: str) -> None:
     """One line for people, as the first node writes them; who read it may be gone."""
     with suppress(OSError):
-        sys.stdout.write(f"[{words}]\n")
+        sys.stdout.write(f"[{harmless(words)}]\n")
         sys.stdout.flush()

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash.errors import FlashError
 from flash.http.server import with_headers
-from flash.observe.text import escaped
+from flash.text import one_line
 from flash.view.charts import DRAWN, DrawnChart
 from flash.view.cluster import ShownCluster, show_cluster
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
@@ -92,7 +92,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
 
     def contents(_: Request) -> Contents:
         told = [
-            RunFacts(run.name, escaped(str(run.directory.path)), number < shown, run.facts())
+            RunFacts(run.name, one_line(str(run.directory.path)), number < shown, run.facts())
             for number, run in enumerate(runs)
         ]
         return Contents(told, DRAWN)

@@ -14,7 +14,7 @@ from flash.observe.cluster import read_cluster
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.text import escaped
+from flash.text import one_line
 from flash.types import Activity
 from flash.view.charts import values
 from flash.view.prometheus import Latest
@@ -42,7 +42,7 @@ class ViewedRun:
     """One run directory. Several threads may ask. A name of a folder may hold anything: it is told escaped."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.name = escaped(name)
+        self.name = one_line(name)
         self.directory = RunDirectory(path)
         self._steps = Followed(self.directory.metrics, dict[str, Any])
         self._evals = Followed(self.directory.evals, dict[str, Any])

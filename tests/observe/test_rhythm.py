@@ -18,7 +18,6 @@ from flash.observe.rhythm import (
     HeadSeen,
     ResponseSeen,
     coupling_lines,
-    escaped,
     head_lines,
     response_lines,
     shortened,
@@ -45,13 +44,6 @@ def response(count: int = 8, **changes: Any) -> ResponseSeen:
         anchor=plan[::-1],
     )
     return replace(seen, **changes)
-
-
-def test_what_would_command_a_terminal_is_shown_escaped() -> None:
-    assert [visible(token) for token in TOKENS[2:7]] == ["␣so", "12", "\\n", "\\x1b[2J", "\\u202e"]
-    assert escaped("a b\r") == "a b\\r"
-    text = "\n".join([*response_lines(response(), 200), *head_lines([HeadSeen(1, 0, 2.5, "local")], 80)])
-    assert all(one.isprintable() for one in text.replace("\n", ""))
 
 
 def test_a_text_that_is_too_long_is_cut_by_what_it_takes_of_a_line() -> None:
@@ -123,3 +115,9 @@ def test_a_picture_has_both_maps_and_both_signals(tokens: int, size: int) -> Non
     assert ("␣so" in named) == (size <= 48)
     data = rhythm_png(drawn)
     assert struct.unpack(">II", data[16:24])[0] == 1600
+
+
+def test_what_would_command_a_terminal_is_shown_escaped() -> None:
+    assert [visible(token) for token in TOKENS[2:7]] == ["␣so", "12", "\\n", "\\x1b[2J", "\\u202e"]
+    text = "\n".join([*response_lines(response(), 200), *head_lines([HeadSeen(1, 0, 2.5, "local")], 80)])
+    assert all(one.isprintable() for one in text.replace("\n", ""))

@@ -109,7 +109,7 @@ def test_a_transcript_shows_each_turn_and_no_command_to_the_terminal() -> None:
     text = transcript(readable(msgspec.structs.replace(played, turns=turns), 0, ["t"] * played.length))
     head, *lines = text.splitlines()
     assert head == f"--- seed {1 << 20}: ok, reward 1, 4 tokens"
-    assert lines[:5] == ["[1] shown:", f"    seed {1 << 20}:", "[1] answer, reward 0.5:", "    e [31m", "    e"]
+    assert lines[:5] == ["[1] shown:", f"    seed {1 << 20}:", "[1] answer, reward 0.5:", "    e\\x1b[31m", "    e"]
     assert lines[5] == "[2] shown:"
 
 

@@ -175,7 +175,7 @@ def container(
     """
     profile = check(spec)
     user_and_group = profile.user if user is None else f"{user}:{user}"
-    memory = spec.memory_mib * MIB
+    memory, disk = spec.memory_mib * MIB, disk_mib(spec) * MIB
     config: dict[str, object] = {
         "Image": spec.image,
         "Entrypoint": bundle.command()[:1],
@@ -218,8 +218,8 @@ def container(
                 {"Name": "nofile", "Soft": OPEN_FILES, "Hard": OPEN_FILES},
                 {"Name": "nproc", "Soft": 1 << 15, "Hard": 1 << 15},
                 {"Name": "core", "Soft": 0, "Hard": 0},
-                # No single file larger than the disk: the layer is only looked at from time to time.
-                {"Name": "fsize", "Soft": disk_mib(spec) * MIB, "Hard": disk_mib(spec) * MIB},
+                # No single file larger than the disk: a layer is only measured from time to time.
+                *([] if work_in_memory(spec) else [{"Name": "fsize", "Soft": disk, "Hard": disk}]),
             ],
             # Unbounded logs of a talkative container would fill the host's disk.
             "LogConfig": {"Type": "none"},

@@ -21,8 +21,8 @@ from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.service import Service
-from envs.sandbox.text import one_line
 from flash.http.server import with_headers
+from flash.text import one_line
 
 ENDPOINTS = (*routes.ENDPOINTS.all, *routes_commands.ENDPOINTS.all)
 

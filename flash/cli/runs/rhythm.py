@@ -19,7 +19,7 @@ from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
 from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
-from flash.observe.text import escaped
+from flash.text import one_line
 
 if TYPE_CHECKING:
     from flash.run.rhythm import RhythmResponses
@@ -153,7 +153,7 @@ def _tell(seen: RhythmSeen, show: int) -> None:
     response = seen.responses[show]
     tokens = sum(len(one.places) for one in seen.responses)
     layers = ", ".join(str(layer) for layer in sorted({one.layer for one in seen.heads}))
-    _say(f"weights     {escaped(seen.weights)}")
+    _say(f"weights     {one_line(seen.weights)}")
     count = len(seen.responses)
     of = "1 response" if count == 1 else f"{count} responses"
     at = ", ".join(f"{temperature:g}" for temperature in seen.temperatures)
@@ -169,7 +169,7 @@ def _tell(seen: RhythmSeen, show: int) -> None:
             f"FAI is 0: no token has others of its response nearest = {seen.options.nearest} or more after it; lower it"
         )
     _say("")
-    _say(f"response {show}: {escaped(response.name)}; ^ plans, * anchors")
+    _say(f"response {show}: {one_line(response.name)}; ^ plans, * anchors")
     _say("")
     for line in response_lines(response, columns):
         _say(line)

@@ -21,9 +21,9 @@ from typing import Any, TextIO, cast
 from flash.config.observe import TrackerName
 from flash.errors import FlashError
 from flash.observe.rundir.rundir import RunDirectory, writing
-from flash.observe.text import clean
 from flash.observe.trackers.feed import Fault, Outlet
 from flash.observe.trackers.tracking import Tracking, folder_of, held
+from flash.text import one_line
 
 LOOK_S = 0.5
 """Between two looks whether the run still lives."""
@@ -129,7 +129,7 @@ def _fault(call: Callable[[], None]) -> str:
     try:
         call()
     except Exception as error:  # the tracker's code: whatever it raises is its failure, not the run's
-        return clean(f"{type(error).__name__}: {error}")[:LONGEST]
+        return one_line(f"{type(error).__name__}: {error}")[:LONGEST]
     return ""
 
 

@@ -27,6 +27,7 @@ from flash.config.waits import grace_s
 from flash.errors import how_it_ended
 from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.run.processes.forked import JobProcess, ProcessOrder
+from flash.text import harmless
 from flash.waiting import first_error
 
 KILLED_S = 2.0
@@ -285,7 +286,7 @@ def describe(who: str, process: EndedProcess) -> str:
 def say(words: str) -> None:
     """One line for people; who read it may be gone."""
     with suppress(OSError):
-        sys.stderr.write(f"flash: {words}\n")
+        sys.stderr.write(f"flash: {harmless(words)}\n")
         sys.stderr.flush()
 
 

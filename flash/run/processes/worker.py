@@ -25,6 +25,7 @@ from flash.run.processes.locks import run_lock, share
 from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End
+from flash.text import harmless
 from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
@@ -74,7 +75,7 @@ def begin_logging() -> None:
 def complain(error: FlashError) -> int:
     """Show an error where people look; the exit code."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    sys.stderr.write(f"flash: error: {kind}{error}\n")
+    sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
     sys.stderr.flush()
     return 1
 

@@ -208,7 +208,7 @@ async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     async with running(tmp_path) as world, bare(world, **bearer(TOKEN)) as client:
         world.backend.faults.start = SandboxError(f"the engine says: {EVIL}\x1b[2J")
-        order = msgspec.json.encode({"spec": {"image": f"any{EVIL}"}})
+        order = msgspec.json.encode({"spec": {"image": "broken"}})
         json = {"content-type": "application/json"}
         assert (await client.post("/v1/sandboxes?wait=10", content=order, headers=json)).status_code == 201
         world.backend.faults.start = None
@@ -306,3 +306,22 @@ async def test_a_damaged_or_hostile_archive_is_refused(tmp_path):
         path = f"/v1/sandboxes/{sandbox.sandbox_id}/tree"
         answer = await client.put(path, params={"path": "t"}, content=b"no tar" * 500)
         assert (answer.status_code, answer.json()["cause"]) == (404, "SandboxFileError")
+
+
+@pytest.mark.parametrize("image", ["", "x" * 256, f"any{EVIL}", "a\x1b[2Jb", "-v", "any\n", "a b"])
+async def test_no_name_of_an_image_is_accepted_that_an_engine_could_not_have(tmp_path, image):
+    async with running(tmp_path) as world, bare(world, **bearer(OTHER_TOKEN)) as client:
+        answer = await client.post("/v1/sandboxes", json={"spec": {"image": image}})
+        assert (answer.status_code, answer.json()["cause"]) == (400, "SandboxRefusedError")
+        longest = await client.post("/v1/sandboxes", json={"spec": {"image": f"a/b_c.d-e:{'f' * 245}"}})
+        assert longest.status_code == 201
+
+
+async def test_ls_prints_one_harmless_line_for_each_sandbox(tmp_path, capsys, monkeypatch):
+    """Also of a service whose host has a name that would command the terminal."""
+    monkeypatch.setenv("FLASH_SANDBOX_TOKEN", TOKEN)
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        world.service.pool.state.leases.of(sandbox.sandbox_id).host = "\x1b[2Jhost\nadmin"
+        arguments = argparse.Namespace(url=world.url, token_file=tmp_path / "none", ca=None)
+        assert await sandboxcli._list(arguments) == 0
+    assert capsys.readouterr().out == f"{sandbox.sandbox_id}  ready  admin  \\x1b[2Jhost\\nadmin  any\n"

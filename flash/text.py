@@ -1,0 +1,23 @@
+"""Foreign text made harmless for terminals and logs.
+
+Guests, models, files and other services write anything: escape sequences that move the cursor or rename the window,
+line breaks that look like a line of ours, marks that reverse the direction of reading. Whatever a command prints or a
+log records of them passes through here.
+"""
+
+from __future__ import annotations
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line in which every character that cannot be printed is escaped, line breaks too."""
+    # Nearly all texts have nothing to escape.
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def harmless(text: str) -> str:
+    """Return the text with its line breaks, and with every other character that cannot be printed escaped."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

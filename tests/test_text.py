@@ -1,0 +1,28 @@
+"""Foreign text on its way to a terminal or a log."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash.text import harmless, one_line
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("plain, wörter, 漢字, 🙂", "plain, wörter, 漢字, 🙂"),
+        ("\x1b]0;title\x07\x1b[2J", "\\x1b]0;title\\x07\\x1b[2J"),
+        ("one\r\ntwo", "one\\r\\ntwo"),
+        ("\x9b31m\x7f", "\\x9b31m\\x7f"),
+        ("a\u202eb\u2066\u200b\u2028", "a\\u202eb\\u2066\\u200b\\u2028"),
+        ("\udcff\U000e0041", "\\udcff\\U000e0041"),
+    ],
+)
+def test_what_cannot_be_printed_is_escaped(text, shown):
+    assert one_line(text) == shown
+    assert one_line(one_line(text)) == shown
+
+
+def test_a_text_of_several_lines_keeps_them_and_nothing_else():
+    assert harmless("a\n\x1b[1mb\tc\r\n") == "a\n\\x1b[1mb\\tc\\r\n"
