@@ -1,6 +1,8 @@
 import json
 
 import anyio
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from envs import dataset
@@ -161,3 +163,47 @@ async def test_a_step_before_reset_is_an_environment_error(rows):
 def test_wrong_options_are_refused_before_anything_starts(rows, options, message):
     with pytest.raises(ConfigError, match=message):
         DatasetEnv.check(**check_options(DatasetEnv, {"path": rows, **options}, "env.options"))
+
+
+@pytest.mark.anyio
+async def test_rows_of_other_systems_need_no_columns_named(tmp_path):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"q{i}"}],
+            "reward_model": {"ground_truth": float(i), "style": "rule"},
+            "data_source": "x",
+        }
+        for i in range(9)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    env = DatasetEnv(DatasetOptions(path=str(tmp_path / "rows.parquet")))
+    ((shown,), _) = await env.reset(0)
+    assert (await env.step(shown.content.removeprefix("q")))[1] == 1.0
+
+
+@pytest.mark.anyio
+async def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
+    rows = [{"prompt": f"q{i}", "answer": "a"} for i in range(20)]
+    path = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "long " * 9, "answer": "a"}])
+    options = DatasetOptions(path=path, longest_prompt=30)
+    with caplog.at_level("INFO", logger="flash"):
+        await DatasetEnv.prepare(options)
+    assert "20 rows with 'prompt' and 'answer', 1 left out (prompts longer than longest_prompt = 30)" in caplog.text
+    assert "19 rows to train on, 1 held out" in caplog.text
+    assert DatasetEnv.held_out_problems(options) == 1
+    assert all(len(shown) < 30 for shown in await prompts(path, range(19), longest_prompt=30))
+
+
+@pytest.mark.anyio
+async def test_all_wrong_rows_are_named_before_an_engine_starts(tmp_path):
+    rows = [{"prompt": "a", "answer": ["b", "c"]}, {"prompt": "d", "answer": "e"}, {"prompt": "f", "answer": None}]
+    path = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "<image>", "answer": "e", "images": ["x.png"]}])
+    with pytest.raises(ConfigError) as caught:
+        await DatasetEnv.prepare(DatasetOptions(path=path))
+    first, second, third = str(caught.value).split("\n")
+    assert "row 1: 'answer' holds several values, and envs.rewards.exact:exact_match compares with one" in first
+    assert "row 3: 'answer' is null" in second
+    assert "row 4 has 'images'" in third
+    own = DatasetOptions(path=write(tmp_path / "rows.jsonl", rows[:2]), verifier="tests.envs.rewards.verifiers:length")
+    await DatasetEnv.prepare(own)
+    assert sorted(DatasetEnv.solution_of(seed, own) for seed in (0, HELD_OUT)) == ['["b","c"]', "e"]
