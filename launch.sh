@@ -144,7 +144,8 @@ python=$root/.venv/bin/python
 "${PYTHON:-$python}" "$root/scripts/install.py"
 
 # 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
-if [[ -n ${SLURM_JOB_ID-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
+# A job id alone may be left over in an environment: a job has nodes.
+if [[ -n ${SLURM_JOB_ID-} && -n ${SLURM_JOB_NODELIST-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
     if [[ ${flash[1]} != join ]]; then flash+=("cluster.nodes=$SLURM_JOB_NUM_NODES"); fi
     run_on_slurm "${flash[@]}" "$@"
 else

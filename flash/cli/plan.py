@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flash.cli.arguments import CommandParsers
+from flash.config.check_models import is_hub_id
+from flash.config.decode import ConfigProblem
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.run.models.hugging_face import hub_fault
 
 if TYPE_CHECKING:
     from flash.trainer.memory import RankMemory
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flash.trainer.memory import engine_memory, rank_memory
 
     paths, overrides = split_arguments(arguments.config)
-    config, card = load(paths, overrides), arguments.card_gib * GIB
+    config, card = load(paths, overrides, also=_unreachable), arguments.card_gib * GIB
     shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0
     room = card * (1 - shared)
     memory = rank_memory(config, _ranks(config))
@@ -65,6 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write(f"  DOES NOT FIT in {config.engine.memory_fraction:.0%} of it: raise engine.tensor_parallel\n")
     return 0 if fits else 1
+
+
+def _unreachable(config: Config) -> Iterator[ConfigProblem]:
+    """A model that is only on a hub can be asked for there: said once, where the library would try five times."""
+    if is_hub_id(config.model.path) and (fault := hub_fault(config.model.path)):
+        yield ConfigProblem("model.path", fault)
 
 
 def _ranks(config: Config) -> int:

@@ -75,7 +75,11 @@ def carry_out(
         return 0
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
+    from flash.run.restart.history import is_done
 
+    if config.run.resume and is_done(config):
+        say(f"{what_is_left(config, arguments.typed, None)}: it has made its {config.run.steps} steps; raise run.steps")
+        return 0
     before = begun(config)
     code = begin(config)
     if code not in (End.OVER, LOST):

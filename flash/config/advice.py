@@ -16,7 +16,7 @@ HIGH_ENTROPY_BONUS = 0.1
 """Above it the entropy outweighs rewards of about 1."""
 LOOSE_TOLERANCE = 0.5
 """Nats in the mean. Engines that computed with other weights were seen to differ by 0.6 and more."""
-TEMPERATURES = (0.1, 1.5)
+TEMPERATURES = (0.2, 1.5)
 """Outside of them samples are all alike, or noise."""
 
 

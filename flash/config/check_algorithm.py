@@ -113,6 +113,12 @@ def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigPro
         yield ConfigProblem("algorithm.constant_length", message)
 
 
+def is_off_policy(config: Config) -> bool:
+    """Return True if the objective has to correct for the age of samples: they may be old, and nothing else does it."""
+    weighed = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
+    return config.train.async_ratio > 0 and not weighed and not config.train.allow_uncorrected
+
+
 def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     """Law 6, and what presumes that samples have an age."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
@@ -125,7 +131,7 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
                 "for: use an objective that does, a correction by weight ('token_tis'), or train.allow_uncorrected"
             )
             yield ConfigProblem(f"engine.vllm.{name}", message)
-    if alpha > 0 and not corrected:
+    if is_off_policy(config) and not objective.corrects_staleness:
         message = (
             f"{alpha:g} trains on samples of older versions, which `{algorithm.objective}` does not correct for: use "
             "an objective that does, a correction by weight ('token_tis'), async_ratio = 0, or set "

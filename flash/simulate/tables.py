@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,12 +130,19 @@ def _bounds(console: Console, cell: SweepCell) -> None:
 
 
 def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
-    """The same reports, with a bar of progress where somebody may look at it."""
+    """Yield the same reports and show how many of `count` there are: a bar on a terminal, else a line for each."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(reports, "simulating", total=count, console=console, transient=True, disable=not console.is_terminal)
+    if console.is_terminal:
+        yield from track(reports, "simulating", total=count, console=console, transient=True)
+        return
+    begun = time.monotonic()
+    for done, report in enumerate(reports, start=1):
+        left = (time.monotonic() - begun) / done * (count - done)
+        sys.stderr.write(f"simulated {done} of {count}" + (f"; about {left:.0f} s left\n" if left else "\n"))
+        yield report
 
 
 def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:

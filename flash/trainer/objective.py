@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from algorithms.base import Advantage, Aggregation, CriticTarget, Objective, ObjectiveOutput, PackedTokens, Proximal
+from flash.config.check_algorithm import is_off_policy
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
 from flash.config.tree import Config
@@ -75,19 +76,49 @@ def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -
     )
 
 
-def try_objective(config: AlgorithmConfig) -> None:
+def try_objective(config: Config) -> None:
     """Ask the objective for the loss of a few ordinary tokens, and for its gradient.
 
     Raises:
-        ConfigError: it raises, returns another form, or gives a number that is not finite, or no gradient.
+        ConfigError: the objective raises, returns another form, gives a number that is not finite or no gradient, or
+            claims to correct for old samples and gives the same whatever policy drew them.
     """
-    objective = make_objective(config)
+    objective = make_objective(config.algorithm)
+    name = type(objective).__name__
+    apart_T = torch.tensor([0.1, -0.1] * 4)
+    first = _try_tokens(objective, apart_T)
+    for what, value_T in zip(("a loss", "a gradient"), first, strict=True):
+        if not value_T.isfinite().all():
+            odd = value_T[~value_T.isfinite()][0].item()
+            raise ConfigError(
+                f"algorithm.objective: {name} gives {what} of {odd} on ordinary tokens (log-probs from -3 to -0.05, "
+                "ratios of 0.9 and 1.1, advantages of 1 and -1)"
+            )
+    if not objective.corrects_staleness or not is_off_policy(config):
+        return
+    # Ratios from 0.4 to 2.5, on both sides of each clip range that an objective may have.
+    others = [_try_tokens(objective, factor * apart_T) for factor in (-9.0, -3.0, 3.0, 9.0)]
+    if all(torch.equal(one, other) for found in others for one, other in zip(first, found, strict=True)):
+        raise ConfigError(
+            f"algorithm.objective: {name} gives the same loss and gradient whatever tokens.behaviour_T is, so it does "
+            f"not correct for the age of samples, and train.async_ratio = {config.train.async_ratio:g} makes some old; "
+            f"weigh by exp(logp_T - behaviour_T), or say `corrects_staleness: ClassVar[bool] = False` in {name}, which "
+            "then needs a correction by weight ('token_tis'), async_ratio = 0 or train.allow_uncorrected = true"
+        )
+
+
+def _try_tokens(objective: Objective, apart_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and gradient of the unmasked ones of eight tokens, whose log-ratio is -`apart_T`.
+
+    Raises:
+        ConfigError: the objective raises, returns another form, or its loss does not depend on the policy.
+    """
     logp_T = torch.linspace(-3.0, -0.05, 8).requires_grad_()
-    behaviour_T = logp_T.detach() + torch.tensor([0.1, -0.1] * 4)
+    behaviour_T = logp_T.detach() + apart_T
     mask_T = torch.arange(8) < 7
     advantage_T = torch.tensor([1.0] * 4 + [-1.0] * 4)
     try:
-        limit = objective.limit(-behaviour_T + logp_T.detach(), advantage_T) if objective.limits else torch.inf
+        limit = objective.limit(-apart_T, advantage_T) if objective.limits else torch.inf
         deviation_T = torch.linspace(0.0, 0.7, 8) if objective.critics > 1 else torch.zeros(8)
         bounds = objective.bounds(deviation_T) if objective.critics > 1 else (-torch.inf, torch.inf)
         tokens = PackedTokens(
@@ -117,10 +148,4 @@ def try_objective(config: AlgorithmConfig) -> None:
         )
     loss_T.sum().backward()
     gradient_T = torch.zeros(8) if logp_T.grad is None else logp_T.grad
-    for name, value_T in (("a loss", loss_T.detach()), ("a gradient", gradient_T[mask_T])):
-        if not value_T.isfinite().all():
-            odd = value_T[~value_T.isfinite()][0].item()
-            raise ConfigError(
-                f"algorithm.objective: {type(objective).__name__} gives {name} of {odd} on ordinary tokens (log-probs "
-                "from -3 to -0.05, ratios of 0.9 and 1.1, advantages of 1 and -1)"
-            )
+    return loss_T.detach(), gradient_T[mask_T]

@@ -10,8 +10,8 @@ TABLES = ("tcp", "tcp6")
 """Of /proc/net."""
 LISTENS = "0A"
 """The state of a socket that does, there."""
-LONGEST_COMMAND = 200
-"""Characters of a command that are shown."""
+LONGEST_COMMAND = 60
+"""Characters of a command that are shown: its first words, and not the options of somebody's service."""
 
 
 def port_holder(port: int) -> str:
@@ -21,7 +21,9 @@ def port_holder(port: int) -> str:
         with suppress(OSError):  # it has ended, or is another user's
             if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                return f"process {process.name} ({shlex.join(filter(None, words))[:LONGEST_COMMAND]})"
+                command = shlex.join(filter(None, words))
+                shown = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}…"
+                return f"process {process.name} ({shown})"
     return "a process of another user or container"
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from algorithms import OBJECTIVES
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
-from flash.config.learning import AlgorithmConfig
 from flash.errors import ConfigError
 from flash.trainer.objective import try_objective
+from tests.trainer.trainer_cases import make_config
 
 
 class Raises(Objective, frozen=True):
@@ -32,6 +35,13 @@ class BadGradient(Objective, frozen=True):
         return ObjectiveOutput((tokens.logp_T - tokens.logp_T.detach()).sqrt(), {})
 
 
+class Blind(Objective, frozen=True):
+    """Plain policy gradient, which forgets to say that it does not correct for old samples."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        return ObjectiveOutput(-tokens.advantage_T * tokens.logp_T, {})
+
+
 class MaskedNan(Objective, frozen=True):
     """Only what is trained counts."""
 
@@ -39,13 +49,26 @@ class MaskedNan(Objective, frozen=True):
         return ObjectiveOutput(torch.where(tokens.mask_T, -tokens.logp_T, torch.nan), {})
 
 
+def tried(name: str, async_ratio: float = 0.0, **algorithm: Any) -> None:
+    algorithm |= {"objective": name}
+    try_objective(make_config(Path("model"), algorithm=algorithm, train={"async_ratio": async_ratio}))
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_passes(name: str) -> None:
-    try_objective(AlgorithmConfig(objective=name))
+@pytest.mark.parametrize("async_ratio", [0.0, 1.0])
+def test_every_objective_passes(name: str, async_ratio: float) -> None:
+    tried(name, async_ratio)
 
 
 def test_masked_slots_may_hold_anything() -> None:
-    try_objective(AlgorithmConfig(objective=f"{__name__}:MaskedNan"))
+    tried(f"{__name__}:MaskedNan")
+
+
+def test_one_that_ignores_the_policy_that_sampled_is_refused_where_samples_may_be_old() -> None:
+    tried(f"{__name__}:Blind")
+    tried(f"{__name__}:Blind", 1.0, corrections=[{"kind": "token_tis"}])
+    with pytest.raises(ConfigError, match=r"Blind gives the same loss and gradient whatever tokens\.behaviour_T is"):
+        tried(f"{__name__}:Blind", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +82,4 @@ def test_masked_slots_may_hold_anything() -> None:
 )
 def test_one_that_cannot_work_is_refused_with_its_name(kind: type[Objective], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        try_objective(AlgorithmConfig(objective=f"{__name__}:{kind.__name__}"))
+        tried(f"{__name__}:{kind.__name__}")

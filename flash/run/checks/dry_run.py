@@ -47,7 +47,7 @@ def dry_run(config: Config) -> list[str]:
     Raises:
         ConfigError: something would stop the run.
     """
-    try_objective(config.algorithm)
+    try_objective(config)
     told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
     if (there := count_gpus()) < config.gpus_per_node:
         told.append(

@@ -117,7 +117,7 @@ def launch(config: Config) -> int:
         if config.algorithm.options or ":" in config.algorithm.objective:  # what is ours, as it is, has been tried
             from flash.trainer.objective import try_objective  # torch, which nothing else here needs
 
-            try_objective(config.algorithm)
+            try_objective(config)
         if config.cluster.trainer_nodes == 1:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
