@@ -1,66 +1,567 @@
-"""Mathematical equality: the final answer of a worked solution against the reference, as values and not as texts.
+r"""Compare the final answer of a worked solution with the reference, as values and not as texts.
 
-The comparison is the `math-verify` package's (fractions, sets, intervals, units, LaTeX). It is slow and can run long on
-odd input, so this verifier is not marked inline: the worker's deadline is the only one, and math-verify's own are off.
+`final_answer` finds the answer; it takes linear time. Numbers are compared exactly, here. The package math-verify
+compares everything else: expressions, sets, intervals, matrices, relations. It evaluates what it is given, so an
+expression is measured first: `10^{10^{10}}` and `99999999999!` are equal to the same text only. A comparison may use
+`MOST_CPU_S` of the worker's own processor time, which neighbours cannot take away; an answer that needs more is wrong.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import re
-from typing import Any
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
 
 from flash.errors import ConfigError, RewardError
 
 try:
     import math_verify  # pyright: ignore[reportMissingImports]
+    import sympy  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
 except ImportError as error:
     raise ConfigError(
         "envs.rewards.math needs the package math-verify: pip install -e '.[math]' in Flash's folder"
     ) from error
 
-_BOXED = "\\boxed{"
+MOST_CPU_S = 2.0
+"""Processor seconds of one comparison; usual ones take 0.05. Only the main thread of a process can be interrupted."""
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?%?")
-"""An integer, decimal or fraction; commas may separate thousands."""
+MOST_CHARACTERS = 600
+"""Length of an expression or a number that is read; longer ones are equal to the same text only."""
+
+MOST_DIGITS = 10_000
+"""Decimal digits of a number that is evaluated."""
+
+ROUNDED_DIGITS = 6
+"""A decimal with so many digits may be a rounded fraction or root; a shorter one is only what it says."""
+
+MOST_TERMS = 10_000
+"""Terms of a sum or product that is evaluated."""
+
+MOST_DEPTH = 25
+"""Brackets within brackets of an expression that is read: the time of math-verify's parser doubles with each."""
+
+MOST_WORDLESS = 100
+"""Length of a text without numbers that is an answer by itself, such as `B` or `Paris`."""
+
+MOST_SIDES = 6
+"""Sides of an equation that are compared."""
+
+_READING = math_verify.LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=replace(math_verify.LatexExtractionConfig().normalization_config, units=False),
+)
+"""How math-verify reads a box. It would take the letter m for metres, also in algebra."""
+
+_T = TypeVar("_T")
+
+# -- finding the answer ----------------------------------------------------------------------------------------------
+# Every pattern below takes linear time on any text: repetitions that could meet are bounded.
+
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\ufe63\uff0d\u2013\u2010\u2011", "-"),
+        **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f", " "),
+        **dict.fromkeys("÷\u2044\u2215", "/"),
+        **dict.fromkeys("\u200b\ufeff", ""),
+        **dict.fromkeys("“”", '"'),
+        **dict.fromkeys("·⋅", r"\cdot "),
+        "×": r"\times ",
+        "％": "%",
+        "’": "'",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "√": r"\sqrt",
+        "°": r"^\circ",
+        "²": "^2",
+        "³": "^3",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "≈": r"\approx ",
+        "±": r"\pm ",
+        "∪": r"\cup ",
+        "∈": r"\in ",
+        "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    }
+)
+"""Signs that are written in several ways, in the one that LaTeX has."""
+
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?P<bare>[-+]?[\w.,/]{1,40}))|\\.|[{}]", re.DOTALL)
+_MARKED = re.compile(r"(?<!#)####(?!#)\s{0,4}([^\n]*)")
+_HEADING = re.compile(r"[*_ ]*(?:\d{1,3}[.)][ \t]+[A-Za-z]|[A-Za-z]{2})")
+_ANSWER_IS = re.compile(
+    r"\banswer\b[*_]{0,3}(?:[ \t]{1,3}[\w$\\]{1,20}){0,6}?[ \t]{0,3}"
+    r"(?:(?:[*_]{0,3}:|=|\b(?:is|are|equals|would be)\b)[ \t]{0,3}[:*_]{0,4})",
+    re.IGNORECASE,
+)
+_CLAUSE_END = re.compile(
+    r"[.!?;]+['\"*_)]{0,4}(?=\s|$)|[\s,]\(?(?:because|since|as|so|which|where|when|but|after|hence|thus|i\.e\.|given)\b"
+)
+
+_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\[,!]|[ ])\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?!\w))?"
+_PART = r"(?:\{[^{}]{1,60}\}|\d)"
+_ATOM = (
+    rf"(?:{_DECIMAL}|\\[dtc]?frac[ ]?{_PART}[ ]?{_PART}|\\sqrt(?:\[\d{{1,3}}\])?[ ]?{_PART}|\\pi(?![a-z]))"
+    rf"(?:[ ]?!|[ ]?\^[ ]?(?:\{{[^{{}}]{{1,60}}\}}|-?\d{{1,20}}))?"
+)
+_OPERATOR = r"""
+    [ ]{0,2}(?:[-+/*:]|\\times|\\cdot|\\div)[ ]{0,2}-?  # a sign
+    | [ ]{1,2}x[ ]{1,2}
+    | [ ]?(?=\\)  # nothing, before a root or a fraction
+    | [ ](?=\d+[ ]?/)  # a mixed number
+"""
+_VALUE = re.compile(
+    rf"""(?:(?<![\w)}}])-[ ]?)?(?<![\w^.])(?:\\?\$[ ]?)?{_ATOM}(?:(?:{_OPERATOR}){_ATOM})*
+    (?:[ ]?\\?%|[ ](?:percent|percentage|per[ ]cent|pct)\b)?""",
+    re.VERBOSE,
+)
+"""The numbers of running text, with the operators between them."""
+
+_RANGE = re.compile(rf"({_DECIMAL})-({_DECIMAL})")
+_INSIDE = r"((?:[^\\]|\\(?![()\[\]])){1,1000})"
+_MATH = re.compile(
+    rf"\$\$([^$]{{1,1000}})\$\$|\$([^$\n]{{1,1000}})\$|\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]",
+    re.DOTALL,
+)
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the answer that a text ends in, as it is written there; None if it has none.
+
+    It stands behind `####`, else in the last whole `\boxed{…}` that is not empty, else after "answer is", else it is
+    the last number. An empty or unclosed box is no answer, and numbers around it are none either.
+    """
+    text = text.translate(_SIGNS)
+    for mark in reversed([*_MARKED.finditer(text)]):
+        line = mark[1].strip()
+        if line and (not _HEADING.match(line) or not text[mark.end() :].strip()):
+            return _clause(line)
+    boxes, opened = _boxes(text)
+    if boxes or opened:
+        return boxes[-1] if boxes else None
+    for said in reversed([*_ANSWER_IS.finditer(text)]):
+        rest = text[said.end() : said.end() + 2 * MOST_CHARACTERS].lstrip(" \t\n*_:")
+        if clause := _clause(rest):
+            return None if clause.startswith("not ") else clause
+    return _last_value(text)
+
+
+def _boxes(text: str) -> tuple[list[str], bool]:
+    """Return the contents of whole boxes that are not empty, in the order of their ends, and True if any was opened."""
+    found: list[str] = []
+    stack: list[int] = []  # where the content of each open box begins; -1 for a plain brace
+    opened = False
+    for token in _BRACE.finditer(text):
+        sign = token[0]
+        if token["bare"]:
+            opened = True
+            found.append(token["bare"])
+        elif sign in ("{", "}") or sign.startswith(("\\boxed", "\\fbox")):
+            if sign != "}":
+                opened = opened or sign != "{"
+                stack.append(-1 if sign == "{" else token.end())
+            elif stack and (begin := stack.pop()) >= 0 and text[begin : token.start()].strip(" \n\t$.,"):
+                found.append(text[begin : token.start()])
+    return found, opened
+
+
+def _clause(text: str) -> str:
+    """Return the beginning of a text up to the end of its sentence, or its first formula."""
+    line = text[: 2 * MOST_CHARACTERS].lstrip("*_ \t")
+    formula = _MATH.match(line)
+    if formula and not re.match(r"[*_ ]{0,4}(?:,|and\b|or\b)", line[formula.end() :]):
+        return _with_percent(line, formula)
+    line = line.partition("\n")[0]
+    end = _CLAUSE_END.search(line)
+    clause = (line[: end.start()] if end else line).strip("*_ \t,")
+    formulas = [*_MATH.finditer(clause)]
+    if len(formulas) == 1 and not re.search(r"\d", clause[: formulas[0].start()] + clause[formulas[0].end() :]):
+        return formulas[0][0]
+    return clause
+
+
+def _with_percent(text: str, formula: re.Match[str]) -> str:
+    percent = re.compile(r"\s?(?:\\?%|percent\b|per cent\b|pct\b)").match(text, formula.end())
+    return formula[0] + (percent[0] if percent else "")
+
+
+def _last_value(text: str) -> str | None:
+    """Return the last number of a text, or the formula that it stands in; a short text without numbers as it is."""
+    text = re.sub(r"\\([A-Za-z]{1,20})(?=\d)", r"\\\1 ", text)
+    values = [*_VALUE.finditer(text)]
+    if not values:
+        text = text.strip()
+        return text if 0 < len(text) <= MOST_WORDLESS and "\n" not in text else None
+    last = values[-1]
+    for formula in _MATH.finditer(text):
+        if formula.start() <= last.start() and last.end() <= formula.end():
+            return _with_percent(text, formula)
+    ends = _RANGE.fullmatch(last[0])
+    return f"{ends[1]} to {ends[2]}" if ends else last[0]
+
+
+# -- reading it ------------------------------------------------------------------------------------------------------
+
+_NOTHING = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|\\!\s?|\\,(?=\d{3})|\{\}|\\(?=\n)"
+)
+_BLANK = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|[~\s])+")
+_WRAPPED = re.compile(
+    r"\\(?:text|textnormal|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|boxed|fbox|emph)\s?\{([^{}]*)\}"
+)
+_CURRENCY = r"(?:US|CA|AU)?(?:\\?\$|[€£¥₹₩])|USD|EUR|GBP|Rs\.?"
+_AROUND = re.compile(rf"(?P<sign>-?)\s?(?:{_CURRENCY})\s?(?P<of>[-\d.].*)|(?P<before>.*\d)\s?(?:{_CURRENCY})")
+_ABOUT = re.compile(r"(?:approximately|about|around|roughly|exactly|only|\\approx|\\sim)\s?", re.IGNORECASE)
+_NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s?(?:
+        (?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+)
+            (?:[eE](?P<e>[-+]?\d+)|\s?(?:\\times|\\cdot|\*|x)\s?10\s?\^\s?(?:\{{\s?(?P<p>[-+]?\d+)\s?\}}|(?P<q>[-+]?\d+)))?
+        | (?:(?P<whole>\d+)\s)?(?P<above>{_DIGITS}(?:\.\d+)?)\s?/\s?(?P<below>{_DIGITS}(?:\.\d+)?)
+        | (?P<whole_2>\d+)?\s?\\frac\s?(?:\{{\s?(?P<above_2>-?{_DIGITS}(?:\.\d+)?)\s?\}}|(?P<above_3>\d))\s?
+            (?:\{{\s?(?P<below_2>{_DIGITS}(?:\.\d+)?)\s?\}}|(?P<below_3>\d))
+    )(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)s?)?
+    (?P<percent>\s?(?:\\?%|percent(?:age)?|per\scent|pct))?""",
+    re.VERBOSE,
+)
+_SCALE = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_EXPONENT = r"(?:\s?\^\s?\{?\s?-?\d\s?\}?)?"
+_UNIT = re.compile(
+    r"(?P<number>.*?[\d}%.!])(?:\s?\^\s?\{?\s?\\circ\s?\}?\s?[CFK]?|(?P<gap>\s?)"
+    rf"(?P<words>[A-Za-zµμΩ]+\.?{_EXPONENT}(?:[ /*.'-]{{1,3}}[A-Za-zµμΩ]+\.?{_EXPONENT}){{0,6}}))"
+)
+_UNITS = frozenset(
+    """
+    mm cm dm km nm um kg mg lb lbs oz ml mL dl cl kW MW kWh Hz kHz MHz GHz kJ kcal cal eV keV MeV Pa kPa atm bar mol
+    sec secs min mins hr hrs ms ns ft yd mi mph kph kmh rpm rad deg st nd rd th am pm AM PM GB MB KB TB
+    """.split()  # noqa: SIM905
+)
+"""Units of two and more letters that may stand right behind a number."""
+_ONE_LETTER = frozenset("mshgNJWVAKCFLltTd")
+"""Units of one letter; they need a blank before them, else `5m` would be 5."""
+_NO_UNIT = frozenset(
+    """
+    and or to not mod pi sqrt sin cos tan sec cot log ln exp plus minus times over divided infinity than if with gcd
+    lcm max min hundred thousand million billion trillion percent per
+    """.split()  # noqa: SIM905
+)
+_FUNCTIONS = frozenset(
+    """
+    and sin cos tan sec csc cot log exp sqrt max min gcd lcm det mod arcsin arccos arctan sinh cosh
+    """.split()  # noqa: SIM905
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[a-z*]{1,20}\}(?:\{[lcr|]{1,20}\})?")
+_LETTER = re.compile(
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s)?(?:\(\s?([A-Ja-j])\s?\)|([A-J])\b(?![\s\w^+*/=-]))[).:]*"
+)
+_CHOICE = re.compile(rf"{_LETTER.pattern}(?:\s+[\w$\\(].*)?")
+_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+(?:_\{?\w{1,10}\}?)?'?|[A-Za-z]\s?\([A-Za-z\d, -]{1,20}\)|[A-Za-z][A-Za-z _-]{1,60})\s?"
+)
+_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\implies|\\Rightarrow")
+_RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega|angle)(?![A-Za-z])")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
+
+
+class _Number(NamedTuple):
+    """A number as it is written."""
+
+    value: Fraction
+    rounded: Fraction | None
+    """Half a unit of its last digit, where it is a decimal that may be rounded."""
+
+
+class _TooLong(BaseException):
+    """Raised within a comparison whose processor time is used up."""
+
+
+def _plain(text: str) -> str:
+    """Return an answer without what only changes its looks."""
+    text = text.translate(_SIGNS).strip()
+    for _ in range(4):
+        text = _WRAPPED.sub(r" \1 ", text)
+    text = _NOTHING.sub("", text)
+    text = _BLANK.sub(" ", text).replace("{,}", ",")
+    text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
+    text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\(?:leq?|leqslant)(?![a-z])", r"\\le", re.sub(r"\\(?:geq?|geqslant)(?![a-z])", r"\\ge", text))
+    # A dollar sign around a formula is no currency.
+    text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text.strip(' *`"\n'))
+    text = re.sub(r"^(\$\$?)([^$]+)\1(\s?(?:\\?%|percent|per cent)?)\.?$", r"\2\3", text.strip())
+    text = re.sub(r"\$([^$]{1,200})\$(?=\s?(?:,|and|or|$))", r"\1", text) if text.count("$") > 1 else text
+    return text.strip(' *`"\n').rstrip(".,;:").strip()
+
+
+def _folded(text: str) -> str:
+    """Return a text without blanks; words, but no formulas, in lower case."""
+    bare = re.sub(r"\s+to\s+", "-", text)
+    bare = re.sub(r"[\s$]+", "", bare)
+    return bare.casefold() if _is_words(text) else bare
+
+
+def _is_words(text: str) -> bool:
+    return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(_ENVIRONMENT.sub("", text)))
+
+
+def _number(text: str) -> _Number | None:
+    """Return the number that a whole text is, with its currency or unit; None if it is something else."""
+    text = text[about.end() :] if (about := _ABOUT.match(text)) else text
+    around = _AROUND.fullmatch(text)
+    if around:
+        text = around["before"] or f"{around['sign']}{around['of']}"
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None:
+        return _number(unit) if (unit := _without_unit(text)) else None
+    shift = _SCALE[found["scale"] or ""] - (2 if found["percent"] else 0)
+    power = found["e"] or found["p"] or found["q"] or "0"
+    if len(power) > len(str(MOST_DIGITS)) or abs(shift + int(power)) > MOST_DIGITS:
+        return None
+    unit = Fraction(10) ** (shift + int(power))
+    sign = -1 if found["sign"] == "-" else 1
+    if found["decimal"]:
+        digits = re.sub(r"[ ,]|\\[,!]", "", found["decimal"])
+        decimals = len(digits.partition(".")[2])
+        exact = not decimals or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS
+        return _Number(sign * Fraction(digits) * unit, None if exact else unit / (2 * 10**decimals))
+    above, below = (
+        Fraction(re.sub(r"[ ,]|\\[,!]", "", found[name] or found[f"{name}_2"] or found[f"{name}_3"]))
+        for name in ("above", "below")
+    )
+    whole = int(found["whole"] or found["whole_2"] or 0)
+    return _Number(sign * (whole + above / below) * unit, None) if below else None
+
+
+def _without_unit(text: str) -> str | None:
+    """Return the number that stands before a unit; None where no unit is."""
+    found = _UNIT.fullmatch(text)
+    if found is None:
+        return None
+    if found["words"] is None:
+        return found["number"]
+    words = re.findall(r"[A-Za-zµμΩ]+", found["words"])
+    if len(words) > 6 or not _NO_UNIT.isdisjoint(word.lower() for word in words[:-1]) or words[-1].lower() in _NO_UNIT:
+        return None
+    known = all(word in _UNITS or word in _ONE_LETTER for word in words)
+    if not found["gap"]:
+        return found["number"] if known and words[0] in _UNITS else None
+    return (
+        found["number"] if known or all(len(word) > 1 or word in _ONE_LETTER or word == "a" for word in words) else None
+    )
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
 
 
 def math_equal(completion: str, answer: str) -> float:
-    """1.0 when the completion's final answer equals the reference, else 0.0.
+    r"""Return 1.0 if the final answer of a completion equals the reference, else 0.0.
 
-    The final answer is the content of the last `\\boxed{…}`, or without one the last number. The reference may be a
-    bare expression, a boxed one, or a solution that ends in `#### 42`.
+    The reference is a bare answer, a boxed one, or a solution that ends in `#### 42`.
 
     Raises:
-        RewardError: the reference cannot be read as mathematics.
+        RewardError: the reference is empty, or needs too much time to be read.
     """
-    found = last_boxed(completion) or last_number(completion)
-    if found is None:
-        return 0.0
-    reference = _parsed(last_boxed(answer) or answer.rpartition("####")[2].strip())
-    if not reference:
+    boxes, opened = _boxes(answer)
+    written = answer.rpartition("####")[2] if "####" in answer else boxes[-1] if boxes else "" if opened else answer
+    if not (reference := _plain(written)):
         raise RewardError(f"the reference answer {answer!r} cannot be read as mathematics")
-    return float(math_verify.verify(reference, _parsed(found), timeout_seconds=None))
+    found = final_answer(completion)
+    return float(found is not None and _equal(_plain(found), reference))
 
 
-def last_boxed(text: str) -> str | None:
-    """What the last complete `\\boxed{…}` holds; braces inside it are balanced."""
-    start = text.rfind(_BOXED)
-    while start >= 0:
-        depth = 1
-        begin = start + len(_BOXED)
-        for position in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[begin:position].strip()
-        start = text.rfind(_BOXED, 0, start)
-    return None
+def _equal(found: str, reference: str) -> bool:
+    if _folded(found) == _folded(reference):
+        return True
+    if max(len(found), len(reference)) > MOST_CHARACTERS:
+        return False
+    choice = _CHOICE.fullmatch(found)
+    if letter := _LETTER.fullmatch(reference):
+        return choice is not None and _letter(choice) == _letter(letter)
+    if choice and (label := _LETTER.match(found)):
+        return _equal(found[label.end() :].strip(), reference)
+    if _is_words(found) and not _is_words(reference) and _number(found) is None:
+        spoken = [value[0].strip() for value in _VALUE.finditer(found)]
+        return len(spoken) == 1 and spoken != [found] and "not " not in found and _equal(spoken[0], reference)
+    name, values = _sides(found)
+    wanted_name, wanted = _sides(reference)
+    simple = [_NAME.fullmatch(one) is not None for one in (name, wanted_name) if one]
+    if len(wanted) > 1 or (wanted_name and (len(values) > 1 or not all(simple))):
+        return _same_expression(found, reference)
+    if len(name) == len(wanted_name) == 1 and name != wanted_name:
+        return False
+    return all(map(_same_value, values, [*values[1:], *wanted]))
 
 
-def last_number(text: str) -> str | None:
-    """The last number of a text, without thousands separators."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+def _letter(choice: re.Match[str]) -> str:
+    return (choice[1] or choice[2]).upper()
 
 
-def _parsed(expression: str) -> list[Any]:
-    return math_verify.parse(f"\\boxed{{{expression}}}", parsing_timeout=0)
+def _sides(text: str) -> tuple[str, list[str]]:
+    """Return what an equation gives a value to, and its other sides, which must be equal: `x = 2 + 3 = 5`."""
+    if _RELATION.search(text):
+        return "", [text]
+    # The sign of `\sum_{k=1}` makes no equation.
+    text = re.sub(r"_\s?\{[^{}]*\}", lambda below: below[0].replace("=", "\0"), text)
+    parts = [side.replace("\0", "=") for part in _EQUALS.split(text) if (side := part.strip())]
+    # The exact side counts: `x = \frac{1}{3} \approx 0.33`. Only a name has its value behind the sign.
+    exact, about, rounded = parts[-1].partition("\\approx") if parts else ("", "", "")
+    if about and exact.strip() and rounded.strip():
+        parts[-1:] = [exact.strip(), rounded.strip()] if _has_letters(exact) else [exact.strip()]
+    name = ""
+    while len(parts) > 1 and _has_letters(parts[0]) and (_NAME.fullmatch(parts[0]) or not _has_letters(parts[-1])):
+        name = parts.pop(0)
+    if len(parts) > 1 and re.fullmatch(r"[A-Za-z]", parts[-1]):
+        name = parts.pop()
+    return name, parts[-MOST_SIDES:] or [text]
+
+
+def _has_letters(text: str) -> bool:
+    """Return True if a text has variables."""
+    return re.search(r"[A-Za-z]", _COMMAND.sub("", text)) is not None or _GREEK.search(text) is not None
+
+
+def _same_value(found: str, reference: str) -> bool:
+    if _folded(found) == _folded(reference):
+        return True
+    one, other = _number(found), _number(reference)
+    if one is None or other is None:
+        return _same_expression(found, reference)
+    if one.value == other.value:
+        return True
+    # A decimal may be a rounded fraction, but not another decimal.
+    roundings = [number.rounded for number in (one, other) if number.rounded is not None]
+    return len(roundings) == 1 and abs(one.value - other.value) <= roundings[0]
+
+
+def _same_expression(found: str, reference: str) -> bool:
+    """Return True if both are mathematics of the same value, as math-verify has it."""
+    ours, theirs = _latex(found), _latex(reference)
+    if ours is None or theirs is None:
+        return False
+    try:
+        wanted = _bounded(_parsed, theirs)
+    except TimeoutError:
+        raise RewardError(f"the reference {reference!r} takes more than {MOST_CPU_S:g} s to be read") from None
+    if wanted is None or math.isinf(_digits(wanted)):
+        return False
+    rounded = next((number.rounded for text in (found, reference) if (number := _number(text))), None)
+    try:
+        return _bounded(_verified, ours, wanted, rounded)
+    except TimeoutError:
+        return False
+
+
+def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
+    found = _parsed(latex)
+    if found is None or math.isinf(_digits(found)):
+        return False
+    try:
+        values = [one.doit() for one in (found, wanted) if isinstance(one, sympy.Expr)]
+        if len(values) == 2 and all(value.is_number and value.is_finite for value in values):
+            ours, theirs = values
+            if ours.is_Rational and theirs.is_Rational and rounded is None:
+                return bool(ours == theirs)
+            # math-verify rounds the difference of two numbers to 15 decimals: tiny ones would all be equal.
+            apart, size = (abs(sympy.N(one, 40)) for one in (ours - theirs, abs(ours) + abs(theirs)))
+            inexact = any(value.has(sympy.Float) for value in values)
+            return bool(apart <= (rounded or size * sympy.Float(1e-12 if inexact else 1e-30)))
+        return bool(math_verify.verify([wanted], [found], timeout_seconds=None, allow_set_relation_comp=True))
+    except Exception:  # the supervised boundary to mathematics that math-verify and sympy cannot do
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(latex: str) -> Any:
+    """Return the sympy object, not evaluated, that math-verify reads in a formula; None if it reads none."""
+    found = math_verify.parse(f"\\boxed{{{latex}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=0)
+    return found[0] if found else None
+
+
+def _latex(text: str) -> str | None:
+    """Return an answer as a formula for math-verify; None for words, which it would read as products of letters."""
+    text = re.sub(r"\s(?:and|or)\s", ", ", text).replace("**", "^")
+    text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])", r"\\\1 ", text)
+    text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\s?\\?%", r"\\cdot\\frac{1}{100}", text)
+    if len(text) > MOST_CHARACTERS or _is_words(text) or not re.search(r"\w", text) or _depth(text) > MOST_DEPTH:
+        return None
+    # These are evaluated while they are read.
+    binomials = _BINOMIAL.findall(text)
+    if len(re.findall(r"binom|\\choose", text)) > len(binomials) or re.search(r"\^|!|\d{6}", str(binomials)):
+        return None
+    return None if re.search(r"gcd|lcm", text) and re.search(r"\^|!", text) else text
+
+
+def _depth(text: str) -> int:
+    """Return how deep brackets nest."""
+    steps = (1 if sign in "([{" else -1 for sign in text if sign in "()[]{}")
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _digits(found: Any) -> float:
+    """Return an upper bound of the decimal digits of a value; infinite if it is too large to be evaluated."""
+    if isinstance(found, sympy.MatrixBase):
+        return max(map(_digits, found.flat()), default=0.0)
+    if not isinstance(found, sympy.Basic):
+        return 0.0
+    if isinstance(found, sympy.Rational):
+        return max(abs(int(found.p)), int(found.q)).bit_length() * math.log10(2)
+    if isinstance(found, sympy.Float):
+        return abs(math.log10(abs(found))) if found else 0.0
+    if isinstance(found, (sympy.Sum, sympy.Product)):
+        terms = [max(map(_digits, tuple(limit)[1:]), default=0.0) for limit in found.limits]
+        if max(terms) > math.log10(MOST_TERMS):
+            return math.inf
+        digits = _digits(found.function) * 10 ** sum(terms)
+    else:
+        parts = [*map(_digits, found.args)]
+        most = max(parts, default=0.0)
+        if isinstance(found, sympy.Pow):
+            digits = max(parts[0], 1.0) * 10 ** min(parts[1], 300.0)
+        elif isinstance(found, (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.gamma)):
+            digits = (most + 1) * 10 ** min(most, 300.0)
+        else:
+            digits = sum(parts) + 1
+    return digits if digits <= MOST_DIGITS else math.inf
+
+
+def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
+    """Return what a call returns that may use `MOST_CPU_S` of processor time.
+
+    Processor time is proof that the call itself is slow: a busy machine takes none of it away.
+
+    Raises:
+        TimeoutError: it needed more.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call(*arguments)
+    running = True
+
+    def stop(*_: object) -> None:
+        if running:
+            raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    # Again and again: a library may have caught the first one.
+    signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S, MOST_CPU_S / 10)
+    try:
+        return call(*arguments)
+    except _TooLong:
+        raise TimeoutError from None
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

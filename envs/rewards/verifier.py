@@ -1,16 +1,19 @@
 """Verifiers: functions `(completion, answer) -> float` named by import path, run outside the event loop.
 
 A verifier runs in a worker process under a deadline, because it is somebody else's code: it may take long, never return
-or take its process with it. Whatever goes wrong is a `RewardError`, never a reward of 0. A function marked `@inline` is
-trusted to be quick and is called in place, so that no process hop is paid. An `async def` is awaited in place, under
-the deadline: it waits for something else that judges, a sandbox or another model, and must not compute for long. What
-its surroundings do to it may be told by an `EnvError` of another kind.
+or take its process with it. Whatever goes wrong is a `RewardError`, never a reward of 0, but for a completion that is
+proven to make its verifier compute without end: it is worth 0, else it would be sampled again until it is given up.
+
+A function marked `@inline` is trusted to be quick and is called in place, so that no process hop is paid. An
+`async def` is awaited in place, under the deadline: it waits for something else that judges, a sandbox or another
+model, and must not compute for long. It raises an `EnvError` of another kind where what it waits for has failed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
@@ -65,7 +68,8 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
     The deadline counts from the moment a worker process is free: see `envs.workers`.
 
     Raises:
-        RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds.
+        RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds and
+            the completion is not proven to be the cause.
         EnvError: an asynchronous verifier raised it.
     """
     verifier = load_verifier(path)
@@ -100,11 +104,42 @@ async def _in_process(path: str, completion: str, answer: str, timeout: float) -
     try:
         return await in_worker(timeout, _score_in_worker, path, completion, answer)
     except TimeoutError:
-        return None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
+        proven = await _tried_again(path, completion, answer, timeout)
+        return proven or (None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout")
     except anyio.BrokenWorkerProcess:
         return None, "its worker process died"
     except EnvError as error:  # not the verifier's, which `_score` returns: the module of it cannot be imported there
         return None, str(error)
+
+
+async def _tried_again(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None] | None:
+    """Find out if a completion is the cause of a timeout, and return its score; None if that cannot be proven.
+
+    It is, with a score of 0, where the reference passes as a completion, and the completion then uses up a quarter of
+    the deadline in processor time: a busy machine takes none of that away, and waiting for a server uses none.
+    """
+    try:
+        passed, problem = await in_worker(timeout, _score_in_worker, path, answer, answer)
+        if problem is not None or not isinstance(passed, float) or passed <= 0:
+            return None
+    except (TimeoutError, anyio.BrokenWorkerProcess):
+        return None
+    try:
+        return await in_worker(2 * timeout, _score_within, timeout / 4, path, completion, answer)
+    except TimeoutError:
+        return None
+    except anyio.BrokenWorkerProcess:
+        return 0.0, None
+
+
+def _score_within(seconds: float, path: str, completion: str, answer: str) -> tuple[object, str | None]:
+    """Score in a worker that ends itself, by SIGPROF's default action, after these seconds of processor time."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return _score_in_worker(path, completion, answer)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, str | None]:

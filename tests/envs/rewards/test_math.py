@@ -1,8 +1,13 @@
 import importlib
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import anyio
 import pytest
 
+from envs.rewards.verifier import verify
 from flash.errors import ConfigError, RewardError
 
 
@@ -19,26 +24,72 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         importlib.import_module("envs.rewards.math")
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "0.5"),
-        (r"first \boxed{1}, then \boxed{3}", "#### 3"),
-        ("it makes 1,234.", "1234"),
-        (r"\boxed{x^2+1}", "1+x^2"),
-        (r"\boxed{\{1,2\}}", r"\boxed{\{2,1\}}"),
-    ],
-)
-def test_equal_values_match_however_they_are_written(math_rewards, completion, answer):
-    assert math_rewards.math_equal(completion, answer) == 1.0
+def read_forms():
+    """Return completion, reference and reward of each line of the table."""
+    lines = (Path(__file__).parent / "math_forms.txt").read_text(encoding="utf-8").splitlines()[1:]
+    for line in lines:
+        if not line.startswith("# "):
+            right = " => " in line
+            completion, _, answer = line.partition(" => " if right else " =/= ")
+            yield completion.replace("⏎", "\n"), answer, float(right)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [(r"\boxed{4}, not 3", "3"), ("no idea", "3"), ("", "3"), (r"\boxed{3", "4"), ("3 or maybe 4", "3")],
-)
-def test_other_answers_do_not_match(math_rewards, completion, answer):
-    assert math_rewards.math_equal(completion, answer) == 0.0
+def test_every_form_of_the_table_is_worth_what_it_says(math_rewards):
+    forms = [*read_forms()]
+    assert len(forms) > 350
+    other = [form for form in forms if math_rewards.math_equal(*form[:2]) != form[2]]
+    assert other == []
+
+
+ENDLESS = [
+    r"10^{10^{10}}",
+    "99999999999!",
+    r"9^{9^{9^{9}}}",
+    "2^" * 300 + "2",
+    r"\binom{1000000000}{500000000}",
+    r"{1000000000 \choose 500000000}",
+    r"\sum_{k=1}^{100000000} \frac{1}{k}",
+    r"\prod_{k=1}^{100000000} k",
+    r"\gcd(10^{10^{9}}, 3)",
+    "1e999999999",
+    "(" * 400 + "1" + ")" * 400,
+    "9" * 100_000,
+]
+
+
+@pytest.mark.parametrize("expression", ENDLESS, ids=lambda text: text[:30])
+def test_an_expression_too_large_to_be_evaluated_is_wrong_at_once(math_rewards, expression):
+    start = time.process_time()
+    assert math_rewards.math_equal(rf"\boxed{{{expression}}}", "5") == 0.0
+    assert math_rewards.math_equal("5", expression) == 0.0
+    assert math_rewards.math_equal(rf"\boxed{{{expression}}}", expression) == 1.0
+    assert time.process_time() - start < 1.5 * math_rewards.MOST_CPU_S
+
+
+def test_a_comparison_may_not_use_more_than_its_processor_time(math_rewards):
+    start = time.process_time()
+    assert math_rewards.math_equal(r"\boxed{\int \frac{1}{x^{13}+x^7+1} dx}", "5") == 0.0
+    assert time.process_time() - start < 2 * math_rewards.MOST_CPU_S
+
+
+def test_a_thread_compares_without_a_bound_of_its_own(math_rewards):
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_rewards.math_equal, r"\boxed{\sqrt{8}}", r"2\sqrt{2}").result() == 1.0
+
+
+@pytest.mark.anyio
+async def test_an_honest_answer_does_not_wait_behind_endless_ones(math_rewards):
+    path = "envs.rewards.math:math_equal"
+    rewards = {}
+
+    async def judge(completion, answer):
+        rewards[completion] = await verify(path, completion, answer, timeout=60)
+
+    async with anyio.create_task_group() as tasks:
+        for exponent in range(10, 18):
+            tasks.start_soon(judge, rf"\boxed{{10^{{10^{{{exponent}}}}}}}", "5")
+        await judge(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
+    assert sorted(rewards.values()) == [0.0] * 8 + [1.0]
 
 
 def test_an_unreadable_reference_is_an_error_and_not_a_zero(math_rewards):

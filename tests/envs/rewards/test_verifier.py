@@ -61,6 +61,17 @@ async def test_a_hanging_verifier_ends_at_its_deadline_and_the_next_one_works():
 
 
 @pytest.mark.anyio
+async def test_an_answer_that_is_computed_without_end_is_wrong_where_the_reference_passes():
+    assert await verify(f"{HERE}:computes", "10^{10^{10}}", "5", timeout=1) == 0.0
+
+
+@pytest.mark.anyio
+async def test_a_verifier_that_waits_without_end_is_no_fault_of_the_answer():
+    with pytest.raises(RewardError, match=r"no answer within 0\.5 s"):
+        await verify(f"{HERE}:waits_for_a_server", "4", "5", timeout=0.5)
+
+
+@pytest.mark.anyio
 async def test_a_cancelled_verifier_does_not_hold_its_caller():
     with anyio.move_on_after(0.2) as scope:
         await verify(f"{HERE}:hangs", "", "", timeout=3600)

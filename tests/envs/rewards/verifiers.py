@@ -29,6 +29,18 @@ def hangs(completion, answer):
     time.sleep(3600)
 
 
+def computes(completion, answer):
+    while completion != answer:
+        pass
+    return 1.0
+
+
+def waits_for_a_server(completion, answer):
+    if completion != answer:
+        time.sleep(3600)
+    return 1.0
+
+
 def dies(completion, answer):
     os._exit(3)
 
