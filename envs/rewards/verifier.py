@@ -30,6 +30,9 @@ Verifier = _Plain | Callable[[str, str], Awaitable[float]]
 
 _F = TypeVar("_F", bound=_Plain)
 
+START_S = 30.0
+"""Seconds for a worker to start and import a verifier, on a busy machine."""
+
 _INLINE = "__flash_inline__"
 """The attribute that `inline` sets."""
 
@@ -119,7 +122,8 @@ async def _tried_again(path: str, completion: str, answer: str, timeout: float) 
     the deadline in processor time: a busy machine takes none of that away, and waiting for a server uses none.
     """
     try:
-        passed, problem = await in_worker(timeout, _score_in_worker, path, answer, answer)
+        # The worker that hung is dead: this one has to start and import the verifier, and is kept for the next call.
+        passed, problem = await in_worker(timeout + START_S, _score_in_worker, path, answer, answer)
         if problem is not None or not isinstance(passed, float) or passed <= 0:
             return None
     except (TimeoutError, anyio.BrokenWorkerProcess):

@@ -62,7 +62,7 @@ async def test_a_hanging_verifier_ends_at_its_deadline_and_the_next_one_works():
 
 @pytest.mark.anyio
 async def test_an_answer_that_is_computed_without_end_is_wrong_where_the_reference_passes():
-    assert await verify(f"{HERE}:computes", "10^{10^{10}}", "5", timeout=1) == 0.0
+    assert await verify(f"{HERE}:computes", "10^{10^{10}}", "5", timeout=3) == 0.0
 
 
 @pytest.mark.anyio
