@@ -79,7 +79,7 @@ class SandboxAdmission:
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:
         """A queue for at most `max_waiting` requests; `patience` counts grants."""
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._patience = patience
         self._hosts: dict[str, HostView] = {}
         self._waiting: dict[str, _Waiting] = {}
@@ -127,7 +127,7 @@ class SandboxAdmission:
         assert request.id not in self._granted
         if self._hosts and not could_ever_take(self._hosts.values(), request.demand, request.only):
             raise SandboxRefusedError(self._too_large(request))
-        if len(self._waiting) >= self._max_waiting:
+        if len(self._waiting) >= self.max_waiting:
             raise SandboxBusyError(
                 f"{len(self._waiting)} requests wait for a sandbox already; ask again later, or add hosts"
             )

@@ -22,9 +22,11 @@ from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.tokens import ADMIN, Tokens
 from envs.sandbox.protocol.wire import HostStatus, Info, SandboxOrder, Status
 from envs.sandbox.service.work import LeaseWork
-from flash.errors import SandboxRefusedError
+from flash.errors import SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
 
+WAITING_SHARE = 0.25
+"""Share of the places in the queue that the requests of one token may take."""
 OTHERS = "others"
 """Owners whose names a token may not know."""
 _ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
@@ -56,6 +58,13 @@ class Service:
         """
         self.tokens.named(token).check(token, order.spec)
         self._check_image(order.spec.image, token)
+        leases = self.pool.state.leases
+        if token != ADMIN and leases.find_by_key(token, key) is None:
+            waiting = sum(lease.token == token and lease.state == "queued" for lease in leases.all())
+            if waiting >= (most := int(WAITING_SHARE * self.pool.state.admission.max_waiting)):
+                raise SandboxBusyError(
+                    f"token {token} may have {most} requests waiting for a sandbox, and has them; ask again later"
+                )
         owner = f"{token}/{order.owner}" if order.owner else token
         return self.pool.order(
             LeaseOrder(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 import msgspec
 from starlette.applications import Starlette
@@ -58,6 +60,10 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     )
 
 
+LINES_A_MINUTE = 600
+"""Records that the log takes in one minute."""
+
+
 class Guard:
     """The gate in front of every request, ASGI middleware; gives `scope["state"]["token"]` the name of the caller's
     token. Nothing behind it runs without a valid one, and nothing is read of a body: not even for a health check."""
@@ -110,8 +116,35 @@ class OneLine(logging.Formatter):
         return "\n".join(f"    {one_line(line)}" for line in text.splitlines())
 
 
+class FewLines(logging.Filter):
+    """Drops records beyond `most` in a minute. The first record of the next minute says how many were dropped.
+
+    Each start of a sandbox that fails is a record, and a token's holder can order as many of those as it likes.
+    """
+
+    def __init__(self, most: int = LINES_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._most = most
+        self._clock = clock
+        self._minute = -1
+        self._count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        minute = int(self._clock() // 60)
+        dropped = 0
+        if minute != self._minute:
+            dropped = max(0, self._count - self._most)
+            self._minute, self._count = minute, 0
+        self._count += 1
+        if dropped:
+            record.msg = f"[{dropped} earlier records were dropped] {record.getMessage()}"
+            record.args = ()
+        return self._count <= self._most
+
+
 def write_to_stderr() -> None:
     """Send what this process logs to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine())
+    handler.addFilter(FewLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

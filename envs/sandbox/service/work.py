@@ -28,6 +28,9 @@ ANSWERS_KEPT = 32
 """Answers to calls with a key, kept per sandbox for a client that asks again."""
 ANSWERS_KEPT_BYTES = 1 << 24
 """Of output in them; the newest answer is kept whatever it holds."""
+CALLS_OPEN = 256
+"""Calls with a key in progress in one sandbox: they go on when their client has left, and so have no connection that
+would bound them."""
 JOBS_KEPT = 256
 """Background jobs of one sandbox that can be asked for."""
 SESSIONS_OPEN = 64
@@ -137,6 +140,8 @@ class LeaseWork:
         """
         answer = self._answers.get(key)
         if answer is None:
+            if sum(not each.done.is_set() for each in self._answers.values()) >= CALLS_OPEN:
+                raise SandboxBusyError(f"{CALLS_OPEN} calls are in progress in this sandbox; wait for some of them")
             answer = self._answers[key] = _Answer(asked)
             self._tasks.start_soon(self._carry_out, answer, call)
         elif answer.asked != asked:

@@ -11,12 +11,20 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.service.web import FewLines
+from envs.sandbox.service.work import CALLS_OPEN
+from flash.errors import SandboxBusyError
 from flash.http.connections import HttpLimits
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
 from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, running
 
 pytestmark = pytest.mark.anyio
+
+NO_ROOM = HostSettings(warm_max=0, memory_reserve=1.1)
+"""A host that never has enough free memory to start a sandbox."""
 
 
 async def serves(sandbox) -> bool:
@@ -135,3 +143,36 @@ async def test_strangers_and_what_is_no_http_leave_no_line_in_the_log(tmp_path, 
                 await connection.stream.send(data)
                 await connection.until(b"HTTP/1.1 4")
     assert not caplog.records
+
+
+async def test_calls_that_go_on_without_their_client_are_bounded(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        lease = world.service.pool.state.leases.of(sandbox.sandbox_id)
+        work = world.service.work(lease)
+        async with anyio.create_task_group() as tasks:
+            for number in range(CALLS_OPEN):
+                tasks.start_soon(work.once, f"key-{number}", b"", anyio.sleep_forever)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(SandboxBusyError, match="256 calls are in progress"):
+                await work.once("one more", b"", anyio.sleep_forever)
+            tasks.cancel_scope.cancel()
+
+
+def test_a_flood_of_records_is_cut_and_its_size_is_told():
+    now = [0.0]
+    few = FewLines(3, clock=lambda: now[0])
+    records = [logging.LogRecord("envs", logging.WARNING, "", 0, "failed %d", (number,), None) for number in range(9)]
+    assert [few.filter(record) for record in records[:8]] == [True] * 3 + [False] * 5
+    now[0] = 61.0
+    assert few.filter(records[8])
+    assert records[8].getMessage() == "[5 earlier records were dropped] failed 8"
+
+
+async def test_one_tokens_requests_leave_places_in_the_queue_for_the_others(tmp_path):
+    settings = PoolSettings(max_waiting=12)
+    async with running(tmp_path, settings=settings, host_settings=NO_ROOM) as world, bare(world) as client:
+        answers: list[int] = []
+        for token in (OTHER_TOKEN,) * 5 + (TOKEN,):
+            order = {"spec": {"image": "any", "memory_mib": 16}}
+            answers.append((await client.post("/v1/sandboxes", json=order, headers=bearer(token))).status_code)
+        assert answers == [201, 201, 201, 503, 503, 201]
