@@ -62,11 +62,11 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
     held_out: list[R]
 
     def of_seed(self, seed: int) -> R:
-        """The row of a seed."""
+        """Return the row of a seed."""
         return (self.held_out if is_held_out(seed) else self.train)[self.place(seed)]
 
     def place(self, seed: int) -> int:
-        """Where the row of a seed stands on its side."""
+        """Return the place of a seed's row among the rows of its side."""
         if is_held_out(seed):
             count, epoch, place = len(self.held_out), -1, (seed - HELD_OUT) % len(self.held_out)
         else:
@@ -97,7 +97,7 @@ def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, nam
 
 
 def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str | list[Message]:
-    """A prompt as an observation: `plain` text, or messages for the model's `chat` template."""
+    """Return a prompt as an observation: `plain` text, or messages for the model's `chat` template."""
     if template == "plain":
         text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
         return (system_prompt or "") + text

@@ -48,6 +48,7 @@ INPUTS = ("input", "context")
 """Columns whose text follows an `instruction`."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of what is no text."""
+MEDIA_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".mp4", ".webm", ".mp3", ".wav", ".flac")
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations")
 """Usual names of the column with the prompt, the most certain first."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "output")
@@ -98,7 +99,7 @@ def example_of(row: Row) -> Conversation | Text:
         if given := next((name for name in CONVERSATIONS if name in names), None):
             raise ConfigError(f"{place} has `prompt` and `completion` and also {given!r}; leave one of them out")
         prompt, completion = values["prompt"], values["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str) and json_of(prompt) is None:
+        if isinstance(prompt, str) and isinstance(completion, str) and _messages_in(prompt) is None:
             return Text("prompt and completion", prompt, completion)
         before = _messages(prompt, place, "prompt", "user")
         after = _messages(completion, place, "completion", ASSISTANT)
@@ -131,7 +132,7 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
     for name in ("tools", "functions", "chat_template_kwargs"):
         if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
             raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
-    if isinstance(value, str) and json_of(value) is None:
+    if isinstance(value, str) and _messages_in(value) is None:
         if column != "instruction":
             return value
         (asked,) = _asked(row.values, column, place)
@@ -194,7 +195,11 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
 def refuse_media(row: Row) -> None:
     """Raise ConfigError if a row has images, videos or audio, which no model here is shown."""
     for name in MEDIA:
-        if row.values.get(name) not in (None, "", "[]", [], {}):
+        value = row.values.get(name)
+        named = isinstance(value, str) and json_of(value) is None  # perhaps a container image
+        if named and not str(value).startswith("data:") and not str(value).lower().endswith(MEDIA_FILES):
+            continue
+        if value not in (None, "", "[]", [], {}):
             raise ConfigError(
                 f"{row.place} has {name!r}: models are trained on text here, and nothing else is shown to them; leave "
                 "such rows out, or drop the column if the text says all"
@@ -251,7 +256,7 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
     prompt = values.get("prompt")
     if not prompt:
         return
-    if isinstance(prompt, str) and json_of(prompt) is None:
+    if isinstance(prompt, str) and _messages_in(prompt) is None:
         asked = (message.get("content") for message in messages if message["role"] == "user")
         same = any(isinstance(text, str) and text.strip() == prompt.strip() for text in asked)
     else:
@@ -286,10 +291,19 @@ def _history(values: Mapping[str, Any], place: str) -> list[Given]:
     return messages
 
 
+def _messages_in(text: str) -> list[Any] | None:
+    """Return the messages that a text lists in JSON. None: it is a text like others, even if it is JSON."""
+    listed = json_of(text)
+    if not isinstance(listed, list) or not listed:
+        return None
+    some = cast("list[Any]", listed)
+    return some if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in some) else None
+
+
 def _messages(value: Any, place: str, column: str, role: str) -> list[Given]:
-    """Return the messages of a column; a text that is no JSON list is one message of this role."""
+    """Return the messages of a column; a text that is no list of messages in JSON is one message of this role."""
     if isinstance(value, str):
-        parsed = json_of(value)
+        parsed = _messages_in(value)
         if parsed is None:
             return [{"role": role, "content": value}]
         value = parsed

@@ -145,6 +145,18 @@ LEARNED: dict[str, tuple[Row, Conversation | Text]] = {
             tools=[LIGHT],
         ),
     ),
+    "an answer in JSON": (
+        {"question": "[1, 2] as an object?", "answer": '{"first": 1, "second": 2}'},
+        talk(
+            "question and answer",
+            {"role": "user", "content": "[1, 2] as an object?"},
+            {"role": "assistant", "content": '{"first": 1, "second": 2}'},
+        ),
+    ),
+    "a prompt and a completion in JSON": (
+        {"prompt": "[[0, 1], [1, 0]]", "completion": "[[1, 0], [0, 1]]"},
+        Text("prompt and completion", "[[0, 1], [1, 0]]", "[[1, 0], [0, 1]]"),
+    ),
     "messages as JSON text": ({"messages": json.dumps([USER, BLUE])}, talk("messages", USER, BLUE)),
     "ultrachat": (
         {"prompt": "What color is the sky?", "prompt_id": "f0e37e9f", "messages": [USER, BLUE]},
@@ -303,6 +315,8 @@ PROMPTED: dict[str, tuple[Row, Row, Any, str]] = {
         [{"role": "user", "content": "Hi"}],
         "a",
     ),
+    "a container image": ({"prompt": "p", "image": "python:3.11-slim", "answer": "a"}, {}, "p", "a"),
+    "a prompt in JSON": ({"prompt": '[{"x": 1}]', "answer": "[1]"}, {}, '[{"x": 1}]', "[1]"),
     "an integer": ({"prompt": "p", "answer": 7}, {}, "p", "7"),
     "a double": ({"prompt": "p", "answer": 7.0}, {}, "p", "7"),
     "a fraction": ({"prompt": "p", "answer": -0.25}, {}, "p", "-0.25"),
@@ -333,6 +347,7 @@ UNLEARNED: list[tuple[Row, str]] = [
     ({"title": "x", "body": "y"}, "none of the known shapes: expected `messages` .*; got 'title', 'body'"),
     ({"messages": [USER, BLUE], "prompt": "Another one"}, "a `prompt` that is none of them"),
     ({"messages": [USER, BLUE], "prompt": "x", "completion": "y"}, "leave one of them out"),
+    ({"messages": [USER, BLUE], "image": "refcoco/0001.JPG"}, "has 'image': models are trained on text here"),
     ({"messages": [USER, BLUE], "images": ["a.png"]}, "has 'images': models are trained on text here"),
     ({"messages": [{"role": "user", "content": [PICTURE]}, BLUE]}, r"messages\[0\] has a part of type 'image_url'"),
     ({"messages": [{"role": "user", "content": 7}, BLUE]}, r"messages\[0\]: `content` must be text"),

@@ -30,14 +30,14 @@ class SftRanks(SupervisedPart):
         self._run, self._file = config, file
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `SupervisedPart`."""
+        """Start all ranks and wait until they have ended; see `SupervisedPart`."""
         ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]
 
 
 def launch(config: Config, tokens: CourseTokens) -> int:
-    """Train these rows to the end; the exit code, as of `flash.run.processes.launcher.launch`.
+    """Train these rows to the end. Returns the exit code, as `flash.run.processes.launcher.launch` does.
 
     Raises:
         ConfigError: the environment and the configuration disagree.

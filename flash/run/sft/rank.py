@@ -38,9 +38,9 @@ TOLD = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
     *("tokens", "trained_tokens", "shared_token_share"),
 )
-"""Of what a step measures, what says something where nobody has sampled."""
+"""Metrics of a step that mean something for rows that no engine has sampled."""
 WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
-"""The ranks do the greatest of what any of them is asked for."""
+"""Order of the wishes: all ranks do the greatest that any of them has."""
 
 
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
@@ -85,7 +85,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
 
 
 class SftLoop:
-    """Trains what the course says.
+    """Trains the batches of a course.
 
     Args:
         config: the run.
@@ -139,7 +139,7 @@ class SftLoop:
         return self._end(interrupted=not finished)
 
     def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
-        """Train one, and tell of it; what is wanted because of that."""
+        """Train one batch and report it. Returns what the alarms ask for because of it."""
         begun = time.perf_counter()
         metrics = self._trainer.train_step(self._dealt(batch))
         if self._recorder is None:
@@ -164,19 +164,19 @@ class SftLoop:
         )
 
     def _dealt(self, batch: Batch) -> Shard:
-        """This rank's part."""
+        """Return this rank's part of a batch."""
         mesh = self._trainer.mesh
         return at_once(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _agreed(self, wish: Wish | None) -> int:
-        """What all ranks do: a signal may have reached some of them only."""
+        """Agree with all ranks on what is done next: a signal may have reached only some of them."""
         asked = WISHES["stop" if self._told.is_set() else wish]
         most = torch.tensor(asked, device=self._trainer.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
     def _evaluate(self) -> None:
-        """The loss of the rows that are held out, if there are any."""
+        """Measure and report the loss of the held-out rows, if there are any."""
         version = self._trainer.version
         if (batch := self._course.held_out(version)) is None:
             return

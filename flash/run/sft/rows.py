@@ -60,7 +60,7 @@ class TokenRow(NamedTuple):
     """True if a part of the row lies beyond the longest sequence."""
 
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
-        """What a step that trains this version is given of the row at a place of its course."""
+        """Yield the row as samples of the step that trains this version; `place` is its place in the course."""
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
             yield Trajectory(
@@ -347,7 +347,7 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Raises EnvError, as `HfTokenizer.said`, and ConfigError for messages and tools of a wrong form."""
+    """Yield the sequences of a row. Raises EnvError as `HfTokenizer.said`, ConfigError for a wrong message or tool."""
     if isinstance(example, Text):
         prompt = tokenizer.render(example.prompt)
         answer = [*tokenizer.follow(example.completion, stopped=False), *tokenizer.end]
