@@ -26,7 +26,7 @@ class GemOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which environment."""
 
     id: str
-    """As it is registered: `game:GuessTheNumber-v0`."""
+    """Name in GEM's registry, such as `game:GuessTheNumber-v0-easy`."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     timeout: float = 30.0
     """Seconds for a step."""
@@ -52,14 +52,18 @@ class Gem:
 
     @classmethod
     async def prepare(cls, options: GemOptions) -> None:
-        """Look whether it knows the environment.
+        """Show one problem, since GEM imports an environment's own packages when it is made.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: GEM does not know the environment, or cannot make it.
         """
         known = await in_worker(IMPORT_S, _known)
         if options.id not in known:
             raise ConfigError(f"GEM has no {options.id!r}, only {', '.join(known)}")
+        try:
+            await cls(options).reset(0)
+        except EnvError as error:
+            raise ConfigError(f"{options.id} cannot be played: {error}") from error
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Start with this seed."""

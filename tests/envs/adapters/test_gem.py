@@ -57,3 +57,13 @@ async def test_a_process_that_dies_is_an_environment_error() -> None:
 async def test_an_environment_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no 'game:Chess-v0', only game:Guess-v0"):
         await Gem.prepare(GemOptions(id="game:Chess-v0"))
+
+
+async def test_an_environment_whose_own_packages_are_missing_is_refused_before_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"game:Crosswords-v0 cannot be played: .*No module named 'pandas'"):
+        await Gem.prepare(GemOptions(id="game:Crosswords-v0"))
+
+
+async def test_arguments_that_an_environment_does_not_take_are_refused_before_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"game:Guess-v0 cannot be played: .*least"):
+        await Gem.prepare(GemOptions(id="game:Guess-v0", kwargs={"least": 1}))

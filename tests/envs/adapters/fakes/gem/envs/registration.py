@@ -1,3 +1,3 @@
 """What there is."""
 
-ENV_REGISTRY = {"game:Guess-v0": object()}
+ENV_REGISTRY = {"game:Guess-v0": object(), "game:Crosswords-v0": object()}
