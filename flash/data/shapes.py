@@ -49,6 +49,7 @@ INPUTS = ("input", "context")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of what is no text."""
 MEDIA_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".mp4", ".webm", ".mp3", ".wav", ".flac")
+"""Suffixes of files in such a column; another text, such as the name of a container image, is no medium."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations")
 """Usual names of the column with the prompt, the most certain first."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "output")

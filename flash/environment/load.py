@@ -67,6 +67,11 @@ class LoadedEnvironment:
         cls, kwargs = self._kinds
         return cls.domains(**kwargs)
 
+    @property
+    def is_collected(self) -> bool:
+        """True if the class knows how many held-out problems it has."""
+        return class_with("held_out_problems", self._class, self._kwargs) is not None
+
     def held_out_problems(self) -> int | None:
         """Return the number of held-out problems, which may read a data set; None if there is no limit."""
         if (found := class_with("held_out_problems", self._class, self._kwargs)) is None:

@@ -48,6 +48,8 @@ async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: C
     Raises:
         DeadlineError: the data set was not read within deadlines.env_reset.
     """
+    if not env.is_collected:
+        return config
     with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
         there = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
     asked = config.eval.problems
