@@ -270,7 +270,7 @@ class Agent:
         hear = pending.call.add if asked.stream else None
         self._episode.expect(
             Expected(
-                *(pending.call.name, pending.shown, place.branch, place.answers, asked.tools),
+                *(pending.call.name, pending.shown, place.branch, place.answers, asked.tools, asked.template),
                 tokens=asked.max_tokens,
                 stop=asked.stop,
                 hear=hear,
@@ -295,6 +295,11 @@ class Agent:
                 self._episode.offer(pending.call.asked.tools)
         except EnvError as error:
             return ApiError(400, str(error), "unsupported_parameter", "tools")
+        try:
+            if not pending.place.answers:
+                self._episode.template(pending.call.asked.template)
+        except EnvError as error:
+            return ApiError(400, str(error), "unsupported_parameter", "chat_template_kwargs")
         try:
             shown = pending.shown
             await self._episode.prepare(shown)

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
 from envs.rewards.verifier import load_verifier, verify
-from flash.data.shapes import ANSWERS, PROMPTS, answer_of, find_column, prompt_of
+from flash.data.shapes import ANSWERS, PROMPTS, answer_of, find_column, prompt_of, template_of
 from flash.data.tables import column_names, read_rows, refuse_rows, value_of
 from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
@@ -73,6 +73,8 @@ class _Source(msgspec.Struct, frozen=True):
 class _Row(msgspec.Struct, frozen=True):
     prompt: Prompt
     answer: str
+    template: dict[str, Any]
+    """Arguments of the chat template."""
 
 
 class DatasetEnv:
@@ -123,7 +125,8 @@ class DatasetEnv:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
-        return show_prompt(self._row.prompt, self._options.system_prompt, self._options.template), {}
+        shown = show_prompt(self._row.prompt, self._options.system_prompt, self._options.template)
+        return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
 
     async def step(self, action: str) -> StepResult:
         """Score the answer; the episode ends."""
@@ -178,7 +181,9 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
     long = 0
     for row in read_rows(path):
         try:
-            one = _Row(prompt_of(row, prompt_column), answer_of(row, answer_column))
+            one = _Row(
+                *(prompt_of(row, prompt_column), answer_of(row, answer_column), template_of(row.values, row.place))
+            )
             if source.verifier in ONE_ANSWER and isinstance(given := value_of(row, answer_column), (list, dict)):
                 _refuse_several(cast("list[Any] | dict[str, Any]", given), f"{row.place}: {answer_column!r}", source)
         except ConfigError as error:

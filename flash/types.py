@@ -64,6 +64,16 @@ Tool = dict[str, Any]
 """A function that may be called, as the OpenAI API describes it: `{"type": "function", "function": {"name": …}}`."""
 
 
+RESERVED_ARGUMENTS = frozenset(
+    {
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of transformers' `apply_chat_template` that nobody sets beside what is shown."""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message of a prompt."""
 

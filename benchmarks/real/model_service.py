@@ -69,7 +69,7 @@ class Letters(Tokenizer):
             return [ord(letter) for letter in observation]
         return [token for said in observation for token in (*map(ord, said.role[0] + said.content), 0)] + [ord("a")]
 
-    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """The same."""
         return self.render(observation)
 

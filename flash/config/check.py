@@ -15,7 +15,7 @@ import msgspec
 from flash.ages import window
 from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule, undivided_rule
 from flash.config.check_machine import ENGINE_RULES, MACHINE_RULES, Rule
-from flash.config.check_models import fetch_rule, model_rule, other_models_rule, unreachable
+from flash.config.check_models import fetch_rule, model_rule, other_models_rule, template_rule, unreachable
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
@@ -286,6 +286,7 @@ RULES: tuple[Rule, ...] = (
     lora_rule,
     environment_rule,
     model_rule,
+    template_rule,
     fetch_rule,
     other_models_rule,
     response_rule,
@@ -305,6 +306,7 @@ SFT_RULES: tuple[Rule, ...] = (
     sft_rule,
     undivided_rule,
     model_rule,
+    template_rule,
     fetch_rule,
     length_rule,
     sink_rule,

@@ -14,6 +14,7 @@ from pathlib import Path
 from flash.config.decode import ConfigProblem, nearest, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
 from flash.config.tree import Config
+from flash.types import RESERVED_ARGUMENTS
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
@@ -42,6 +43,12 @@ def model_rule(config: Config) -> Iterator[ConfigProblem]:
     elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
         yield ConfigProblem("model.path", f"{no_model(path)}: {wanted}{beside(path)}")
+
+
+def template_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The arguments of the chat template are its own. `HfTokenizer.ready` asks if the template reads them."""
+    for name in sorted(RESERVED_ARGUMENTS & set(config.model.chat_template_kwargs)):
+        yield ConfigProblem(f"model.chat_template_kwargs.{name}", "is set by Flash: expected what a template reads")
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:

@@ -77,6 +77,8 @@ class ModelConfig(Section, frozen=True):
     """vLLM's parser of calls, needed for tools: `hermes` (Qwen3), `llama3_json`, `mistral`."""
     reasoning_parser: str | None = None
     """vLLM's parser of reasoning, such as `qwen3`."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """[Arguments of the chat template](environments.md#chat-messages), such as `{ enable_thinking = false }`."""
 
 
 class TinyModelConfig(Section, frozen=True):

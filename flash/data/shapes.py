@@ -235,7 +235,7 @@ def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: l
     shown += len(whole) - len(messages) if shown else 0
     if not any(message["role"] == ASSISTANT for message in whole[shown:]):
         raise ConfigError(f"{place}: there is no message of the assistant to learn")
-    return Conversation(shape, whole, shown, _tools(values, place), _template(values, place))
+    return Conversation(shape, whole, shown, _tools(values, place), template_of(values, place))
 
 
 def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -> list[Given]:
@@ -444,7 +444,7 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
     return tools
 
 
-def _template(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def template_of(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the arguments for the chat template that a row gives; verl has a column for one of them."""
     given = values.get("chat_template_kwargs") or {}
     arguments = _object(given, place, "`chat_template_kwargs`") if given else {}

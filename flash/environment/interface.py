@@ -44,7 +44,8 @@ HELD_OUT = 1 << 31
 """First seed of the held-out problems."""
 
 Info = dict[str, Any]
-"""What `reset` and `step` return beside the rest: `metrics`, names with numbers, and `note`, a text, are logged."""
+"""Returned by `reset` and `step` beside the rest. `metrics`, names with numbers, and `note`, a text, are logged; of
+`reset`, `chat_template_kwargs` are arguments of the model's chat template for the whole episode."""
 StepResult = tuple[Observation, float, bool, bool, Info]
 """observation, reward, terminated, truncated, info"""
 ResetResult = tuple[Observation, Info]
@@ -144,7 +145,9 @@ class Expected(msgspec.Struct, frozen=True):
     responses: int
     """Where it follows, as for `EpisodeView.go_on`."""
     tools: Sequence[Tool] = ()
-    """For one that follows no response."""
+    """Tools that are offered, and"""
+    template: Mapping[str, Any] = MappingProxyType({})
+    """arguments of the chat template, where the observation follows no response."""
     tokens: int | None = None
     stop: tuple[str, ...] = ()
     hear: Callable[[Piece], None] | None = None
@@ -242,6 +245,17 @@ class WhatIsShown(Protocol):
 
         Raises:
             EnvError: the run has no parser of calls (model.tool_parser).
+        """
+        ...
+
+    def template(self, arguments: Mapping[str, Any]) -> None:
+        """Give the model's chat template these arguments, which come before `model.chat_template_kwargs`.
+
+        To be called before the first observation is rendered; of branches, before each that follows no response. What
+        `reset` returns as `chat_template_kwargs` in its info does the same.
+
+        Raises:
+            EnvError: an argument is not the template's to have.
         """
         ...
 

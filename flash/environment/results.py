@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Set
 from numbers import Real
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -102,6 +102,25 @@ def metrics_of(info: Info) -> dict[str, float]:
             )
         numbers[_text("a name in info['metrics'] of step()", name)] = number
     return numbers
+
+
+def template_arguments(info: Info) -> dict[str, Any]:
+    """Return the arguments of the chat template that `reset` gives.
+
+    Raises:
+        EnvError: they are not a table.
+    """
+    given: object = info.get("chat_template_kwargs")
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) for name in cast("Mapping[object, object]", given)
+    ):
+        raise EnvError(
+            f"reset() returned chat_template_kwargs in its info that are {_SHORT.repr(given)}: expected names with "
+            "values, as {'enable_thinking': False}"
+        )
+    return dict(cast("Mapping[str, Any]", given))
 
 
 def note_of(info: Info) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from jinja2 import Template, nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
 TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
@@ -52,6 +53,20 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
     environment.globals = {**environment.globals, CUT: partial(_cut, plain)}
     tree = _Marking(mark).visit(environment.parse(source))
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+
+
+def arguments_of(source: str) -> frozenset[str]:
+    """Return the names that a chat template reads and does not define; none of one that cannot be read."""
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+    )
+
+    try:
+        compiled: Any = _compile_jinja_template(source)
+        environment = compiled.environment
+        return frozenset(find_undeclared_variables(environment.parse(source)) - set(environment.globals))
+    except Exception:  # a template is code of the model's author; rendering says what is wrong with it
+        return frozenset()
 
 
 def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -87,12 +87,15 @@ class Parsers:
         tokenizer: Hugging Face's.
         tool: name of the parser of calls, if any.
         reasoning: name of the parser of reasoning, if any.
+        arguments: of the chat template, by which some parsers know if the model thinks.
 
     Raises:
         ValueError: there is no such parser, or it cannot work with the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, tool: str | None, reasoning: str | None) -> None:
+    def __init__(
+        self, tokenizer: Any, tool: str | None, reasoning: str | None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
@@ -103,6 +106,7 @@ class Parsers:
         # Which keeps what parsers ask for with each response, such as the whole vocabulary.
         self._tokenizer: Any = get_cached_tokenizer(tokenizer)
         self._request: Any = ChatCompletionRequest
+        self._arguments = dict(arguments or {})
         try:
             made: Any = ParserManager.get_parser(
                 tool,
@@ -150,11 +154,11 @@ class Parsers:
 
     def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
         """A parser for one response, and the request that it wants."""
-        asked: dict[str, Any] = {"messages": []}
+        asked: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
         if tools:
             asked |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
         request = self._request(**asked)
-        parser = self._make(self._tokenizer, request.tools)
+        parser = self._make(self._tokenizer, request.tools, chat_template_kwargs=self._arguments)
         parser.set_prompt_token_ids(list(prompt))
         return parser, request
 

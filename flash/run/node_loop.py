@@ -108,7 +108,8 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
     version = state.version if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version if resume else None, restarts=restarts) as recorder:
-        for note in (*notes, *kept.notes):
+        ends = await anyio.to_thread.run_sync(tokenizer.ends_told)
+        for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
         problems = Problems.of(config, env.kind_of, env.domains(), env.problem_of)
@@ -300,13 +301,13 @@ async def make_node(
         on_loss: as of `RolloutNode`.
     """
     order, cpus = ordered(), engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
+    tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
 
     def make_engine(gpus: Sequence[int], number: int) -> Engine:
-        engine = VLLMEngine(config, number, gpus, remember_shared_memory, cpus)
+        engine = VLLMEngine(config, number, gpus, remember_shared_memory, cpus, tokenizer.ends)
         return engine if order is None else ProfiledEngine(engine, number, order)
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
-    tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
     problems, link = Problems.of(config, env.kind_of, env.domains()), HubLink(numbers.node, numbers.first_engine, hub)
     teacher = await _served_teacher(config, tokenizer)
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)

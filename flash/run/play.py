@@ -145,7 +145,7 @@ class _Characters(Tokenizer):
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(character) for character in text_of(observation)]
 
-    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:

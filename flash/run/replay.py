@@ -170,7 +170,9 @@ def replay(
             if trainer.version in course.compared:
                 comparison(_compare(trainer, course.compared[trainer.version], begun))
         if export is not None:
-            checkpoint.export_hf(trainer.model, HfTokenizer(config.model).inner, export)
+            tokenizer = HfTokenizer(config.model)
+            tokenizer.name_ends(trainer.model.generation_config)
+            checkpoint.export_hf(trainer.model, tokenizer.inner, export)
 
 
 @contextmanager

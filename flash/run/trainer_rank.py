@@ -196,7 +196,9 @@ def _train(
     if profile is not None:
         # Also after an error, of which people are told first.
         stack.callback(profile.ends)
-    loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner, profile)
+    tokenizer = HfTokenizer(config.model)
+    tokenizer.name_ends(trainer.model.generation_config)
+    loop = TrainerLoop(config, index, trainer, publisher, hub, tokenizer.inner, profile)
     gc.freeze()
     gc.enable()
     loop.run()

@@ -48,6 +48,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """Whether a stream ends with the count of tokens."""
     tools: tuple[Tool, ...] = ()
     """Functions that the policy is shown."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template."""
     calling: bool = True
     """Whether its calls are looked for."""
     parallel: bool = True
@@ -67,6 +69,11 @@ class AgentRequest(msgspec.Struct, frozen=True):
     size: int = 0
     """Bytes that it takes, where they are known; the choices share them."""
 
+    @property
+    def form(self) -> list[dict[str, Any]]:
+        """The tools and the arguments of the chat template, which stand before all that is said in a branch."""
+        return [*self.tools, self.template] if self.template else list(self.tools)
+
     def each(self) -> list[AgentRequest]:
         """A request for each answer that is wanted."""
         shown = self._shown()
@@ -81,7 +88,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
         return (self.common or _digest(self._shown())) + bytes([self.choice])
 
     def _shown(self) -> bytes:
-        shown = self.messages, self.tools, self.calling, self.parallel
+        shown = self.messages, self.tools, self.template, self.calling, self.parallel
         return msgspec.json.encode((*shown, self.max_tokens, self.logprobs, self.stop))
 
 
@@ -110,11 +117,15 @@ class Spoken(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same, by its newer name."""
+    """The reasoning, by its newer name."""
+    thinking: str | None = None
+    """The reasoning, by the name that GPT-OSS's chat template has for it."""
     tool_calls: list[tools.GivenCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     function_call: Any = None
+    weight: float | None = None
+    """In a row of `flash sft`: 0 for an answer that is not to be learned."""
 
 
 class _Format(msgspec.Struct):
@@ -166,6 +177,7 @@ def read(body: bytes) -> AgentRequest:
         stream=bool(asked.stream),
         with_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
         tools=tools.offered(asked.tools or []),
+        template=asked.chat_template_kwargs or {},
         calling=tools.may_call(asked.tool_choice),
         parallel=asked.parallel_tool_calls is not False,
         logprobs=bool(asked.logprobs),
@@ -215,7 +227,7 @@ def _message(spoken: Spoken, place: str) -> Message:
     return Message(
         role=ROLES[spoken.role],
         content=text_of(spoken.content, place),
-        reasoning=spoken.reasoning or spoken.reasoning_content or "",
+        reasoning=spoken.reasoning or spoken.reasoning_content or spoken.thinking or "",
         tool_calls=tools.calls_of(spoken.tool_calls or []),
         tool_call_id=spoken.tool_call_id or "",
     )

@@ -70,6 +70,7 @@ def read(body: bytes, kept: EarlierAnswers) -> CompletionRequest:
     best = given.best_of not in (None, given.n or 1)
     refuse_unserved(given)
     refuse_given({"best_of": best, "suffix": given.suffix, "echo": given.echo, "logit_bias": given.logit_bias})
+    refuse_given({"chat_template_kwargs": given.chat_template_kwargs})
     if given.logprobs:
         raise unsupported("logprobs", TOP)
     prompt = given.prompt[0] if isinstance(given.prompt, list) and len(given.prompt) == 1 else given.prompt

@@ -128,7 +128,6 @@ class Unserved(msgspec.Struct, kw_only=True):
     audio: Any = None
     bad_words: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     continue_final_message: Any = None
     ebnf: Any = None
     guided_choice: Any = None
@@ -151,6 +150,8 @@ class Unserved(msgspec.Struct, kw_only=True):
 class AskedSampling(Unserved, kw_only=True):
     """And what says how an answer is drawn: the run says it, whatever a request asks for."""
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template."""
     frequency_penalty: float | None = None
     min_p: float | None = None
     presence_penalty: float | None = None

@@ -125,6 +125,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponseReque
         max_tokens=given.max_output_tokens,
         stream=bool(given.stream),
         tools=_offered(given.tools or []),
+        template=given.chat_template_kwargs or {},
         calling=tools.may_call(given.tool_choice),
         parallel=given.parallel_tool_calls is not False,
         drawn=drawn(given),

@@ -119,7 +119,7 @@ class Call:
     def _end(self, outcome: PolicyAnswer | ApiError) -> None:
         self._outcome = outcome
         # The call is kept for who asks again, what it asked is not: each request repeats all that was said.
-        self.asked = msgspec.structs.replace(self.asked, messages=[], tools=())
+        self.asked = msgspec.structs.replace(self.asked, messages=[], tools=(), template={})
         self._tell()
 
     def _tell(self) -> None:
@@ -205,7 +205,7 @@ class EpisodeSession:
             self._open.append(call)
             self._news.set()
             if len(self._open) > 1:
-                self.queued(PendingCall(call, self._history.place(asked.messages, asked.tools)))
+                self.queued(PendingCall(call, self._history.place(asked.messages, asked.form)))
         return known
 
     def _known(self, key: bytes, call: Call) -> Call:
@@ -258,7 +258,7 @@ class EpisodeSession:
         while not self._agent_over:
             if self._open:
                 call = self._open[0]
-                self._pending = PendingCall(call, self._history.place(call.asked.messages, call.asked.tools))
+                self._pending = PendingCall(call, self._history.place(call.asked.messages, call.asked.form))
                 return self._pending
             self._news = anyio.Event()
             await self._news.wait()
@@ -267,9 +267,9 @@ class EpisodeSession:
     def answer(self, answer: PolicyAnswer) -> None:
         """Answer the call that was taken last."""
         assert self._pending is not None, "no call was taken"
-        place, tools = self._pending.place, self._pending.call.asked.tools
+        place, form = self._pending.place, self._pending.call.asked.form
         told = self._take_first().answered(answer)
-        self._history.answer(place, told.message, tools)
+        self._history.answer(place, told.message, form)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the first open call: nothing of it was shown, and it may be made again."""

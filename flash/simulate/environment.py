@@ -28,7 +28,7 @@ class SimTokenizer(Tokenizer):
         first, _, count = observation.partition(" × ")
         return tokens(int(first), int(count))
 
-    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """The same; the turn's end adds nothing."""
         return self.render(observation)
 

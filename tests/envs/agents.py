@@ -48,8 +48,8 @@ class ByteTokenizer(Tokenizer):
             return list(observation.encode())
         return [token for message in observation for token in self._message(message)] + [ASSISTANT]
 
-    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
-        return [END] * (not stopped and not isinstance(observation, str)) + self.render(observation)
+    def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        return [END] * (end is None and not isinstance(observation, str)) + self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")

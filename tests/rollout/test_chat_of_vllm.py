@@ -97,6 +97,6 @@ def test_whatever_is_said_a_conversation_has_the_control_tokens_of_its_messages(
     assert smollm2.inner.decode(tokens) == written(smollm2, messages, (), tokenize=False)
     start, end = smollm2.inner.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert controls(smollm2, tokens) == [start, end, start, end, start]
-    following = smollm2.follow([Message("user", texts[2])], stopped=True)
+    following = smollm2.follow([Message("user", texts[2])], end)
     assert smollm2.inner.decode(following) == (f"\n<|im_start|>user\n{texts[2]}<|im_end|>\n<|im_start|>assistant\n")
     assert controls(smollm2, following) == [start, end, start]

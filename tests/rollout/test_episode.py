@@ -53,8 +53,8 @@ class CharTokenizer(Tokenizer):
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in text_of(observation)]
 
-    def follow(self, observation: Any, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
-        return [ord(c) for c in ("|" if stopped else "/") + text_of(observation)]
+    def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        return [ord(c) for c in ("/" if end is None else "|") + text_of(observation)]
 
     def ends_turn(self, token: int) -> bool:
         return token == EOS
@@ -796,3 +796,37 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
         trajectory = results[number]
         assert isinstance(trajectory, Trajectory)
         assert bytes(trajectory.tokens().tolist()).decode() == f"{kind}{kind}\0|{kind}{kind}\0|{kind}{kind}\0"
+
+
+class Argued(CharTokenizer):
+    """Shows the arguments of its template before all else."""
+
+    def __init__(self, shown: str = "") -> None:
+        self._shown = shown
+
+    def under(self, arguments: Any) -> Tokenizer:
+        return Argued(str(dict(arguments)))
+
+    def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+        return [ord(c) for c in self._shown + text_of(observation)]
+
+
+GIVEN = {"chat_template_kwargs": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("info", "prompt"), [({}, "start"), (GIVEN, "{'a': 1}start"), ({"chat_template_kwargs": 7}, "")]
+)
+def test_reset_may_give_arguments_of_the_chat_template(info: dict[str, Any], prompt: str) -> None:
+    class Giving(Env):
+        async def reset(self, seed: int) -> Any:
+            return "start", info
+
+    script, env = Script(say("ok")), Giving(("", 1.0, True, False, {}))
+    episode = Episode(lambda kind: env, Argued(), script, SETTINGS, FreePhases(), now=lambda: 0.0)
+    played = run_virtual(lambda: episode.run(LEASE, EpisodeProgress()))
+    if prompt:
+        assert "".join(map(chr, script.calls[0][0].prompt)) == prompt
+    else:
+        assert isinstance(played, Failure)
+        assert "chat_template_kwargs in its info that are 7: expected names with values" in played.message

@@ -43,7 +43,7 @@ class CharTokenizer(Tokenizer):
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in observation]
 
-    def follow(self, observation: Any, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
-from flash.errors import EnvError
+from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import KEPT_PROMPTS, HfTokenizer
 from flash.types import Message
 
@@ -46,6 +46,12 @@ UNENDED = (
     + "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 """Nothing ends a turn but the beginning of the next one."""
+BASE = (
+    LOOP + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '(no)' }}{% endif %}{% endif %}"
+)
+"""As a base model's: turns end with another token than texts do. An argument has the answer begin differently."""
 HIDING = LOOP + "{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>"]
 
@@ -106,7 +112,7 @@ def test_appended_turns_equal_the_template_of_the_whole_conversation(
     tokens = tokenizer.render([user("one")])
     for text in ("three", "five", "seven"):
         tokens += sampled(tokenizer, answer, end)
-        tokens += tokenizer.follow([user(text)], stopped=True)
+        tokens += tokenizer.follow([user(text)], tokens[-1])
     said = Message("assistant", "two")
     assert tokens == whole(tokenizer, [user("one"), said, user("three"), said, user("five"), said, user("seven")])
 
@@ -114,7 +120,7 @@ def test_appended_turns_equal_the_template_of_the_whole_conversation(
 def test_a_response_that_was_cut_off_is_ended_by_what_follows(make: Make) -> None:
     tokenizer = make(REASONING)
     tokens = tokenizer.render([user("one")]) + sampled(tokenizer, "tw", "")
-    tokens += tokenizer.follow([user("three")], stopped=False)
+    tokens += tokenizer.follow([user("three")], None)
     assert tokens == whole(tokenizer, [user("one"), Message("assistant", "tw"), user("three")])
 
 
@@ -122,7 +128,7 @@ def test_reasoning_that_the_template_would_cut_out_stays_as_it_was_sampled(make:
     tokenizer = make(REASONING)
     answer = sampled(tokenizer, "<think>\nhm\n</think>\n\ntwo", "<|im_end|>")
     tokens = tokenizer.render([user("one")]) + answer
-    following = tokenizer.follow([user("three")], stopped=True)
+    following = tokenizer.follow([user("three")], answer[-1])
     assert tokenizer.inner.decode(tokens + following) == (
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\ntwo<|im_end|>\n"
         "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
@@ -133,27 +139,27 @@ def test_several_messages_of_any_role_follow_at_once(make: Make) -> None:
     tokenizer = make(REASONING)
     news = [Message("tool", "4"), user("and now?")]
     tokens = tokenizer.render([user("one")]) + sampled(tokenizer, "two", "<|im_end|>")
-    tokens += tokenizer.follow(news, stopped=True)
+    tokens += tokenizer.follow(news, tokens[-1])
     assert tokens == whole(tokenizer, [user("one"), Message("assistant", "two"), *news])
 
 
 def test_a_message_that_quotes_the_stand_in_for_the_response_is_shown_whole(make: Make) -> None:
     tokenizer = make(REASONING)
     text = "flash-question flash-answer flash-answer"
-    following = tokenizer.follow([user(text)], stopped=True)
+    following = tokenizer.follow([user(text)], tokenizer.end[0])
     assert tokenizer.inner.decode(following) == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_beginning_of_the_next_turn_is_kept_when_the_template_ends_none(make: Make) -> None:
     tokenizer = make(UNENDED, "<eos>")
-    following = tokenizer.follow([user("three")], stopped=True)
+    following = tokenizer.follow([user("three")], tokenizer.end[0])
     assert tokenizer.inner.decode(following) == "<|user|>three<|assistant|>"
 
 
 def test_text_follows_as_it_is(make: Make) -> None:
     tokenizer = make(None)
-    assert tokenizer.follow("ab", stopped=True) == tokenizer.follow("ab", stopped=False) == tokenizer.render("ab")
-    assert tokenizer.follow("", stopped=True) == []
+    assert tokenizer.follow("ab", 1) == tokenizer.follow("ab", None) == tokenizer.render("ab")
+    assert tokenizer.follow("", 1) == []
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,7 @@ def test_a_template_that_cannot_be_followed_is_an_error_of_the_environment(
 ) -> None:
     tokenizer = make(template)
     with pytest.raises(EnvError, match=text):
-        tokenizer.follow(news, stopped=True)
+        tokenizer.follow(news, tokenizer.end[0])
 
 
 def test_a_first_observation_that_the_template_refuses_is_an_error_of_the_environment(make: Make) -> None:
@@ -200,3 +206,111 @@ def test_a_prompt_that_was_shown_before_has_the_same_tokens_whatever_became_of_t
         said = messages if isinstance(messages, str) else whole(tokenizer, messages)
         assert tokens == (tokenizer.inner.encode(said, add_special_tokens=False) if isinstance(said, str) else said)
         tokens.append(0)
+
+
+NO_THINKING = {"enable_thinking": False}
+
+
+def text_of(tokenizer: HfTokenizer, tokens: list[int]) -> str:
+    return tokenizer.inner.decode(tokens)
+
+
+def test_arguments_of_the_chat_template_reach_prompts_what_follows_and_what_is_learned(make: Make) -> None:
+    plain = make(BASE)
+    under = plain.under(NO_THINKING)
+    assert plain.under({}) is plain
+    assert under is plain.under(dict(NO_THINKING))
+    for tokenizer, begun in ((plain, "assistant\n"), (under, "assistant\n(no)")):
+        assert text_of(tokenizer, tokenizer.render([user("one")])).endswith(begun)
+        assert text_of(tokenizer, tokenizer.follow([user("two")], tokenizer.end[0])).endswith(begun)
+    prompt, answer = under.said([user("one"), Message("assistant", "(no)two")])
+    assert text_of(under, prompt).endswith("(no)")
+    assert text_of(under, answer) == "two<|im_end|>"
+
+
+def test_arguments_of_the_run_come_behind_those_of_a_row(make: Make, tmp_path: Path) -> None:
+    make(BASE)
+    config = ModelConfig(path=str(tmp_path / "model"), chat_template_kwargs=NO_THINKING)
+    tokenizer = HfTokenizer(config).ready()
+    assert text_of(tokenizer, tokenizer.render([user("one")])).endswith("(no)")
+    thinking = tokenizer.under({"enable_thinking": True})
+    assert text_of(thinking, thinking.render([user("one")])).endswith("assistant\n")
+
+
+def test_an_argument_that_the_template_never_reads_is_an_error_of_the_run_and_a_warning_elsewhere(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make(BASE)
+    for _ in range(2):
+        tokenizer.under({"enable_thinkin": False})
+    assert [record.message for record in caplog.records] == [
+        f"the chat template of {tmp_path / 'model'} never reads enable_thinkin: without effect"
+    ]
+    config = ModelConfig(path=str(tmp_path / "model"), chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: .* never reads enable_thinkin; .*: enable_thinking"):
+        HfTokenizer(config).ready()
+
+
+def test_what_is_set_by_the_caller_is_no_argument_of_the_template(make: Make) -> None:
+    with pytest.raises(EnvError, match="must not have add_generation_prompt, tools"):
+        make(BASE).under({"tools": [], "add_generation_prompt": False})
+
+
+def test_the_policy_goes_on_with_a_last_message_of_the_assistant(make: Make) -> None:
+    tokenizer = make(BASE)
+    shown = [user("one"), Message("assistant", "The answer")]
+    assert text_of(tokenizer, tokenizer.render(shown)).endswith("<|im_start|>assistant\nThe answer")
+    assert text_of(tokenizer, tokenizer.follow(shown, tokenizer.end[0])).endswith("<|im_start|>assistant\nThe answer")
+
+
+def test_an_answer_is_learned_to_the_first_end_of_its_turn(make: Make) -> None:
+    tokenizer = make(BASE.replace("{% endfor %}", "{% endfor %}{{ eos_token if not add_generation_prompt }}"), "<eos>")
+    assert sorted(tokenizer.token_texts(tokenizer.ends)) == ["<eos>", "<|im_end|>"]
+    _, answer = tokenizer.said([user("one"), Message("assistant", "two")])
+    assert text_of(tokenizer, answer) == "two<|im_end|>"
+
+
+def test_a_template_that_writes_no_end_of_a_turn_is_followed_behind_the_token_that_the_model_ends_it_with(
+    make: Make,
+) -> None:
+    tokenizer = make(UNENDED, "<eos>")
+    assert tokenizer.token_texts(tokenizer.ends) == ["<eos>"]
+    end = tokenizer.inner.convert_tokens_to_ids("<|user|>")
+    assert text_of(tokenizer, tokenizer.follow([user("three")], end)) == "three<|assistant|>"
+
+
+def test_tools_that_a_template_leaves_out_are_refused_and_reasoning_is_reported_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make(BASE)
+    with pytest.raises(EnvError, match="shows nothing of tools, so that the model would never see it"):
+        tokenizer.render([user("one")], [{"type": "function", "function": {"name": "add"}}])
+    silent = make(BASE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"))
+    with pytest.raises(EnvError, match="shows nothing of a system message"):
+        silent.render([Message("system", "be brief"), user("one")])
+    for text in ("one", "two"):
+        tokenizer.said([user(text), Message("assistant", "two", "in thought")])
+    assert [record.message.partition("shows ")[2] for record in caplog.records] == [
+        "nothing of an assistant's reasoning, where a conversation has some: it is neither shown nor learned"
+    ]
+
+
+def test_a_template_that_reads_contents_as_parts_is_given_parts(make: Make) -> None:
+    parts = BASE.replace("m.content", "m.content | map(attribute='text') | join")
+    assert (
+        text_of(make(parts), make(parts).render([user("one")]))
+        == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_models_generation_config_is_told_the_ends_that_it_does_not_name(make: Make, tmp_path: Path) -> None:
+    tokenizer = make(BASE, "<eos>")
+    end, eos = tokenizer.inner.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    for named, then in ((eos, [eos, end]), ([eos, 3], [eos, 3, end]), (None, sorted([eos, end]))):
+        generation = GenerationConfig(eos_token_id=named)
+        tokenizer.name_ends(generation)
+        assert generation.eos_token_id == then
+    assert tokenizer.name_ends(generation) == []
+    assert tokenizer.ends_told() == "", "the model is still to be made"
+    GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path / "model")
+    assert "ends turns with '<|im_end|>', which the model's generation_config does not name" in tokenizer.ends_told()

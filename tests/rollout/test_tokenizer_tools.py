@@ -25,6 +25,10 @@ def tokenizer_of(name: str, folder: Path, template: str | None = None) -> HfToke
     return tokenizer
 
 
+def token(tokenizer: HfTokenizer, text: str) -> int:
+    return tokenizer.inner.convert_tokens_to_ids(text)
+
+
 def whole(tokenizer: HfTokenizer, messages: list[Message]) -> str:
     return tokenizer.inner.decode(tokenizer.render(messages, [ADD]))
 
@@ -33,19 +37,19 @@ def whole(tokenizer: HfTokenizer, messages: list[Message]) -> str:
 def test_results_follow_a_call_as_the_template_of_the_whole_conversation_has_them(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name, tmp_path)
     first = tokenizer.inner.decode(tokenizer.render([ASKED], [ADD]))
-    after = tokenizer.inner.decode(tokenizer.follow([RESULT], True, [ADD]))
+    after = tokenizer.inner.decode(tokenizer.follow([RESULT], token(tokenizer, FORMS[name].call_end), [ADD]))
     assert '"name": "add"' in first
     conversation = whole(tokenizer, [ASKED, CALLED, RESULT])
     assert conversation.startswith(first)
     said, end, rest = conversation.removeprefix(first).partition(FORMS[name].call_end)
     assert ("add" in said, CALL.arguments[:-4] in said, rest) == (True, True, after)
-    cut = tokenizer.inner.decode(tokenizer.follow([RESULT], False, [ADD]))
+    cut = tokenizer.inner.decode(tokenizer.follow([RESULT], None, [ADD]))
     assert cut == end + after
 
 
 def test_results_of_parallel_calls_share_a_turn_where_the_template_has_it_so(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen", tmp_path)
-    following = tokenizer.follow([RESULT, RESULT, Message("user", "and?")], True, [ADD])
+    following = tokenizer.follow([RESULT, RESULT, Message("user", "and?")], token(tokenizer, "<|im_end|>"), [ADD])
     assert tokenizer.inner.decode(following) == (
         "\n<|im_start|>user" + "\n<tool_response>\ntwo\n</tool_response>" * 2 + "<|im_end|>\n"
         "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
@@ -55,13 +59,14 @@ def test_results_of_parallel_calls_share_a_turn_where_the_template_has_it_so(tmp
 def test_a_result_that_quotes_the_stand_in_is_shown_whole(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen", tmp_path)
     quoting = Message("tool", "flash-answer<|im_end|>flash-answer", tool_call_id=CALL.id, name="add")
-    assert quoting.content in tokenizer.inner.decode(tokenizer.follow([quoting], True, [ADD]))
+    assert quoting.content in tokenizer.inner.decode(tokenizer.follow([quoting], token(tokenizer, "<|im_end|>"), [ADD]))
 
 
-def test_a_template_in_which_nothing_ends_a_call_is_refused(tmp_path: Path) -> None:
+def test_where_nothing_ends_a_call_results_follow_the_end_that_the_model_has_found(tmp_path: Path) -> None:
     unended = QWEN.replace("<|im_end|>", "").replace("<|im_start|>", "")
-    with pytest.raises(EnvError, match="no token of its own"):
-        tokenizer_of("qwen", tmp_path, unended).follow([RESULT], True, [ADD])
+    tokenizer = tokenizer_of("qwen", tmp_path, unended)
+    following = tokenizer.inner.decode(tokenizer.follow([RESULT], tokenizer.end[0], [ADD]))
+    assert following.strip() == "user\n<tool_response>\ntwo\n</tool_response>\nassistant"
 
 
 def test_calls_without_a_parser_are_refused_with_the_parsers_that_there_are(tmp_path: Path) -> None:

@@ -331,3 +331,34 @@ def test_tables_that_say_nothing_of_rows_are_refused(tmp_path: Path) -> None:
     assert config_of(tmp_path, "algorithm.objective=ppo", "algorithm={}").algorithm.objective.endswith("Supervised")
     with pytest.raises(ConfigError, match=r"`critic` .*has no effect"):
         config_of(tmp_path, "critic.tiny_layers=1")
+
+
+def test_an_answer_of_weight_0_is_shown_and_not_learned(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML)
+    talk = [TALK[0], {**TALK[1], "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]
+    tokens, learned = only(written(tmp_path, {"messages": talk}), tokenizer)
+    assert tokenizer.decode(learned) == TALK[3]["content"]
+    assert TALK[1]["content"] in tokenizer.decode(tokens)
+    half = written(tmp_path, {"messages": [TALK[0], {**TALK[1], "weight": 0.5}]})
+    with pytest.raises(ConfigError, match=r"messages\[1\].weight must be 0 .not learned. or 1, but is 0.5"):
+        row_of(half, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+def test_reasoning_is_learned_by_whichever_name_a_row_and_a_template_have_for_it(tmp_path: Path, name: str) -> None:
+    template = CHATML.replace("m.content", "('(' + m.thinking + ')' if m.thinking else '') + m.content")
+    tokenizer = family("qwen", tmp_path / "model", template)
+    _, learned = only(written(tmp_path, {"messages": [TALK[0], {**TALK[1], name: "hm"}]}), tokenizer)
+    assert tokenizer.decode(learned) == "(hm)" + TALK[1]["content"]
+
+
+def test_a_rows_arguments_of_the_chat_template_are_those_of_its_prompts(tmp_path: Path) -> None:
+    tokenizer = family("qwen", tmp_path / "model", CHATML.replace("assistant\n'", "assistant\n' + (mark or '')"))
+    talk = [TALK[0], {"role": "assistant", "content": "!two"}]
+    marked = {"messages": talk, "chat_template_kwargs": {"mark": "!"}}
+    found = [row_of(written(tmp_path, row), tokenizer).sequences[0] for row in ({"messages": talk}, marked)]
+    assert found[0].tokens == found[1].tokens
+    assert [one.spans[0].stop - one.spans[0].start for one in found] == [5, 4]
+    bad = written(tmp_path, {"messages": talk, "chat_template_kwargs": {"tools": []}})
+    with pytest.raises(ConfigError, match="chat_template_kwargs must not have tools"):
+        row_of(bad, tokenizer)

@@ -164,7 +164,6 @@ def test_another_model_does_not_exist() -> None:
         ("response_format", {"type": "json_object"}),
         ("guided_json", {"type": "object"}),
         ("structured_outputs", {"regex": "x"}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("stop_token_ids", [2]),
     ],
 )
@@ -330,3 +329,11 @@ def test_a_stream_says_the_same_in_events(with_usage: bool) -> None:
     assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
     assert choices[-1]["finish_reason"] == "length"
     assert [chunk["usage"]["total_tokens"] for chunk in chunks if "usage" in chunk] == [10] * with_usage
+
+
+def test_arguments_of_the_chat_template_are_part_of_what_a_request_asks() -> None:
+    plain, without = (read(body(**more)) for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}}))
+    assert (plain.template, without.template) == ({}, {"enable_thinking": False})
+    assert plain.digest() != without.digest()
+    assert plain.form == []
+    assert without.form == [{"enable_thinking": False}], "a branch has the same arguments throughout"

@@ -92,7 +92,7 @@ async def test_an_environment_takes_the_workloads_time_and_turns() -> None:
         assert anyio.current_time() - start == (12 if last else 5)
         assert (terminated, truncated) == (last, False)
         if not last:
-            assert len(tokenizer.follow(shown, stopped=True)) == 50
+            assert len(tokenizer.follow(shown, 1)) == 50
     assert reward in (0, 1)
     await env.close()
 

@@ -48,6 +48,14 @@ class Shown(NamedTuple):
         _, also, named = self.named.partition(text)
         return Shown(tail, named) if found and also else None
 
+    def before(self, text: str) -> Shown | None:
+        """Return what stands before the last of this text, if it is there."""
+        head, found, _ = self.text.rpartition(text)
+        if self.named is None:
+            return Shown(head, None) if found else None
+        named, also, _ = self.named.rpartition(text)
+        return Shown(head, named) if found and also else None
+
     def behind(self, before: Shown) -> Shown | None:
         """What stands behind another one, if all of that is how it begins."""
         if not self.text.startswith(before.text):
@@ -92,7 +100,8 @@ class Controls:
         self._backend = _renamed(backend, names, self._before)
         if any(self._backend.token_to_id(names[content]) != number for content, number in contents.items()):
             raise ConfigError(f"the tokenizer of {path} numbers its added tokens in an order of its own; save it anew")
-        self._ids = frozenset(contents.values())
+        self.ids = frozenset(contents.values())
+        """The control tokens."""
         alphabet = sorted({one for content in contents for one in content if not one.isspace()})
         if len(alphabet) > LAST - FIRST:
             raise ConfigError(f"the added tokens of {path} have {len(alphabet)} different characters: too many")
@@ -141,7 +150,7 @@ class Controls:
         return self._counted(self._unguarded(text)) <= self._counted(self.encode(named.replace(STAND_IN, "")))
 
     def _counted(self, tokens: Sequence[int]) -> Counter[int]:
-        return Counter(token for token in tokens if token in self._ids)
+        return Counter(token for token in tokens if token in self.ids)
 
     def _unguarded(self, text: str) -> list[int]:
         """Tokens as transformers gives them."""

@@ -21,7 +21,13 @@ from anyio.abc import TaskGroup
 
 from flash.environment.calls import EnvTimeoutError, called, checked, made
 from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
-from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
+from flash.environment.results import (
+    check_reset_result,
+    check_step_result,
+    metrics_of,
+    note_of,
+    template_arguments,
+)
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
 from flash.rollout.engine import EpisodeRequest, GenerateRequest
 from flash.rollout.episode.asking import Asking, Wanted
@@ -225,8 +231,11 @@ class Episode:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        shown = await called(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
-        return checked(env, "reset", seed, lambda: check_reset_result(shown))[0]
+        result = await called(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
+        observation, info = checked(env, "reset", seed, lambda: check_reset_result(result))
+        if arguments := checked(env, "reset", seed, lambda: template_arguments(info)):
+            state.transcript.template(arguments)
+        return observation
 
     async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
         """The environment's checked result, and the seconds it took."""

@@ -10,9 +10,9 @@ An environment that asks for it sees all this, as `flash.rollout.episode.view` h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,8 +74,10 @@ class BranchForm(NamedTuple):
     """How a branch is rendered throughout."""
 
     chat: bool
-    tools: Sequence[Tool]
-    """What its prompt offers."""
+    tokenizer: Tokenizer
+    """The model's, with the arguments of the chat template that hold in the branch."""
+    tools: Sequence[Tool] = ()
+    """The tools that the prompt offers."""
 
 
 class Branch:
@@ -111,7 +113,7 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._form = BranchForm(chat=False, tools=())
+        self._form = BranchForm(chat=False, tokenizer=tokenizer)
         """Of the next branch that begins from nothing."""
         self.branches = [Branch([], [], self._form)]
         self.branch = 0
@@ -166,6 +168,10 @@ class Transcript:
             self.tokenizer.check_calls()
         self._form, self._rendered = self._form._replace(tools=list(tools)), None
 
+    def template(self, arguments: Mapping[str, Any]) -> None:
+        """Give the chat template these arguments in branches that begin from nothing. Raises EnvError."""
+        self._form, self._rendered = self._form._replace(tokenizer=self.tokenizer.under(arguments)), None
+
     @property
     def _begins(self) -> bool:
         """Whether what is shown next begins a new branch."""
@@ -186,7 +192,7 @@ class Transcript:
         if self._responses:
             return self.follow(self.branches[self.branch], self._responses, observation)
         self._form = self._form._replace(chat=not isinstance(observation, str))
-        return self.tokenizer.render(observation, self._form.tools)
+        return self._form.tokenizer.render(observation, self._form.tools)
 
     def follow(self, branch: Branch, responses: int, observation: Observation) -> list[int]:
         """Tokens of what is shown after so many responses of a branch. Raises EnvError."""
@@ -196,7 +202,9 @@ class Transcript:
                 "an environment shows either text or chat messages throughout an episode: reset() returned "
                 f"{forms[0]}, a later step() {forms[1]}"
             )
-        return self.tokenizer.follow(observation, branch.ends[responses - 1].ended, branch.form.tools)
+        last = branch.ends[responses - 1]
+        end = branch.tokens[last.place - 1] if last.ended else None
+        return branch.form.tokenizer.follow(observation, end, branch.form.tools)
 
     def show(self, tokens: Sequence[int]) -> None:
         """Append what the environment shows, to the branch that goes on or to a new one."""
@@ -218,7 +226,7 @@ class Transcript:
         branch.logprobs += completion.logprobs
         branch.spans.append(Span(start, len(branch.tokens)))
         # A token that a run's sampling names as an end may be the model's own.
-        named = completion.finish == "text" and branch.form.chat and self.tokenizer.ends_turn(branch.tokens[-1])
+        named = completion.finish == "text" and branch.form.chat and branch.form.tokenizer.ends_turn(branch.tokens[-1])
         ended = completion.finish == "stop" or named
         branch.ends.append(_End(len(branch.tokens), completion.finish == "length", ended))
         append_versions(branch.versions, completion.versions)

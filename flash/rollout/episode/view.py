@@ -84,7 +84,8 @@ class TranscriptView(Transcript):
         """The last response, read by the parsers of the run."""
         branch, span = self._spoke()
         said, before = branch.tokens[span.start : span.stop], branch.tokens[: span.start]
-        return self.tokenizer.read(said, branch.ends[-1].ended, before, branch.form.tools, calling=calling)
+        form = branch.form
+        return form.tokenizer.read(said, branch.ends[-1].ended, before, form.tools, calling=calling)
 
     def _spoke(self) -> tuple[Branch, Span]:
         assert self.spoke is not None, "nothing was said yet"
@@ -179,8 +180,9 @@ class TranscriptView(Transcript):
         if not expected.responses:
             if tools:
                 self.tokenizer.check_calls()
-            form = BranchForm(not isinstance(observation, str), list(tools))
-            return self.tokenizer.render(observation, tools), form
+            tokenizer = self.tokenizer.under(expected.template)
+            form = BranchForm(not isinstance(observation, str), tokenizer, list(tools))
+            return tokenizer.render(observation, tools), form
         branch = self.branches[expected.branch]
         shown = self.follow(branch, expected.responses, observation)
         return branch.tokens[: branch.ends[expected.responses - 1].place] + shown, branch.form
@@ -199,7 +201,7 @@ class TranscriptView(Transcript):
         self, prompt: Sequence[int], form: BranchForm, hear: Callable[[Piece], None], calling: bool
     ) -> Callable[[Sequence[int]], None]:
         if form.chat:
-            reading = self.tokenizer.reading(prompt, form.tools, calling=calling)
+            reading = form.tokenizer.reading(prompt, form.tools, calling=calling)
         else:
             reading = PlainReading(self.tokenizer.decode)
 

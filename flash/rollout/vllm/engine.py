@@ -70,6 +70,7 @@ class VLLMEngine:
         remember: told the process id of the engine's core, in a thread: again and again while it starts, since
             whatever kills it may kill this process too, and once it serves.
         cpus: as of `engine_environment`.
+        ends: tokens that end a response beside those that the model's files name.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class VLLMEngine:
         gpus: Sequence[int] = (),
         remember: Callable[[int], None] = lambda core: None,
         cpus: Sequence[int] | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._index = index
@@ -94,7 +96,7 @@ class VLLMEngine:
         # Of adapters one worker has nothing but what was published.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
-        self._sampling = SamplingParameters()
+        self._sampling = SamplingParameters(ends)
         self._closing = False
         self._processes = EngineProcesses(self._die)
         self._steps = StepWatch(waits.hang_s(config))

@@ -29,9 +29,14 @@ MOST_LOGPROBS = HIGHEST_TOP_K + TIES
 
 
 class SamplingParameters:
-    """vLLM's parameters of requests, made once for all that sample alike."""
+    """vLLM's parameters of requests, made once for all that sample alike.
 
-    def __init__(self) -> None:
+    Args:
+        ends: tokens that end a response beside those that the model's files name.
+    """
+
+    def __init__(self, ends: Sequence[int] = ()) -> None:
+        self._ends = tuple(ends)
         self._made: dict[tuple[Sampling, int], Any] = {}
 
     def of(self, request: GenerateRequest, vocabulary: int) -> Any:
@@ -49,6 +54,7 @@ class SamplingParameters:
             how |= {name: list(how[name]) for name in ("stop", "stop_token_ids")} | {
                 "logit_bias": dict(how["logit_bias"])
             }
+            how["stop_token_ids"] += self._ends
             told = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
             made = vllm.sampling_parameters(how, request.max_new_tokens, likeliest=told)
             if not request.stop:  # of which there are as many as agents think of

@@ -24,7 +24,7 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
 from flash.rollout.episode.rehearsal import rehearse
-from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
 from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
 from flash.run.loop_watch import run_watched
@@ -59,6 +59,8 @@ def dry_run(config: Config) -> list[str]:
         if tokenizer is None:
             told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
             return told
+        if ends := tokenizer.ends_told():
+            told.append(f"model: {ends}")
         played, own = run_watched(say, _play, config, tokenizer)
     (turn,) = played.turns
     prompt = played.action_spans[0].start
@@ -122,7 +124,7 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
 
 
 @contextmanager
-def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
+def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
     """The model's tokenizer, None where it is still to be fetched, and what is known of the model."""
     path = Path(config.model.path)
     source = source_of(config.model.fetch) if config.model.fetch is not None else None
@@ -144,7 +146,7 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
         yield ready_tokenizer(config), f"{config.model.path}, {model_described(config)}"
 
 
-def _of_folder(config: Config, folder: str) -> Tokenizer:
+def _of_folder(config: Config, folder: str) -> HfTokenizer:
     model = msgspec.structs.replace(config.model, path=folder)
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 

@@ -177,6 +177,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     from flash.trainer.model.model import empty_model, load_model, trained
 
     make_fetched(config)
+    tokenizer = HfTokenizer(config.model)
     with without_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         held = read_manifest(checkpoint)
@@ -189,6 +190,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             model = load_model(config.model)
             # Into the model's own tensors.
             _read(checkpoint, model.state_dict(), config)
+            tokenizer.name_ends(model.generation_config)
             model.save_pretrained(folder)
         else:
             adapted = add_adapters(empty_model(config.model), config.model, config.lora)
@@ -198,11 +200,12 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
                 model = load_model(config.model)
                 _check_base(checkpoint, model, config)
                 merge(model, tensors, config.lora)
+                tokenizer.name_ends(model.generation_config)
                 model.save_pretrained(folder)
             else:
                 write_adapters(folder, described_in(adapted), tensors)
         open_weights(folder)
-    HfTokenizer(config.model).inner.save_pretrained(str(folder))
+    tokenizer.inner.save_pretrained(str(folder))
 
 
 def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> None:

@@ -79,7 +79,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
         # A thread of its own shows tokens.
         recorder = Recorder(config, HfTokenizer(config.model), now=time.time, resume_at=at, restarts=order.restarts)
         stack.enter_context(recorder)
-        for note in notes:
+        for note in filter(None, (tokenizer.ends_told(), *notes)):
             recorder.note(note)
     return SftLoop(config, trainer, course, tokenizer, recorder, told).run()
 
@@ -135,6 +135,7 @@ class SftLoop:
                     self._checkpoint()
         finished = trainer.version >= steps
         if finished and self._config.checkpoint.export:
+            self._tokenizer.name_ends(trainer.model.generation_config)
             checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
         return self._end(interrupted=not finished)
 

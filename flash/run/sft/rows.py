@@ -350,7 +350,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
     """Yield the sequences of a row. Raises EnvError as `HfTokenizer.said`, ConfigError for a wrong message or tool."""
     if isinstance(example, Text):
         prompt = tokenizer.render(example.prompt)
-        answer = [*tokenizer.follow(example.completion, stopped=False), *tokenizer.end]
+        answer = [*tokenizer.follow(example.completion, None), *tokenizer.end]
         yield _grown([], prompt, answer)
         return
     messages = spoken(example.messages, place)
@@ -358,10 +358,10 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         offered = tools.offered(msgspec.convert(example.tools, list[tools.GivenTool]))
     except (ApiError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {error}") from None
-    growing = Learned([], [])
+    growing, tokenizer = Learned([], []), tokenizer.under(example.template)
     # An engine is asked behind some message: one that begins a conversation is shown, and not learned.
     for index in range(max(example.shown, 1), len(messages)):
-        if messages[index].role != ASSISTANT:
+        if messages[index].role != ASSISTANT or not _weight(example.messages[index].get("weight"), index, place):
             continue
         prompt, answer = tokenizer.said(messages[: index + 1], offered)
         if prompt[: len(growing.tokens)] != growing.tokens:
@@ -369,6 +369,13 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
             growing = Learned([], [])
         growing = _grown(growing.spans, prompt, answer)
     yield growing
+
+
+def _weight(given: Any, index: int, place: str) -> bool:
+    """Return False if a message is shown and not learned, as in OpenAI's files. Raises ConfigError."""
+    if given not in (None, 0, 1):
+        raise ConfigError(f"{place}: messages[{index}].weight must be 0 (not learned) or 1, but is {given!r}")
+    return given != 0
 
 
 def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learned:
