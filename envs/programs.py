@@ -12,6 +12,7 @@ from subprocess import PIPE
 import anyio
 from anyio.abc import ByteReceiveStream, Process
 
+from flash.environment.calls import shortened
 from flash.errors import EnvError
 
 LAUNCHER = [sys.executable, "-IS", str(Path(__file__).with_name("launcher.py"))]
@@ -23,8 +24,12 @@ OUTPUT_BYTES = 1 << 20
 REST_S = 5.0
 """Seconds for a program to end, and for the rest of what it wrote to be read, once it has ended."""
 
-STDERR_SHOWN = 500
-"""Characters shown of what a command that failed complained of, from the end."""
+STDERR_SHOWN = 1000
+"""Characters shown of the standard error of a command that failed, from both of its ends: programs that are wrapped in
+others name the cause first, and Python names it last."""
+
+STDERR_BYTES = 1 << 16
+"""Bytes that are kept of each end of it."""
 
 
 async def run_command(command: list[str], base_url: str, api_key: str, task: str) -> str:
@@ -42,7 +47,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
     try:
         async with anyio.create_task_group() as streams:
             streams.start_soon(_gather, process.stdout, written)
-            streams.start_soon(_gather, process.stderr, complaint)
+            streams.start_soon(_gather_ends, process.stderr, complaint)
             with suppress(anyio.BrokenResourceError):  # it need not read its task
                 await process.stdin.send(task.encode())
             await process.stdin.aclose()
@@ -53,7 +58,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
             await _end(process)
     code = process.returncode
     if code != 0:
-        said = complaint.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
+        said = shortened(complaint.decode("utf-8", "replace").strip(), STDERR_SHOWN)
         raise EnvError(f"`{command[0]}` ended with exit code {code}: {said}")
     if len(written) > OUTPUT_BYTES:
         raise too_long(command)
@@ -90,3 +95,10 @@ async def _gather(stream: ByteReceiveStream, into: bytearray) -> None:
     """Read all there is, and keep a byte more of it than there may be."""
     async for piece in stream:
         into += piece[: OUTPUT_BYTES + 1 - len(into)]
+
+
+async def _gather_ends(stream: ByteReceiveStream, into: bytearray) -> None:
+    """Read all there is, and keep both ends of it."""
+    async for piece in stream:
+        into += piece
+        del into[STDERR_BYTES:-STDERR_BYTES]

@@ -18,6 +18,7 @@ from envs.sandbox.explain import how_ended
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.sandbox import Sandbox
 from flash.config.objects import check_options
+from flash.environment.calls import shortened
 from flash.errors import EnvError
 
 LIFE_S = 24 * 3600.0
@@ -84,7 +85,7 @@ async def run_boxed(
         variables = {"OPENAI_BASE_URL": inside, "OPENAI_API_KEY": api_key}
         result = await sandbox.run(command, timeout=LIFE_S, stdin=task.encode("utf-8", "replace"), env=variables)
     if not result.ok:
-        said = result.stderr.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
+        said = shortened(result.stderr.decode("utf-8", "replace").strip(), STDERR_SHOWN)
         raise EnvError(f"`{command[0]}` failed ({how_ended(result)}): {said}")
     if result.stdout_truncated:
         raise too_long(command)

@@ -66,7 +66,7 @@ def load(
     Raises:
         ConfigError: names every unknown key and wrong type; where there is none, every other problem.
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    files = _files(paths)
     merged, origins = _merged(files, overrides)
     if isinstance(merged.get("sft"), dict):
         merged.setdefault("env", {"path": ""})  # nothing is played
@@ -81,6 +81,18 @@ def load(
     if problems:
         raise refuse(problems, origins)
     return config
+
+
+def _files(paths: object) -> list[Path]:
+    """Return the files that `load` was given. Raises ConfigError: something else was given, such as a table."""
+    several = cast("Sequence[object]", paths) if isinstance(paths, list | tuple) else [paths]
+    for one in several:
+        if not isinstance(one, str | os.PathLike):
+            raise ConfigError(
+                "flash.load: expected the path of a TOML file, or a list of paths, and settings as `key=value` texts "
+                f"in its second argument, got a value of type {type(one).__name__}; write a table to a file first"
+            )
+    return [Path(cast("str", one)) for one in several]
 
 
 def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:

@@ -90,7 +90,7 @@ def _load_module(name: str) -> Any:
     except SyntaxError as error:
         place = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
-    except Exception as error:  # the module is the user's: whatever it raises on import is wrong input
+    except BaseException as error:  # the module is a user's: whatever it raises, SystemExit too, is wrong input
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"importing `{name}` failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

@@ -25,7 +25,7 @@ def fingerprint(env: EnvConfig) -> str:
     """Of its options, of the files and folders that they name, and of the modules of its classes. Reads the files."""
     told = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
     left = READ
-    for text in sorted({env.path, *_texts(env.options)}):
+    for text in sorted({env.path, *texts_in(env.options)}):
         for file in _files(text):
             with suppress(OSError):  # what cannot be read is told where it is needed
                 size = file.stat().st_size
@@ -34,16 +34,16 @@ def fingerprint(env: EnvConfig) -> str:
     return told.hexdigest()
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in options."""
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in options."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for each in value.values():  # pyright: ignore[reportUnknownVariableType]: anything may stand there
-            yield from _texts(each)
+            yield from texts_in(each)
     elif isinstance(value, list | tuple):
         for each in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _texts(each)
+            yield from texts_in(each)
 
 
 def _files(text: str) -> list[Path]:

@@ -25,7 +25,7 @@ from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts
 from flash.trainer.mesh import sent
 from flash.trainer.model.logprobs import TokenLogprobs
-from flash.trainer.objective import checked_output
+from flash.trainer.objective import applied
 from flash.trainer.packing import MicroBatch
 
 
@@ -135,7 +135,7 @@ def token_loss(
     correction_T, keep_T = corrected(algorithm, tokens, facts)
     tokens = without_rejected(tokens, keep_T)
     mask_T = tokens.mask_T
-    output = checked_output(objective(tokens), objective, mask_T)
+    output = applied(objective, tokens)
     loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * facts.weight_T.where(mask_T, 0.0)
     divergence_T = None
     if algorithm.kl is not None:

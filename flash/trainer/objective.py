@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from flash.config.check_algorithm import is_off_policy
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
 from flash.config.tree import Config
+from flash.environment.calls import told_of
 from flash.errors import ConfigError
 
 
@@ -76,6 +76,22 @@ def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -
     )
 
 
+def applied(objective: Objective, tokens: PackedTokens) -> ObjectiveOutput:
+    """Return the losses that an objective gives tokens.
+
+    Raises:
+        ConfigError: it raised, or returned another form. No restart can help.
+        torch.OutOfMemoryError: the device has no room.
+    """
+    try:
+        output: object = objective(tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as error:  # the objective may be a user's
+        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {told_of(error)}") from error
+    return checked_output(output, objective, tokens.mask_T)
+
+
 def try_objective(config: Config) -> None:
     """Ask the objective for the loss of a few ordinary tokens, and for its gradient.
 
@@ -135,12 +151,8 @@ def _try_tokens(objective: Objective, apart_T: torch.Tensor) -> tuple[torch.Tens
             bounds=bounds,
         )
         output: Any = objective(tokens)
-    except Exception as error:  # the objective may be the user's: whatever it raises is its verdict
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"algorithm.objective: {type(objective).__name__} raised {type(error).__name__}: {error} "
-            f"({at.filename}, line {at.lineno})"
-        ) from error
+    except BaseException as error:  # the objective may be a user's: whatever it raises is its verdict
+        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {told_of(error)}") from error
     loss_T = checked_output(output, objective, mask_T).loss_T[mask_T]
     if not loss_T.requires_grad:
         raise ConfigError(

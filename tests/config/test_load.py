@@ -596,3 +596,9 @@ def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
 def test_a_path_that_is_too_long_for_a_file_is_refused_with_its_key(project, setting):
     said = complaint(f'env.folders=["{project}/{LONG}"]', "model.path=./none", setting)
     assert f"`{setting.partition('=')[0]}`" in said
+
+
+@pytest.mark.parametrize("given", [{"run": {"name": "a"}}, [{"run": 1}], 3, None])
+def test_what_is_no_path_of_a_file_is_refused(given):
+    with pytest.raises(ConfigError, match=r"flash\.load: expected the path of a TOML file.*got a value of type"):
+        load(given)

@@ -345,3 +345,17 @@ def test_what_the_keys_say_and_what_would_stop_the_run_are_told_together(
         assert told.count(f"  - `{key}` (override): ") == 1
     assert main(["train", str(file), "train.batch_size=7", "--dry-run"]) == 2
     assert "2 problems:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "tables"),
+    [
+        ("env.path", {"env": {"path": "__main__:Mine"}}),
+        ("env.options", {"env": {"options": {"tasks": {"path": "__main__:Mine"}}}}),
+        ("algorithm.objective", {"algorithm": {"objective": "__main__:Mine"}}),
+    ],
+)
+def test_a_class_of_the_program_that_starts_the_run_is_refused(tmp_path: Path, key: str, tables: Any) -> None:
+    found = problem(make_config(tmp_path, **tables))
+    assert f"`{key}`: __main__:Mine is defined in the program that starts the run" in found
+    assert "name it `my_code:Mine`" in found

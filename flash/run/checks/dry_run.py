@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -22,7 +22,7 @@ from flash.environment.calls import called
 from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
-from flash.errors import EnvError
+from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
 from flash.rollout.settings import episode_settings
@@ -97,6 +97,9 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
         settings, seed = episode_settings(config), config.run.seed
         played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
         told = await try_own_answer(config, env, played.task.seed)
+        with suppress(ConfigError):  # it fails now and then: the run tries such a sample again
+            again = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+            told += other_problem(played, again)
         await with_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
         return played, told
 
@@ -121,6 +124,17 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
         return [f"{said} gets reward {reward:g}"]
     doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"
     return [f"{said} gets reward {reward:g}: {doubt} (tests for programs are no answers)"]
+
+
+def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
+    """Return a line for people if two episodes of one seed show different problems."""
+    (one,), (other,) = played.turns, again.turns
+    if played.task.seed != again.task.seed or one.observation == other.observation:
+        return []
+    shown = f"first {_short(one.observation)}, then {_short(other.observation)}"
+    why = "the samples of a group would be compared though they answer different problems"
+    told = f"environment: WARNING: `reset` shows another problem when it is called again with seed {played.task.seed}: "
+    return [f"{told}{shown}; {why}. Draw what is random from `random.Random(seed)`"]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from flash.config.recorded import recorded
 from flash.config.resuming import refused, told
 from flash.config.tree import Config
 from flash.data.tables import column_names
+from flash.environment.fingerprint import texts_in
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
@@ -74,7 +75,7 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
 
 
 def _start_problems(config: Config) -> list[ConfigProblem]:
-    problems = [*_temporary(), *_trackers(config), *_models(config), *_fetched(config)]
+    problems = [*_temporary(), *_importable(config), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
         problems += [*_output(config), *_hub(config), *_past(config)]
     return problems
@@ -86,6 +87,19 @@ def _temporary() -> Iterator[ConfigProblem]:
         tempfile.gettempdir()
     except OSError as error:
         yield ConfigProblem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+
+
+def _importable(config: Config) -> Iterator[ConfigProblem]:
+    """The processes of the run can import its classes, which the program that starts it may have defined itself."""
+    named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
+    for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
+        for path in dict.fromkeys(one for one in texts_in(value) if one.partition(":")[0] == "__main__"):
+            name = path.partition(":")[2]
+            message = (
+                f"{path} is defined in the program that starts the run, and no other process of the run can import it: "
+                f"move it to a file of its own, such as my_code.py, and name it `my_code:{name}`"
+            )
+            yield ConfigProblem(key, message)
 
 
 def _trackers(config: Config) -> Iterator[ConfigProblem]:
