@@ -167,14 +167,13 @@ class SampleBuffer:
         """
         samples = self.samples
         if not samples.backlog and samples.batches.taken != version and (chosen := self._choose(version)) is not None:
+            if samples.contract.max_age == 0:
+                # In the order of problems, not of numbers: which replacement has which number is a matter of time.
+                chosen.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
             self._do(Taken(version, chosen))
         if samples.backlog or samples.batches.taken != version:
             return None
-        groups = list(samples.batches.training.values())
-        if samples.contract.max_age == 0:
-            # In the order of problems, not of numbers: which replacement has which number is a matter of time.
-            groups.sort(key=lambda group: group.members[0].task.seed)
-        return groups
+        return list(samples.batches.training.values())
 
     def _choose(self, version: int) -> list[int] | None:
         """The groups of a step; none where it was formed before."""
