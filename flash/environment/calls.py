@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import logging
 import types
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 
-from flash.environment.places import awaited, lines_awaited, place_in, place_of
+from flash.environment.places import awaited, is_told, lines_awaited, place_in, place_of
 from flash.environment.threaded import Threaded
 from flash.errors import EnvError, RewardError
 from flash.foreign.abandoned import are_delivering, disarm, keep_for_ever, scopes_within, unregister
@@ -42,6 +43,9 @@ TURNS = 3
 """Turns of the loop in which a task ends whose coroutine was closed."""
 
 _log = logging.getLogger(__name__)
+
+_places: Counter[str] = Counter()
+"""Calls that were abandoned at each place of a user's code."""
 
 
 class EnvTimeoutError(EnvError):
@@ -181,7 +185,11 @@ class UserTask(Generic[_T]):
             self._ended()
         if self._abandoned:
             UserTask.abandoned += 1
-            _log.warning("%s was cancelled and goes on%s: it is abandoned; let CancelledError pass", self.name, where)
+            _places[where] += 1
+            if is_told(_places[where]):
+                so_far = f", as {_places[where]} calls there so far" if _places[where] > 1 else ""
+                said = "%s was cancelled and goes on%s: it is abandoned%s; let CancelledError pass"
+                _log.warning(said, self.name, where, so_far)
         return not self._abandoned
 
 

@@ -37,6 +37,11 @@ def is_users(place: str) -> bool:
     return _strangeness(place) == 0
 
 
+def is_told(count: int) -> bool:
+    """Return True the first time, the tenth, the hundredth, …: what happens at one place is told that often."""
+    return str(count).strip("0") == "1"
+
+
 def _strangeness(file: str) -> int:
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 import anyio
 
-from flash.environment.places import is_users, lines_of, place_in
+from flash.environment.places import is_told, is_users, lines_of, place_in
 from flash.foreign.abandoned import unregister
 
 ResultT = TypeVar("ResultT")
@@ -94,9 +94,9 @@ class Blocks:
 
     def _message(self) -> str | None:
         count = self.counts[self._place]
-        if str(count).strip("0") != "1":  # the first time, the tenth, the hundredth, …
+        if not is_told(count):
             return None
-        times = f" {count} times," if count > 1 else ""
+        times = f" {count} times, each" if count > 1 else ""
         advice = "the event loop's process can do nothing else meanwhile"
         if is_users(self._place):
             advice = "use plain `def`, which runs in a thread, or await"
