@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from flash.cli.main import main, parse
 from flash.errors import ConfigError
@@ -35,6 +38,24 @@ def test_of_a_run_that_has_ended_its_model_is_written(
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert capsys.readouterr().out.startswith(f"{folder}: the weights of {ended / 'model'}, ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ended", "mine"]
+
+
+def test_weights_are_written_in_the_precision_of_the_model_that_the_run_began_with_or_as_asked(tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "ended"
+    for folder, stored in ((base, torch.bfloat16), (run / "model", torch.float32)):
+        folder.mkdir(parents=True)
+        save_file(
+            {"w": torch.ones(4, dtype=stored), "count": torch.ones(1, dtype=torch.int64)}, folder / "model.safetensors"
+        )
+        (folder / "config.json").write_text(json.dumps({"torch_dtype": str(stored).removeprefix("torch.")}))
+    (run / "config.toml").write_text(CONFIG.replace("outputs/models/gone", str(base)))
+    for options, dtype in (([], "bfloat16"), (["--dtype", "float16"], "float16"), (["--dtype", "float32"], "float32")):
+        folder = tmp_path / f"as {dtype}"
+        assert main(["export", str(run), str(folder), *options]) == 0
+        tensors = load_file(folder / "model.safetensors")
+        assert (tensors["w"].dtype, tensors["count"].dtype) == (getattr(torch, dtype), torch.int64)
+        described = json.loads((folder / "config.json").read_text())
+        assert described.get("dtype", described.get("torch_dtype")) == dtype
 
 
 def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_path: Path) -> None:

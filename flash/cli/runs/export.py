@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from pathlib import Path
+from typing import get_args
 
 from flash.cli.arguments import CommandParsers, check_folder_writable, run_directory
 from flash.cli.sampling import of_run
 from flash.config.load import load
-from flash.run.models.models import export_model
+from flash.errors import ConfigError
+from flash.run.models.models import Dtype, export_model, own_dtype
 from flash.trainer.state.stored import MANIFEST
 
 
@@ -18,6 +21,9 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument("weights", type=Path, metavar="RUN_DIR|CHECKPOINT", help="of a run, its newest weights")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
     parser.add_argument("--merge", action="store_true", help="of a run with [lora], the whole model, not its adapters")
+    parser.add_argument(
+        "--dtype", choices=get_args(Dtype), help="of the weights; default: that of the model which the run began with"
+    )
     return parser
 
 
@@ -29,7 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     # A checkpoint lies in RUN_DIR/checkpoints.
     directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
     config = load([directory.config], of_run(str(named)))
-    chosen = export_model(str(named), config, folder, merged=arguments.merge)
+    if arguments.dtype is not None and config.lora is not None and not arguments.merge:
+        raise ConfigError("--dtype has no effect on adapters, which stay in float32: expected --merge beside it")
+    began = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
+    dtype = arguments.dtype or own_dtype(began)
+    chosen = export_model(str(named), config, folder, merged=arguments.merge, dtype=dtype)
     what, use = "the weights of", "model.path may name it, as may vLLM"
     if config.lora is not None and not arguments.merge:
         what, use = "the adapters of", f"peft loads them on {config.model.path}, as may vLLM; --merge writes the model"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -21,7 +22,7 @@ from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models.fetch import fetch, source_of
-from flash.run.models.hugging_face import hub_fault
+from flash.run.models.hugging_face import CONFIG, hub_fault
 from flash.run.models.making import making
 from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
 from flash.trainer.state.stored import (
@@ -37,6 +38,10 @@ from flash.trainer.state.stored import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Precision of stored weights."""
 
 
 def make_missing_model(config: Config) -> None:
@@ -134,10 +139,15 @@ def model_folder(named: str, config: Config) -> Generator[str]:
         yield folder
 
 
-def export_model(named: str, config: Config, folder: Path, *, merged: bool) -> str:
-    """Write the weights that are meant as a model folder of Hugging Face's form, whole or not at all; what they were.
+def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtype: Dtype | None = None) -> str:
+    """Write weights as a model folder of Hugging Face's form, whole or not at all; return the path that they came from.
 
-    Of a run with adapters a folder of peft's form, unless they are to be `merged` into their base.
+    Args:
+        named: a run directory or a checkpoint.
+        config: the run's.
+        folder: a new one.
+        merged: of a run with adapters, write the whole model and not a folder of peft's form.
+        dtype: precision of a whole model's weights; None: as they are, which of a trainer's is float32.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
@@ -150,6 +160,8 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool) -> s
             _write_out(chosen, config, aside, merged=merged)
         else:
             shutil.copytree(chosen, aside, dirs_exist_ok=True)
+        if dtype is not None and (merged or config.lora is None):
+            _round(aside, dtype)
         for file in aside.iterdir():
             sync(file)
         replace(aside, folder)
@@ -158,6 +170,46 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool) -> s
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return str(chosen)
+
+
+def own_dtype(model: str) -> Dtype | None:
+    """Return the precision in which a model folder, or a model in Hugging Face's cache, says that it is stored."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        # What is no folder may be no name of the hub either: the folder of a model that is gone.
+        cached = try_to_load_from_cache(model, CONFIG) if model.count("/") == 1 else None
+        file = Path(model) / CONFIG if Path(model).is_dir() else cached
+        described = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else {}
+    except (OSError, ValueError):
+        return None
+    said = described.get("dtype", described.get("torch_dtype"))
+    return said if said in get_args(Dtype) else None
+
+
+def _round(folder: Path, dtype: Dtype) -> None:
+    """Store the float32 weights of a model folder in another precision. Trainers keep and write float32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if dtype == "float32":
+        return
+    size = 0
+    for file in folder.glob("*.safetensors"):
+        rounded = {
+            name: tensor.to(getattr(torch, dtype)) if tensor.dtype == torch.float32 else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(rounded, file, metadata={"format": "pt"})
+        size += sum(tensor.numel() * tensor.element_size() for tensor in rounded.values())
+    described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    described.pop("torch_dtype", None)
+    (folder / CONFIG).write_text(json.dumps({**described, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        listed["metadata"]["total_size"] = size
+        index.write_text(json.dumps(listed, indent=2) + "\n")
 
 
 def _no_model(path: Path) -> str:
