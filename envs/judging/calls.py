@@ -1,4 +1,5 @@
-"""Tests that call a function of the program: the runner in the sandbox, and the comparison, which runs outside of it.
+"""Tests that call a function of the program: the runner in the sandbox; and the comparison of what a test showed with
+what it must show, which runs outside of it.
 
 The program runs in a process of its own, and all that comes back is text. The expected value never enters the sandbox,
 and nothing in there decides about the test: a program can only answer.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, cast
 
 PROVIDED = {
@@ -76,8 +78,13 @@ with open(answer, "w") as file:
 """Reads `{"call", "args", "provided"}` and writes the value that the function of `main.py` returned, as JSON, on the
 last line. Provided names join the builtins, so that the program's own names and modules are as they would be."""
 
-TOLERANCE = 1e-9
-"""Relative difference up to which a number is one that was expected to have a fraction; an integer is exact."""
+TOLERANCE = 1e-5
+"""Difference, absolute or relative, up to which a number is the expected one, if that has a fraction; an integer is
+exact. Sites that ask for functions allow as much, and show expected numbers with five decimals."""
+
+FRACTION = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]\d+")
+"""A number with a fraction or an exponent, as programs print it."""
+WHOLE = re.compile(r"[-+]?\d+")
 
 
 def question(call: str, args: list[Any]) -> bytes:
@@ -104,7 +111,7 @@ def _same(found: Any, expected: Any) -> bool:
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(expected, float):
-        return isinstance(found, int | float) and _close(found, expected)
+        return isinstance(found, int | float) and close(found, expected)
     if isinstance(expected, int):
         # 12.0 is 12; Python compares the two exactly.
         return isinstance(found, int | float) and found == expected
@@ -117,8 +124,41 @@ def _same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and found == expected
 
 
-def _close(found: float, expected: float) -> bool:
+def close(found: float, expected: float) -> bool:
+    """Return True if two numbers differ by `TOLERANCE` at most."""
     try:
         return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # An integer that no float can hold.
         return False
+
+
+def printed_this(output: bytes, expected: str) -> bool:
+    """Return True if an output has the expected lines.
+
+    White space at the ends of lines and empty lines at both ends do not count. A line with a number that has a
+    fraction, or of nothing but numbers, is compared word by word, and its numbers as numbers.
+    """
+    ours, theirs = output.decode("utf-8", "replace"), expected.encode("utf-8", "replace").decode("utf-8", "replace")
+    found, wanted = ours.strip("\r\n").rstrip().split("\n"), theirs.strip("\r\n").rstrip().split("\n")
+    return len(found) == len(wanted) and all(map(_same_line, found, wanted))
+
+
+def _same_line(found: str, expected: str) -> bool:
+    if found.rstrip() == expected.rstrip():
+        return True
+    ours, theirs = found.split(), expected.split()
+    kinds = [FRACTION.fullmatch(word) is not None for word in theirs]
+    if not any(kinds) and not all(map(WHOLE.fullmatch, theirs)):
+        return False
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs, kinds))
+
+
+def _same_word(found: str, expected: str, fraction: bool) -> bool:
+    if found == expected:
+        return True
+    if fraction:
+        number = FRACTION.fullmatch(found) or WHOLE.fullmatch(found)
+        return number is not None and close(float(found), float(expected))
+    # 12.0 is 12, as in calls; but 012 may be a text.
+    whole, _, zeros = found.partition(".")
+    return whole == expected and zeros.strip("0") == "" and WHOLE.fullmatch(whole) is not None

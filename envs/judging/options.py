@@ -52,8 +52,9 @@ LANGUAGES: dict[str, Language] = {
     "python": Language(
         image="flash-sandbox-python",
         file="main.py",
-        run=("python3", "main.py"),
-        call=("python3", "-c", CALL_PYTHON),
+        # Contests ask for numbers of more digits than Python turns into text by default. Others than 3.11 ignore it.
+        run=("python3", "-X", "int_max_str_digits=0", "main.py"),
+        call=("python3", "-X", "int_max_str_digits=0", "-c", CALL_PYTHON),
         test=("python3", "-"),
         test_end='print("{mark}")',
         fences=("py", "pypy", "ipython"),
@@ -85,12 +86,13 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     stdin: str = ""
     stdout: str | None = None
-    """What must be printed; white space at the ends of lines and at the end does not count."""
+    """What must be printed. White space at the ends of lines, and empty lines at both ends, do not count. Where a line
+    has a number with a fraction, or nothing but numbers, they are compared as numbers, to 1e-5."""
     call: str | None = None
     """A function of the program, or of a class of it that is made without arguments: `add`, `Solution.add`."""
     args: list[Any] = []
     returns: Any = None
-    """What the call must return, in the form of JSON: tuples are lists. Numbers with a fraction may differ by 1e-9."""
+    """What the call must return, in the form of JSON: tuples are lists. Numbers with a fraction may differ by 1e-5."""
     program: str | None = None
 
     def __post_init__(self) -> None:

@@ -19,9 +19,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import anyio.to_thread
 import msgspec
 
-from envs.judging.calls import provided_names, question, returned_this
+from envs.judging.calls import printed_this, provided_names, question, returned_this
 from envs.judging.options import MARK, JudgingLimits, Language, Suite, SuiteCase
 from envs.judging.programs import Found, question_of
 from envs.sandbox.api import Result
@@ -35,6 +36,9 @@ Cause = Literal[
 
 PATIENCE = 30.0
 """Times its timeout that a command may take on the clock, as long as other processes keep it from a CPU."""
+
+LONG = 1 << 14
+"""Bytes of output that are compared on the event loop; a megabyte of numbers takes a second, and goes to a thread."""
 
 SHOWN = 500
 """Characters of a program's output in a verdict."""
@@ -173,14 +177,18 @@ async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeo
         mark = secrets.token_hex(16)
         source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
         result = await _run(sandbox, language.test, timeout, source.encode("utf-8", "replace"))
-        right = _lines(result.stdout)[-1:] == [mark]
+        right = result.stdout.rstrip().rpartition(b"\n")[2] == mark.encode()
     elif case.call is not None:
         assert language.call is not None
         result = await _run(sandbox, language.call, timeout, question(case.call, case.args))
         right = returned_this(result.stdout, case.returns)
     else:
         result = await _run(sandbox, language.run, timeout, case.stdin.encode("utf-8", "replace"))
-        right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
+        expected = case.stdout or ""
+        if len(result.stdout) > LONG:
+            right = await anyio.to_thread.run_sync(printed_this, result.stdout, expected, abandon_on_cancel=True)
+        else:
+            right = printed_this(result.stdout, expected)
     return CaseOutcome(*_cause(result, right), result.wall_s - result.waited_s)
 
 
@@ -212,11 +220,6 @@ def _cause(result: Result, right: bool) -> tuple[Cause, str]:
     if result.stdout_truncated:
         return "too much output", ""
     return ("passed", "") if right else ("wrong output", _shown(result.stdout))
-
-
-def _lines(output: bytes) -> list[str]:
-    """Without white space at the end, of each line and of the whole."""
-    return [line.rstrip() for line in output.decode("utf-8", "replace").rstrip().split("\n")]
 
 
 def _shown(output: bytes) -> str:

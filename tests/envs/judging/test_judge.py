@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from envs.judging.calls import returned_this
+from envs.judging.calls import printed_this, returned_this
 from envs.judging.judge import Judge
 from envs.judging.options import (
     LANGUAGES,
@@ -208,7 +208,7 @@ PAIR = "class Solution:\n    def pair(self, x):\n        print('noise')\n       
     ("program", "passed", "cause"),
     [
         (PAIR, 1, "passed"),
-        (PAIR.replace("/ 2", "/ 2.0000001"), 0, "wrong output"),
+        (PAIR.replace("/ 2", "/ 2.001"), 0, "wrong output"),
         ("class Solution:\n    def pair(self, x): return {x}", 0, "crash"),
         ("class Solution:\n    def pair(self, x): return float('nan')", 0, "wrong output"),
         ("import os\nos._exit(0)", 0, "wrong output"),
@@ -292,6 +292,8 @@ async def test_where_the_parser_fails_the_last_block_is_graded():
         (b"[10000000009]", [10_000_000_000.0], True),
         (b"1e999", 1, False),
         (b"0.30000000000000004", 0.3, True),
+        (b"0.3333333333333333", 0.33333, True),
+        (b"0.3334", 0.33333, False),
         (b"NaN", 0.5, False),
         (b"9" * 400, 1e300, False),
         (b"9" * 5000, 1, False),
@@ -306,6 +308,57 @@ async def test_where_the_parser_fails_the_last_block_is_graded():
 )
 def test_what_a_call_returned_is_compared_by_value(found, expected, same):
     assert returned_this(found, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        # LiveCodeBench/LiveCodeBench#129, NVIDIA-NeMo/Gym#2956
+        ("0.3333333333333333", "0.333333333333", True),
+        ("0.333333333", "0.33333333333333333", True),
+        ("0.3334", "0.333333333333", False),
+        ("Case #1: 0.50", "Case #1: 0.5", True),
+        ("Case #2: 0.50", "Case #1: 0.5", False),
+        ("1e-07", "0.0000001", True),
+        ("-0.0", "0.0", True),
+        ("100000000.1", "100000000.2", True),
+        ("0.5 0.25", "0.5", False),
+        ("nan", "0.5", False),
+        ("3.0", "3", True),
+        ("3", "3.0", True),
+        ("3.5", "3", False),
+        ("12345678901234567890123", "12345678901234567890124", False),
+        ("12345678901234567890123.0", "12345678901234567890124", False),
+        ("1  2 ", "1 2", True),
+        ("1 2", "12", False),
+        ("1\n2", "1 2", False),
+        ("0101", "101", False),
+        ("1e5", "100000", False),
+        ("YES", "Yes", False),
+        (" *\n***", "*\n***", False),
+        ("a  b", "a b", False),
+        ("1.2.3", "1.2.30", False),
+        # huggingface/open-r1#504
+        ("a\nb", "\na \r\nb  \n\n", True),
+        ("", "\n", True),
+        ("a\n\nb", "a\nb", False),
+    ],
+)
+def test_what_a_program_printed_is_compared_by_lines_and_numbers_by_value(found, expected, same):
+    assert printed_this(found.encode(), expected) is same
+
+
+@pytest.mark.anyio
+async def test_a_long_output_of_numbers_is_compared_beside_the_loop():
+    suite = Suite(language="python", tests=[SuiteCase(stdout="0.5\n" * 10_000)])
+    assert (await _verdict("print('0.50\\n' * 10_000)", suite)).cause == "passed"
+
+
+@pytest.mark.anyio
+async def test_numbers_of_any_length_are_printed_and_returned():
+    program = "def f(n): return len(str(3**n))\nif __name__ == '__main__': print(f(20000))"
+    suite = Suite(language="python", tests=[SuiteCase(stdout="9543"), SuiteCase(call="f", args=[20000], returns=9543)])
+    assert (await _verdict(program, suite)).passed == 2
 
 
 @pytest.mark.anyio
