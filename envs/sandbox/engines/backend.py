@@ -69,7 +69,7 @@ class ContainerInfo(msgspec.Struct, frozen=True):
     running: bool
     labels: Mapping[str, str]
     exit_code: int | None = None
-    """Of its first process, once that has ended."""
+    """Exit code of its first process, once that has ended; -1 if nobody recorded it."""
     oom_killed: bool = False
     """The engine says that it ended for want of memory."""
     runtime: str = ""
@@ -122,8 +122,14 @@ class Containers(Protocol):
         """Start its first process, which waits for a greeting. Raises SandboxStartError."""
         ...
 
-    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
-        """How it stands; None when there is none."""
+    async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
+        """Return the state of a container; None if there is no such container.
+
+        Args:
+            container_id: which container.
+            runtime: also find out which runtime it runs under.
+            surely: where the engine says that it runs, have the engine ask the runtime, too. This takes longer.
+        """
         ...
 
     async def layer(self, container_id: str, most: LayerUse) -> LayerUse:

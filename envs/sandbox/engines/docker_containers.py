@@ -31,6 +31,10 @@ CREATES = 8
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
 """States of containers whose start was perhaps cut off."""
 HTTP_FAILED = 500
+HTTP_CONFLICT = 409
+"""Answer to a signal for a container that does not run."""
+HARMLESS_SIGNAL = "SIGWINCH"
+"""Signal that no process notices unless it asked for it."""
 
 
 class DockerContainers:
@@ -107,12 +111,20 @@ class DockerContainers:
         )
         self._half_started.discard(container_id)
 
-    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
-        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError, missing=None)
+    async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
+        path = f"containers/{container_id}/json"
+        found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:
             return None
         state = found["State"]
         running = bool(state["Running"])
+        if surely and running and not state.get("Paused") and await self._has_ended(container_id, int(state["Pid"])):
+            # A paused container takes none either: one that is paused only now, for a snapshot, has not ended.
+            found = await self._api.json(path, SandboxLostError, missing=None)
+            if found is None:
+                return None
+            state = {**found["State"], "ExitCode": -1} if found["State"]["Running"] else found["State"]
+            running = bool(state.get("Paused"))
         return ContainerInfo(
             container_id=str(found["Id"]),
             name=str(found["Name"]).lstrip("/"),
@@ -122,6 +134,27 @@ class DockerContainers:
             oom_killed=bool(state.get("OOMKilled")),
             runtime=await self._runtime(found) if runtime else "",
         )
+
+    async def _has_ended(self, container_id: str, pid: int) -> bool:
+        """Return True if neither the runtime, asked by the engine, nor this machine knows a process of the container.
+
+        Podman calls a container running for as long as its monitor has not said otherwise, also when the monitor was
+        killed together with the container. For a signal it asks the runtime.
+        """
+        params = {"signal": HARMLESS_SIGNAL}
+        try:
+            await self._api.json(f"containers/{container_id}/kill", SandboxLostError, method="POST", params=params)
+            return False
+        except SandboxLostError as error:
+            if status_of(error) not in (HTTP_CONFLICT, HTTP_FAILED):
+                return False
+        # Podman also answers 500 when its runtime fails for another reason, as on an overloaded machine. An engine of
+        # another machine, or one outside of the container that we run in, has processes that are not seen here.
+        try:
+            # Without a command line: a process that has ended, and was not waited for.
+            return not (self._by_socket and await anyio.Path(f"/proc/{pid}/cmdline").read_bytes())
+        except OSError:
+            return True
 
     async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
         path = f"containers/{container_id}/json"

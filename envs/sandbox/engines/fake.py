@@ -181,7 +181,7 @@ class FakeContainers:
                 start_new_session=True,
             )
 
-    async def inspect(self, container_id: str, *, runtime: bool = False) -> ContainerInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
         return None if container is None else container.info()
 

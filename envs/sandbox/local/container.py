@@ -93,15 +93,18 @@ class SandboxContainer:
         self.labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def why_gone(self) -> str:
-        """Why it does not run; empty while it does, and where the engine cannot be reached: it may well run."""
+        """Return why it does not run; empty while it runs, and while the engine cannot be reached: it may well run."""
         try:
-            found = await self._backend.containers.inspect(self.id)
+            found = await self._backend.containers.inspect(self.id, surely=True)
         except SandboxError:
             return ""
         if found is None:
             return "its container was removed by somebody else"
         memory = ", for want of memory" if found.oom_killed else ""
-        return "" if found.running else f"its container ended with exit code {found.exit_code}{memory}"
+        if found.running:
+            return ""
+        code = "an exit code that nobody recorded" if found.exit_code == -1 else f"exit code {found.exit_code}"
+        return f"its container ended with {code}{memory}"
 
     async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:
         """Return once its layer has more than `most`: engines can seldom enforce that."""

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from uuid import uuid4
 
 import aiohttp
+import anyio
 import pytest
 from aiohttp import web
 
@@ -103,6 +104,40 @@ async def test_an_engine_that_is_gone_is_not_said_to_refuse(tmp_path):
     async with DockerBackend(f"unix://{tmp_path / 'nothing'}") as backend:
         with pytest.raises(SandboxLostError, match="cannot be reached"):
             await backend.containers.list({})
+
+
+@pytest.mark.parametrize(
+    ("answer", "paused", "lives", "running"),
+    [
+        (409, False, False, False),
+        (500, False, False, False),
+        (500, False, True, True),  # the runtime failed for another reason
+        (404, False, False, True),
+        (204, False, False, True),
+        (409, True, False, True),  # for a snapshot
+    ],
+)
+async def test_a_container_without_a_process_has_ended_whatever_its_engine_says(
+    tmp_path, answer, paused, lives, running
+):
+    process = await anyio.open_process(["sleep", "100"])
+    try:
+        if not lives:
+            process.kill()
+            await process.wait()
+        state = {"Running": True, "Paused": paused, "Pid": process.pid, "ExitCode": 0, "OOMKilled": False}
+        told = {"Id": "1", "Name": "/flash-a", "State": state, "Config": {"Labels": None}}
+        answers = {**VERSION, "/1/json": (200, told), "/1/kill": (answer, {"message": "state improper"})}
+        async with engine(tmp_path, answers) as backend:
+            found = await backend.containers.inspect("1", surely=True)
+            assert found is not None
+            assert found.running is running
+            assert found.exit_code == (None if running else -1)
+            assert (await backend.containers.inspect("1")).running
+    finally:
+        if lives:
+            process.kill()
+        await process.aclose()
 
 
 @pytest.mark.parametrize("url", ["engine", "/run/podman/podman.sock", "ssh://host", "unix:run/podman.sock"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import aclosing
+
+import aiohttp
 import anyio
 import pytest
 
-from envs.sandbox.api import Result
+from envs.sandbox.api import Chunk, Result
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.local.commands import AgentJob
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
@@ -327,6 +332,31 @@ async def test_a_broken_link_is_replaced(bench):
                 seen += data
         assert seen.startswith(b"/dev/pts/")
         assert seen.endswith(b"on\r\n")
+
+
+@CONTAINERS
+async def test_a_container_that_died_together_with_its_monitor_is_lost_at_once(bench):
+    # Long deadlines: nothing but the end of the link, and what the runtime says, may end the calls.
+    settings = SandboxSettings(heartbeat=600.0, silence=600.0, reconnect=600.0)
+    async with bench.sandbox(settings=settings) as sandbox:
+        engine = aiohttp.UnixConnector(bench.backend.url.removeprefix("unix://"))
+        async with (
+            aiohttp.ClientSession(connector=engine) as http,
+            http.get(f"http://engine/v4.0.0/libpod/containers/{sandbox.container_id}/json") as answer,
+        ):
+            if answer.status == 404:
+                pytest.skip("Docker looks after its own monitors")
+            state = (await answer.json())["State"]
+        with anyio.fail_after(LIMIT):
+            async with aclosing(sandbox.stream("echo on; sleep 600", timeout=600)) as pieces:
+                assert isinstance(await anext(pieces), Chunk)
+                for pid in (state["ConmonPid"], state["Pid"]):
+                    os.kill(pid, signal.SIGKILL)
+                with pytest.raises(SandboxLostError):
+                    await anext(pieces)
+            with pytest.raises(SandboxLostError, match="its container ended"):
+                await sandbox.run("true", timeout=600)
+        assert sandbox.state == "lost"
 
 
 @CONTAINERS
