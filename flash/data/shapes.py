@@ -12,13 +12,13 @@ images: nothing of a row is left out in silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, cast
 
 import msgspec
 
-from flash.data.tables import Row, json_of, suggested, value_of
+from flash.data.tables import Row, json_of, suggested, value_of, without_nulls
 from flash.errors import ConfigError
 from flash.service.chat import Spoken, messages_of
 from flash.service.errors import ApiError
@@ -40,12 +40,21 @@ PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
+    ("question", "response"),
     ("problem", "solution"),
     ("query", "response"),
+    ("input", "output"),
 )
 """Columns that hold a text of the user and the answer to it, which go through the chat template."""
-INPUTS = ("input", "context")
-"""Columns whose text follows an `instruction`."""
+INPUTS = {
+    "instruction": ("input", "context"),
+    **dict.fromkeys(("question", "problem", "query"), ("context",)),
+}
+"""Columns whose text follows the one of a prompt, by the name of that."""
+CHOICES = ("choices", "options")
+"""Columns with the answers to choose from, which the prompt must show."""
+MASKS = ("train", "trainable", "loss", "loss_mask", "loss_scale")
+"""Names that axolotl, verl and ms-swift have for the `weight` of a message."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of what is no text."""
 MEDIA_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".mp4", ".webm", ".mp3", ".wav", ".flac")
@@ -101,7 +110,7 @@ def example_of(row: Row) -> Conversation | Text:
             raise ConfigError(f"{place} has `prompt` and `completion` and also {given!r}; leave one of them out")
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, str) and isinstance(completion, str) and _messages_in(prompt) is None:
-            return Text("prompt and completion", prompt, completion)
+            return _text("prompt and completion", values, place, prompt, completion)
         before = _messages(prompt, place, "prompt", "user")
         after = _messages(completion, place, "completion", ASSISTANT)
         return _conversation("prompt and completion", values, place, [*before, *after], len(before))
@@ -112,11 +121,16 @@ def example_of(row: Row) -> Conversation | Text:
             return _conversation(name, values, place, messages, 0)
     for asked, answered in PAIRS:
         if asked in names and answered in names:
-            messages = [*_history(values, place), *_asked(values, asked, place)]
+            messages = [*_history(values, place), *_asked(values, values[asked], asked, place)]
             messages += _messages(values[answered], place, answered, ASSISTANT)
             return _conversation(f"{asked} and {answered}", values, place, messages, 0)
     if isinstance(values.get("text"), str):
-        return Text("text", "", values["text"])
+        return _text("text", values, place, "", values["text"])
+    if {"prompt", "response"} <= names:
+        raise ConfigError(
+            f"{place} has `prompt` and `response`, which does not say if a chat template belongs around them; name "
+            "them `question` and `response` for one, or `prompt` and `completion` for plain text"
+        )
     if "prompt" in names:
         raise ConfigError(f"{place} has a prompt and nothing to learn behind it; expected `completion` beside it")
     raise ConfigError(f"{place} has none of the known shapes: expected {FORMS}; got {', '.join(map(repr, names))}")
@@ -134,10 +148,9 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
         if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
             raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
     if isinstance(value, str) and _messages_in(value) is None:
-        if column != "instruction":
-            return value
-        (asked,) = _asked(row.values, column, place)
+        (asked,) = _asked(row.values, value, column, place)
         return str(asked["content"])
+    _check_choices(row.values, _messages(value, place, column, "user"), place)
     messages = _with_system(_messages(value, place, column, "user"), row.values, place)
     if not messages:
         raise ConfigError(f"{place}: {column!r} has no messages")
@@ -238,6 +251,23 @@ def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: l
     return Conversation(shape, whole, shown, _tools(values, place), template_of(values, place))
 
 
+def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, completion: str) -> Text:
+    """Return a row of plain text. Raises ConfigError if another column holds something that the text does not show."""
+    whole = prompt + completion
+    system = values.get("system") or values.get("system_prompt")
+    unseen = ["`system`"] if system and not (isinstance(system, str) and system.strip() in whole) else []
+    if any(tool["function"]["name"] not in whole for tool in _tools(values, place)):
+        unseen.append("`tools`")
+    if values.get("history") not in (None, "", "[]", []):
+        unseen.append("`history`")
+    if unseen:
+        raise ConfigError(
+            f"{place} is plain text, which is learned without a chat template, and shows nothing of {unseen[0]}; give "
+            "`messages`, or `prompt` and `completion` as lists of messages, or leave that column out"
+        )
+    return Text(shape, prompt, completion)
+
+
 def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -> list[Given]:
     """Put the text of a column `system` in front."""
     system = values.get("system") or values.get("system_prompt")
@@ -270,13 +300,52 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
         )
 
 
-def _asked(values: Mapping[str, Any], column: str, place: str) -> list[Given]:
-    """Return the message of the user in a column; Alpaca's input follows the instruction on a line of its own."""
-    messages = _messages(values[column], place, column, "user")
-    more = next((values[name] for name in INPUTS if values.get(name)), "") if column == "instruction" else ""
-    if more and isinstance(more, str) and isinstance(messages[-1]["content"], str):
-        messages[-1]["content"] += f"\n{more}"
+def _asked(values: Mapping[str, Any], value: Any, column: str, place: str) -> list[Given]:
+    """Return the message of the user in a value of a column.
+
+    The texts of the columns in `INPUTS` follow, each on a line of its own, unless the message shows them.
+
+    Raises:
+        ConfigError: one of these is no text, or the row has choices that the message does not show.
+    """
+    messages = _messages(value, place, column, "user")
+    for name in INPUTS.get(column, ()):
+        more = values.get(name)
+        if more in (None, "", [], {}) or not messages or not isinstance(messages[-1]["content"], str):
+            continue
+        if not isinstance(more, str):
+            raise ConfigError(
+                f"{place}: {name!r} must be text, which follows the {column}, but is {more!r:.100}; write it into the "
+                f"{column}, or leave the column out"
+            )
+        if more not in messages[-1]["content"]:
+            messages[-1]["content"] += f"\n{more}"
+    _check_choices(values, messages, place)
     return messages
+
+
+def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: str) -> None:
+    """Raise ConfigError if a row has answers to choose from that no message shows."""
+    for name in CHOICES:
+        given = values.get(name)
+        texts = list(_texts_in(json_of(given) or given if isinstance(given, str) else given))
+        shown = "\n".join(text for message in messages for text in _texts_in(message.get("content")))
+        if any(text.strip() not in shown for text in texts):
+            raise ConfigError(
+                f"{place} has {name!r}, which its prompt does not show: nobody could choose; write them into the "
+                "prompt, or leave the column out"
+            )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _texts_in(one)
+    elif isinstance(value, dict):
+        yield from _texts_in(list(cast("Given", value).values()))
 
 
 def _history(values: Mapping[str, Any], place: str) -> list[Given]:
@@ -339,9 +408,11 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
         raise ConfigError(f"{place} must have `role` and `content`, or `from` and `value`, but is {given!r:.100}")
     role = role.lower()
     message["role"] = role = ALIASES.get(role, role)
-    for mask in ("train", "loss"):  # of axolotl and ms-swift
-        if isinstance(message.get(mask), bool):
-            message.setdefault("weight", int(message.pop(mask)))
+    for mask in MASKS:
+        if mask in message:  # a value that is no weight is refused where weights are
+            message.setdefault("weight", message.pop(mask))
+    if isinstance(message.get("weight"), bool):
+        message["weight"] = int(message["weight"])
     old = message.pop("function_call", None)
     if role in CALLS:
         message["role"] = role = ASSISTANT
@@ -409,6 +480,7 @@ def _call(given: Any, place: str, name: str) -> Given:
         raise ConfigError(f"{place}: a call must have the `name` of a function, but is {given!r:.100}")
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(arguments, str):
+        arguments = without_nulls(arguments)
         arguments = msgspec.json.encode({} if arguments is None else arguments).decode()
     made: Given = {"type": call.get("type", "function"), "function": {"name": function["name"], "arguments": arguments}}
     identity = call.get("id") or name
@@ -433,10 +505,12 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
         given = parsed or []
     tools: list[Given] = []
     for one in cast("list[Any]", given) if isinstance(given, list) else [given]:
-        tool = _object(one, place, "a tool")
+        # Also of JSON: what was written from an Arrow table is padded as the table was.
+        tool = cast("Given", without_nulls(_object(one, place, "a tool")))
         function = _object(tool.get("function", tool), place, "the function of a tool")
         if isinstance(function.get("parameters"), str):
             function["parameters"] = _object(function["parameters"], place, "the `parameters` of a tool")
+        function = cast("Given", without_nulls(function))
         if not isinstance(function.get("name"), str):
             raise ConfigError(f"{place}: a tool must have the `name` of a function, but is {one!r:.100}")
         kind = tool.get("type", "function") if "function" in tool else "function"

@@ -34,6 +34,8 @@ READ_TOGETHER = 128
 """Rows of a Parquet file that are decoded at once."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files beside a data set that hold no rows."""
+LFS = b"version https://git-lfs.github.com/spec/"
+"""Beginning of a file that stands for data which Git LFS keeps elsewhere."""
 FAULTS = 5
 """Faults of rows that one message lists."""
 NEAR = 0.8
@@ -139,7 +141,15 @@ def _files(path: str) -> list[Path]:
             raise ConfigError(
                 f"{file} is not a data file that can be read; expected .jsonl, .json, .csv, .parquet or .arrow"
             )
+        _refuse_pointer(file)
     return files
+
+
+def _refuse_pointer(file: Path) -> None:
+    """Raise ConfigError for a file whose data Git LFS has not fetched, as in a clone made without it."""
+    with contextlib.suppress(OSError), file.open("rb") as data:  # another function says why it cannot be read
+        if data.read(len(LFS)) == LFS:
+            raise ConfigError(f"{file} is a pointer of Git LFS and not the data; fetch that with `git lfs pull`")
 
 
 def _kind(file: Path) -> str:
@@ -279,6 +289,9 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
         cells = csv.DictReader(text, delimiter=separator, strict=True)
         number = 0
         try:
+            names = cells.fieldnames or ()
+            if twice := next((name for at, name in enumerate(names) if name and name in names[:at]), None):
+                raise ConfigError(f"{file} has two columns {twice!r}; expected a name of its own for each")
             for number, values in enumerate(cells, start=1):
                 place = _place(file, number, cells.line_num - 1)
                 if None in values:
@@ -316,16 +329,16 @@ def _arrow_rows(file: Path) -> Generator[Row]:
         for batch in batches:
             for values in batch.to_pylist():
                 number += 1
-                yield Row(_place(file, number), {name: _without_nulls(value) for name, value in values.items()})
+                yield Row(_place(file, number), {name: without_nulls(value) for name, value in values.items()})
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out the fields that are null: Arrow gives every object of a column the fields of all others."""
+def without_nulls(value: Any) -> Any:
+    """Return a value without fields that are null: Arrow gives every object of a column the fields of all others."""
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value).items()
-        return {name: _without_nulls(inner) for name, inner in fields if inner is not None}
+        return {name: without_nulls(inner) for name, inner in fields if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in cast("list[Any]", value)]
+        return [without_nulls(inner) for inner in cast("list[Any]", value)]
     return value
 
 

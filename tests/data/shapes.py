@@ -26,6 +26,9 @@ LIGHT = {
     },
 }
 ARGUMENTS = {"room": "living room"}
+PADDED = {"room": "living room", "city": None}
+"""Arguments with the names of another tool's, as a table gives them to all."""
+PADDED_PARAMETERS = {"type": "object", "properties": {"room": {"type": "string", "enum": None}, "city": None}}
 ARGUMENTS_TEXT = '{"room":"living room"}'
 CALL = {"type": "function", "function": {"name": "control_light", "arguments": ARGUMENTS_TEXT}}
 NAMED = {"id": "call_1", **CALL}
@@ -206,6 +209,70 @@ LEARNED: dict[str, tuple[Row, Conversation | Text]] = {
         },
         talk("conversations", USER, {**GREEN, "weight": 0}, USER, {**BLUE, "weight": 1}),
     ),
+    "verl, with masks": (
+        {
+            "messages": [
+                USER,
+                {**GREEN, "loss_mask": 0},
+                USER,
+                {**GREEN, "trainable": False},
+                USER,
+                {**BLUE, "train": 1},
+            ]
+        },
+        talk("messages", USER, {**GREEN, "weight": 0}, USER, {**GREEN, "weight": 0}, USER, {**BLUE, "weight": 1}),
+    ),
+    "ms-swift, with a scale of the loss": (
+        {"messages": [USER, {**GREEN, "loss_scale": 0.0}, USER, BLUE]},
+        talk("messages", USER, {**GREEN, "weight": 0.0}, USER, BLUE),
+    ),
+    "OpenOrca": (
+        {"id": "t0.1", "system_prompt": "Be brief.", "question": "What color is the sky?", "response": "It is blue."},
+        talk("question and response", SYSTEM, USER, BLUE),
+    ),
+    "OpenRLHF, input and output": (
+        {"input": "What color is the sky?", "output": "It is blue."},
+        talk("input and output", USER, BLUE),
+    ),
+    "questions of a context": (
+        {
+            "question": "How many heads?",
+            "context": "CREATE TABLE head (age INTEGER)",
+            "answer": "SELECT COUNT(*) FROM head",
+        },
+        talk(
+            "question and answer",
+            {"role": "user", "content": "How many heads?\nCREATE TABLE head (age INTEGER)"},
+            {"role": "assistant", "content": "SELECT COUNT(*) FROM head"},
+        ),
+    ),
+    "a question that shows its context and its choices": (
+        {"question": "(A) red (B) blue. Sky?", "context": "Sky?", "choices": {"text": ["red", "blue"]}, "answer": "B"},
+        talk(
+            "question and answer",
+            {"role": "user", "content": "(A) red (B) blue. Sky?"},
+            {"role": "assistant", "content": "B"},
+        ),
+    ),
+    "tools and arguments that a table has padded, as JSON": (
+        {
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{**NAMED, "function": {"name": "control_light", "arguments": PADDED}}],
+                },
+                RESULT,
+                DONE,
+            ],
+            "tools": [{**LIGHT, "function": {**LIGHT["function"], "parameters": PADDED_PARAMETERS}}],
+        },
+        talk("messages", *CALLED, tools=[LIGHT]),
+    ),
+    "a text that shows its system message and its tools": (
+        {"text": "Be brief. Use control_light.", "system": "Be brief.", "tools": [LIGHT]},
+        Text("text", "", "Be brief. Use control_light."),
+    ),
     "ms-swift": (
         {
             "messages": [
@@ -297,6 +364,19 @@ PROMPTED: dict[str, tuple[Row, Row, Any, str]] = {
         r"It is $\boxed{\frac12}$.",
     ),
     "Alpaca": ({"instruction": "Add:", "input": "1 and 2", "output": "3"}, {}, "Add:\n1 and 2", "3"),
+    "a question of a context": (
+        {"question": "How many heads?", "context": "CREATE TABLE head (age INTEGER)", "answer": "1"},
+        {},
+        "How many heads?\nCREATE TABLE head (age INTEGER)",
+        "1",
+    ),
+    "a question that shows its choices": (
+        {"question": "Red or blue?", "choices": ["Red", "blue"], "answer": "blue"},
+        {},
+        "Red or blue?",
+        "blue",
+    ),
+    "a prompt beside a context": ({"prompt": "p", "context": "for the verifier", "answer": "a"}, {}, "p", "a"),
     "a system column": (
         {"prompt": [USER], "system": "Be brief.", "answer": "blue"},
         {},
@@ -361,6 +441,15 @@ UNLEARNED: list[tuple[Row, str]] = [
     ({"messages": [USER, BLUE], "tools": "none"}, "`tools` must be a list or JSON text"),
     ({"messages": [USER, BLUE], "tools": [{"type": "function"}]}, "a tool must have the `name`"),
     ({"instruction": "a", "output": "b", "history": ["x"]}, "`history` must be a list of pairs"),
+    ({"prompt": "p", "completion": "c", "system": "Be brief."}, "plain text, .* shows nothing of `system`; give `mess"),
+    ({"text": "p", "tools": [LIGHT]}, "plain text, .* shows nothing of `tools`"),
+    ({"prompt": "p", "completion": "c", "history": [["a", "b"]]}, "plain text, .* shows nothing of `history`"),
+    ({"prompt": "p", "response": "r"}, "`prompt` and `response`, .* name them `question` and `response`"),
+    ({"question": "q", "choices": ["x", "y"], "answer": "x"}, "has 'choices', which its prompt does not show"),
+    (
+        {"instruction": "q", "context": ["x", "y"], "output": "z"},
+        "'context' must be text, which follows the instruction",
+    ),
 ]
 """Rows that `flash sft` refuses, with a part of the message."""
 
@@ -372,6 +461,8 @@ UNASKED: list[tuple[Row, str]] = [
     ({"prompt": [{"role": "robot", "content": "x"}], "answer": "a"}, r"row 1, messages\[0\]: Roles are"),
     ({"prompt": "<image> What?", "answer": "a", "images": ["a.png"]}, "row 1 has 'images'"),
     ({"prompt": "p", "answer": "a", "tools": [LIGHT]}, "row 1 has 'tools', which this environment does not show"),
+    ({"prompt": "p", "choices": ["x", "y"], "answer": 1}, "row 1 has 'choices', which its prompt does not show"),
+    ({"prompt": [USER], "options": '["x", "y"]', "answer": 1}, "row 1 has 'options', which its prompt does not show"),
     ({"prompt": "p", "answer": None}, "row 1: 'answer' is null"),
     ({"prompt": "p", "answer": []}, "row 1: 'answer' is empty"),
     ({"prompt": "p", "answer": float("nan")}, "row 1: 'answer' is nan, which is no answer"),

@@ -204,9 +204,16 @@ REFUSED = {
         (b'a\n"1\n', "rows.csv, row 1 cannot be read: unexpected end of data"),
         (b"a\n1\n\xe9\n", "rows.csv, row 1 cannot be read: .*save the file as UTF-8"),
         (b"a,b\n", "rows.csv has no rows"),
+        (b"a,b,a\n1,2,3\n", "rows.csv has two columns 'a'; expected a name of its own for each"),
     ],
     "rows.jsonl.gz": [(b"{}", "rows.jsonl.gz cannot be read: Not a gzipped file"), (b"\x1f\x8b", "cannot be read")],
-    "rows.parquet": [(b"not a table", "rows.parquet cannot be read")],
+    "rows.parquet": [
+        (b"not a table", "rows.parquet cannot be read"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:6652\nsize 9\n",
+            "a pointer of Git LFS .* `git lfs pull`",
+        ),
+    ],
     "data-0.arrow": [(b"not a table", "data-0.arrow cannot be read"), (b"ARROW1 no", "data-0.arrow cannot be read")],
     "notes.txt": [(b"x", "notes.txt is not a data file that can be read; expected .jsonl, .json, .csv")],
     "data.parquet.gz": [(b"x", "data.parquet.gz is not a data file")],
