@@ -44,7 +44,7 @@ from flash.environment import (
     wrap,
 )
 from flash.environment.results import check_reset_result, check_step_result
-from flash.environment.threaded import in_thread
+from flash.environment.threaded import in_thread, is_async
 from flash.errors import ConfigError, EnvError
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
@@ -114,7 +114,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             inspect.signature(found).bind("base_url", "api_key", "task")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"`function`: {self.function} must take (base_url, api_key, task): {error}") from None
-        if inspect.iscoroutinefunction(found):
+        if is_async(found):
             return cast("Function", found)
 
         return lambda base_url, api_key, task: in_thread(lambda: found(base_url, api_key, task))

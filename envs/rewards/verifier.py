@@ -23,6 +23,7 @@ from envs.workers import in_worker
 from flash.config.objects import load_object
 from flash.environment.calls import UserTask, message_of, told_of
 from flash.environment.results import check_reward
+from flash.environment.threaded import is_async
 from flash.errors import ConfigError, EnvError, RewardError
 
 _Plain = Callable[[str, str], float]
@@ -76,8 +77,9 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
         EnvError: an asynchronous verifier raised it.
     """
     verifier = load_verifier(path)
-    if inspect.iscoroutinefunction(verifier):
-        score, problem = await _awaited(path, verifier, completion, answer, timeout)
+    if is_async(verifier):
+        judge = cast("Callable[[str, str], Awaitable[float]]", verifier)
+        score, problem = await _awaited(path, judge, completion, answer, timeout)
     elif getattr(verifier, _INLINE, False):
         score, problem = _score(cast("_Plain", verifier), completion, answer)
     else:

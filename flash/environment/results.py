@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
 from collections.abc import Mapping, Set
@@ -158,6 +159,8 @@ def _as_number(reward: object) -> str:
         return "does a path through the reward end without `return`? Give 0.0 where nothing can be said"
     if isinstance(reward, (str, bytes)):
         return "give float(…) of it"
+    if inspect.isawaitable(reward):
+        return "nothing has awaited it: make the function `async def`, and `await` in it"
     if callable(getattr(reward, "item", None)):
         return "give `.item()` of a tensor or an array, which is the Python number, where it holds just one"
     return "give a float or an int, such as a sum or a mean of several"

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -149,8 +150,15 @@ class Threaded:
             self._thread = None
 
 
+def is_async(called: object) -> bool:
+    """Return True if calling an object makes a coroutine: an `async def`, or an instance with such a `__call__`."""
+    while isinstance(called, partial):
+        called = cast("partial[object]", called).func
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004
+
+
 def wrap(env: Environment | SyncEnvironment) -> Environment:
     """Return an asynchronous environment as it is, and a blocking one behind a thread, its calls one at a time."""
-    if inspect.iscoroutinefunction(env.reset):
+    if is_async(env.reset):
         return cast("Environment", env)
     return Threaded(cast("SyncEnvironment", env))

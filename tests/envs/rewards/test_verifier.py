@@ -30,6 +30,14 @@ async def test_a_verifier_runs_in_another_process():
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("name", ["judge", "judge_in_part"])
+async def test_an_object_whose_call_is_asynchronous_is_awaited(name):
+    """huggingface/trl#7213"""
+    assert await verify(f"{HERE}:{name}", "a", "a", timeout=60) == 1.0
+    assert await verify(f"{HERE}:{name}", "a", "b", timeout=60) == 0.0
+
+
+@pytest.mark.anyio
 async def test_an_inline_verifier_runs_in_this_process():
     assert await verify(f"{__name__}:own_process_id", "", "", timeout=60) == os.getpid()
 
@@ -44,6 +52,7 @@ async def test_an_inline_verifier_runs_in_this_process():
         (f"{HERE}:exits", "it raised SystemExit: 3"),
         (f"{HERE}:gives_nan", "must be a finite number, but is nan"),
         (f"{HERE}:gives_none", "must be a finite number, but is None"),
+        (f"{HERE}:gives_a_coroutine", "nothing has awaited it: make the function `async def`"),
         (f"{__name__}:raises_inline", "it raised LookupError: no such answer"),
     ],
 )

@@ -1,5 +1,7 @@
 """Verifiers with every way to fail, for worker processes to import."""
 
+import asyncio
+import functools
 import math
 import os
 import sys
@@ -55,6 +57,20 @@ def gives_nan(completion, answer):
 
 def gives_none(completion, answer):
     return None
+
+
+class Judge:
+    async def __call__(self, completion, answer):
+        await asyncio.sleep(0)
+        return float(completion == answer)
+
+
+judge = Judge()
+judge_in_part = functools.partial(judge)
+
+
+def gives_a_coroutine(completion, answer):
+    return judge(completion, answer)
 
 
 not_a_function = 3
