@@ -7,6 +7,23 @@ log records of them passes through here.
 
 from __future__ import annotations
 
+import logging
+
+
+class OneLine(logging.Formatter):
+    """Format of log records in which foreign text neither looks like another record nor moves a terminal's cursor.
+
+    A message is one line. Tracebacks are indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        text = super().formatException(ei)  # type: ignore[arg-type]
+        return "\n".join(f"    {one_line(line)}" for line in text.splitlines())
+
 
 def one_line(text: str) -> str:
     """Return the text as one line in which every character that cannot be printed is escaped, line breaks too."""

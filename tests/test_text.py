@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import pytest
 
-from flash.text import harmless, one_line
+from flash.text import OneLine, harmless, one_line
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,15 @@ def test_what_cannot_be_printed_is_escaped(text, shown):
 
 def test_a_text_of_several_lines_keeps_them_and_nothing_else():
     assert harmless("a\n\x1b[1mb\tc\r\n") == "a\n\\x1b[1mb\\tc\\r\n"
+
+
+def test_foreign_text_in_a_log_cannot_look_like_a_record_or_reach_the_terminal():
+    evil = "\x1b[2J\nERROR flash: another"
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "it failed: %s", (evil,), sys.exc_info())
+    first, *rest = OneLine("%(levelname)s %(name)s: %(message)s").format(record).split("\n")
+    assert first == "ERROR x: it failed: \\x1b[2J\\nERROR flash: another"
+    assert rest
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)

@@ -13,6 +13,7 @@ from flash.cli.arguments import CommandParsers
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.text import harmless
 
 if TYPE_CHECKING:
     from flash.run.checks.doctor import Found
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in lines(findings))
+        sys.stdout.writelines(f"{harmless(line)}\n" for line in lines(findings))
     return int(any(finding.state == "missing" for finding in findings))
 
 

@@ -11,6 +11,7 @@ from flash.config.decode import suggest
 from flash.config.packaged import PACKAGED
 from flash.config.tree import DeadlinesConfig
 from flash.errors import ConfigError
+from flash.text import one_line
 
 FOLDER = Path("outputs/models")
 """In which a model's folder has its name."""
@@ -40,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.to or default
     refuse_foreign(folder)
     made = fetch(source, folder, DeadlinesConfig().rendezvous)
-    sys.stdout.write(f"{folder}\n" if made else f"{folder} is there already\n")
+    sys.stdout.write(one_line(str(folder)) + ("\n" if made else " is there already\n"))
     return 0

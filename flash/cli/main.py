@@ -9,6 +9,7 @@ import argparse
 import errno
 import importlib.metadata
 import io
+import logging
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
 from flash.run.processes.rendezvous import heed_torchrun
-from flash.text import harmless
+from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = {
@@ -76,13 +77,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _prepare_output() -> None:
-    """Who starts us without an output (`>&-`, as some supervisors do) wants none. What it cannot say is escaped."""
+    """Make the output such that writing to it never fails, and that log records are shown harmlessly.
+
+    A process that starts us without an output (`>&-`, as some supervisors do) wants none.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as above
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:  # shows the warnings of commands that set up no log of their own
+        logging.lastResort.setFormatter(OneLine())
 
 
 def extra_of(module: str) -> str | None:
@@ -126,5 +132,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        sys.stderr.write(f"flash: error: {show(str(error.filename))} cannot be used: {error.strerror}\n")
+        sys.stderr.write(f"flash: error: {harmless(show(str(error.filename)))} cannot be used: {error.strerror}\n")
         return 2

@@ -16,6 +16,7 @@ from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.run.models.hugging_face import hub_fault
+from flash.text import harmless
 
 if TYPE_CHECKING:
     from flash.trainer.memory import RankMemory
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     less = f", {shared:.0%} of which the engine takes" if shared else ""
     write(f"  {'fits' if fits else 'DOES NOT FIT'} in {arguments.card_gib:g} GiB{less}\n")
     if not fits:
-        write(_remedy(paths, overrides, config, room))
+        write(harmless(_remedy(paths, overrides, config, room)))
     if config.gpus_per_node:
         engine = engine_memory(config, memory.parameters)
         cache = config.engine.memory_fraction * card - engine.weights

@@ -21,6 +21,7 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.profile.order import ProfileOrder
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
+from flash.text import harmless, one_line
 
 CLOSE_S = 60.0
 """Of an engine that ends while it records: what was recorded is written too."""
@@ -128,8 +129,8 @@ def _show(config: Config, order: ProfileOrder, code: int) -> int:
     except RunDirectoryError as error:
         problems.append(str(error))
     for problem in problems:
-        sys.stderr.write(f"flash: warning: {problem}\n")
-    sys.stdout.write("".join(f"{line}\n" for line in ["", *lines, "", said]))
+        sys.stderr.write(f"flash: warning: {harmless(problem)}\n")
+    sys.stdout.write("".join(f"{one_line(line)}\n" for line in ["", *lines, "", said]))
     return code or int(bool(_missing(config, measured)))
 
 

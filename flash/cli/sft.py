@@ -11,6 +11,7 @@ from flash.cli.arguments import CommandParsers
 from flash.cli.train import add_run_parser, carry_out, interruptible
 from flash.config.decode import refuse
 from flash.config.tree import Config
+from flash.text import harmless
 
 if TYPE_CHECKING:
     from flash.run.sft.course import CourseTokens
@@ -59,5 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tell(line: str) -> None:
-    sys.stdout.write(f"[{line}]\n")
+    sys.stdout.write(f"[{harmless(line)}]\n")
     sys.stdout.flush()

@@ -15,6 +15,7 @@ from flash.config.decode import ConfigProblem
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
+from flash.text import harmless
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -71,7 +72,7 @@ def carry_out(
         sys.stdout.write(dump(config))
         sys.stdout.flush()
         for line in tried(config):
-            sys.stderr.write(f"checked {line}\n")
+            sys.stderr.write(f"checked {harmless(line)}\n")
         return 0
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say

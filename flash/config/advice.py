@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from flash.config.decode import ConfigProblem
 from flash.config.machine import why_eager
 from flash.config.tree import Config
+from flash.text import harmless
 
 HIGH_LEARNING_RATE = 1e-2
 """Above it Adam undoes in a few steps what pretraining made, whatever the size of the model."""
@@ -32,7 +33,7 @@ def advise_on_engines(config: Config) -> None:
 
 def _warn(problems: Iterable[ConfigProblem]) -> None:
     for key, message in problems:
-        sys.stderr.write(f"flash: warning: `{key}`: {message}\n")
+        sys.stderr.write(f"flash: warning: `{key}`: {harmless(message)}\n")
 
 
 def unwise(config: Config) -> list[ConfigProblem]:

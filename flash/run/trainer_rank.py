@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import traceback
 from contextlib import ExitStack, suppress
@@ -28,6 +29,7 @@ from flash.run.processes.hub_place import HubAddress
 from flash.run.processes.rendezvous import advertised_host, find_hub
 from flash.run.processes.supervisor import End
 from flash.run.processes.token import VARIABLE
+from flash.text import harmless
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -155,7 +157,7 @@ def tell_end(hub: BlockingClient, index: int, error: Exception, seconds: float, 
         error = CollectiveError(f"a collective with {peers} failed, as when one is gone or cut off: {error}")
     message = f"trainer rank {index}: {error}"
     if not isinstance(error, FlashError):
-        traceback.print_exception(error)
+        sys.stderr.write(harmless("".join(traceback.format_exception(error))))
         message = f"trainer rank {index} failed with {type(error).__name__}: {error}"
     try:
         hub.call(p.Fatal(type(error).__name__, message), timeout=seconds)

@@ -46,3 +46,11 @@ def test_a_file_becomes_a_folder_beside_it_or_where_it_is_told_to(
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "elsewhere")
     assert main(["fetch", str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'tiny.Q8_0.hf'} is there already\n"
+
+
+def test_the_name_of_a_file_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_gguf(tmp_path / "tiny\x1b[2J\n[done].gguf")
+    assert main(["fetch", str(file)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"{tmp_path}/tiny\\x1b[2J\\n[done].hf"
+    assert all(line.isprintable() for line in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,14 @@ def test_a_dry_run_of_sft_looks_at_the_model_beside_the_rows(
     assert "a Qwen3ForCausalLM of" in capsys.readouterr().err
     assert main([*command, 'lora.targets=["nothing"]']) == 2
     assert "lora.targets: there is no 'nothing'" in capsys.readouterr().err
+
+
+def test_what_a_command_logs_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch"]) == 0
+    # Not through a logger: those of a test session have other handlers.
+    assert logging.lastResort is not None
+    logging.lastResort.handle(logging.LogRecord("x", logging.WARNING, "f", 1, "%s fails", ("\x1b[2J\n",), None))
+    assert capsys.readouterr().err == "\\x1b[2J\\n fails\n"
 
 
 @pytest.mark.parametrize("wrong", [["train", "{}", "--dryrun"], ["plot", "folder", "train.steps=1"]])

@@ -24,7 +24,7 @@ from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.service import Service
 from flash.http.server import with_headers
-from flash.text import one_line
+from flash.text import OneLine
 
 ENDPOINTS = (*routes.ENDPOINTS.all, *routes_commands.ENDPOINTS.all)
 
@@ -101,21 +101,6 @@ class Guard:
         return self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
 
 
-class OneLine(logging.Formatter):
-    """Escapes what could look like another record, or move a terminal's cursor; tracebacks are indented."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = one_line(record.message)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: object) -> str:
-        text = super().formatException(ei)  # type: ignore[arg-type]
-        return "\n".join(f"    {one_line(line)}" for line in text.splitlines())
-
-
 class FewLines(logging.Filter):
     """Drops records beyond `most` in a minute. The first record of the next minute says how many were dropped.
 
@@ -145,6 +130,6 @@ class FewLines(logging.Filter):
 def write_to_stderr() -> None:
     """Send what this process logs to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine())
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(FewLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

