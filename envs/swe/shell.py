@@ -127,8 +127,10 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         if (order is not None and order.submits) or self._counts["turns"] >= self._options.turns:
             return await self._judged(self._task, truncated=False)
         shown = self._shown(text)
-        if self._episode is not None and (self._episode.turns_left < 1 or self._episode.room(shown) < 1):
-            return await self._judged(self._task, truncated=True)
+        if self._episode is not None:
+            await self._episode.prepare(shown)
+            if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
+                return await self._judged(self._task, truncated=True)
         return shown, 0.0, False, False, {}
 
     async def close(self) -> None:

@@ -170,6 +170,7 @@ class ToolEnv:
             shown = [Message("user", UNREADABLE)]
         else:
             return await self._answered(spoken.message.content)
+        await self._episode.prepare(shown)
         if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
             # A limit of the run ends it before there was an answer.
             _, reward, _, _, info = check_step_result(await self._env.step(""))

@@ -110,8 +110,13 @@ async def test_a_solution_that_breaks_something_else_is_not_rewarded_and_shows_a
 async def test_the_last_answer_is_judged_as_it_stands() -> None:
     class Episode:
         turns_left = 1
+        prepared = ""
+
+        async def prepare(self, observation: Observation) -> None:
+            self.prepared = observation
 
         def room(self, observation: Observation) -> int:
+            assert observation == self.prepared, "it would be rendered on the loop"
             return 40 - len(observation)
 
     async with sharing("test"):

@@ -99,11 +99,16 @@ class View:
         self.offered: list[Tool] = []
         self.turns_left = turns
         self.said = Spoken(Message("assistant", ""))
+        self.prepared: Observation = ""
 
     def offer(self, tools: Sequence[Tool]) -> None:
         self.offered = list(tools)
 
+    async def prepare(self, observation: Observation) -> None:
+        self.prepared = observation
+
     def room(self, observation: Observation) -> int:
+        assert observation == self.prepared, "it would be rendered on the loop"
         return 1
 
     def spoken(self, *, calling: bool = True) -> Spoken:
