@@ -61,10 +61,25 @@ run_on_slurm() {
     srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit="$kill_all" \
         bash -c '
             trap : TERM INT
+            FLASH_SPARE_NODE=$(mktemp -u "${TMPDIR:-/tmp}/flash-spare.XXXXXX")
+            export FLASH_SPARE_NODE
             FLASH_NODE_RANK=$SLURM_NODEID "$@"
             status=$?
+            # `flash train` leaves this file on a node that has neither trainers nor the hub.
+            spare=""
+            if [[ -e $FLASH_SPARE_NODE ]]; then spare=1; fi
+            rm -f "$FLASH_SPARE_NODE"
             # A node without trainers that has failed for good: the run goes on, and with it the job that it is of.
             if ((status == 75)) && [[ $2 != join ]]; then exit 0; fi
+            if ((status > 128 && status != 130 && status != 143)); then
+                lost="node $SLURM_NODEID ($SLURMD_NODENAME): flash $2 was killed by signal $((status - 128))"
+                if [[ -n $spare ]]; then
+                    echo "$lost; the run goes on without this node" >&2
+                    exit 0
+                fi
+                if [[ $2 != join ]]; then lost+=", which ends the job"; fi
+                echo "$lost" >&2
+            fi
             if ((status != 130 && status != 143)); then exit "$status"; fi
             if ((SLURM_NODEID == 0)); then touch "$FLASH_INTERRUPTED"; fi' bash "$@" &
     srun_pid=$!

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,24 @@ def test_a_run_that_failed_leaves_a_summary_with_its_error_and_no_address_of_its
     marker.write(RanksGoneError("another one"))
     leave_in_order(config, marker, loop)
     assert json.loads(directory.summary.read_bytes()) == summary, "what the hub has left stays"
+
+
+@pytest.mark.integration
+def test_a_node_without_trainers_leaves_the_file_that_the_batch_script_looks_for(tmp_path: Path) -> None:
+    program = """if True:
+        import sys, msgspec
+        from flash.config.tree import Config
+        from flash.run.processes.launcher import launch
+        launch(msgspec.json.decode(sys.argv[1], type=Config))
+    """
+    config = make_config(
+        run={"name": "test", "output_dir": str(tmp_path)},
+        cluster={"gpus_per_node": 0, "nodes": 2},
+        deadlines={"rendezvous": 0.1},
+    )
+    job = {"FLASH_NNODES": "2", "FLASH_NODE_RANK": "1", "FLASH_RDZV_ENDPOINT": "127.0.0.1:4711"}
+    command = [sys.executable, "-c", program, msgspec.json.encode(config).decode()]
+    environment = os.environ | job | {"FLASH_SPARE_NODE": str(tmp_path / "spare")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert "for the hub of" in ended.stderr
+    assert (tmp_path / "spare").exists()

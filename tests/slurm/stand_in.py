@@ -47,7 +47,7 @@ def srun(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, kill_all)
     (nodes,) = (argument.partition("=")[2] for argument in arguments if argument.startswith("--nodes="))
     for node in range(int(nodes)):
-        variables = os.environ | {"SLURM_STEP_ID": "0", "SLURM_NODEID": str(node)}
+        variables = os.environ | {"SLURM_STEP_ID": "0", "SLURM_NODEID": str(node), "SLURMD_NODENAME": NODES[node]}
         tasks.append(subprocess.Popen(command, env=variables, start_new_session=True, preexec_fn=tell_group))
     if ending:  # told so while tasks were still being started
         kill_all()

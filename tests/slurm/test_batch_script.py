@@ -6,6 +6,7 @@ The real one is left out where it is not installed, unless FLASH_REQUIRE_SLURM i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,10 @@ WHAT=$1
 case $BEHAVE in
     end) exit 0 ;;
     fail) if [[ $FLASH_NODE_RANK == 1 ]]; then exit 3; fi ;;
+    killed)
+        if [[ $FLASH_NODE_RANK == "${SPARE-}" ]]; then touch "$FLASH_SPARE_NODE"; fi
+        if [[ $FLASH_NODE_RANK == 1 ]]; then kill -9 $$; fi
+        sleep 1; echo "node 0: on"; exit 0 ;;
     lose) if [[ $FLASH_NODE_RANK == 1 ]]; then exit 75; fi; sleep 1; echo "node 0: on"; exit 0 ;;
     listen) trap on_term TERM ;;
     deaf) ;;
@@ -41,7 +46,7 @@ esac
 echo "node $FLASH_NODE_RANK: here"
 while :; do sleep 0.05; done
 """
-"""In the place of `flash`: ends at once, fails on the second node, or ends in order when it is told to."""
+"""Stands in for `flash`: ends at once, fails or is killed on the second node, or ends in order when it is told to."""
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +64,12 @@ def submit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Submit]:
     project = make_project(tmp_path, FLASH)
     with ExitStack() as stack:
 
-        def begin(behave: str, *arguments: str) -> Job:
+        def begin(behave: str, *arguments: str, **variables: str) -> Job:
             command = ("sbatch", "--nodes=2", "launch.sh", *(arguments or ("mine.toml",)))
             if request.param == "stand-in":
-                return stack.enter_context(StandIn(project, command, {"BEHAVE": behave}))
+                return stack.enter_context(StandIn(project, command, {"BEHAVE": behave, **variables}))
             cluster = request.getfixturevalue("cluster")
-            return stack.enter_context(closing(Real(cluster, project, command, {"BEHAVE": behave})))
+            return stack.enter_context(closing(Real(cluster, project, command, {"BEHAVE": behave, **variables})))
 
         yield begin
 
@@ -101,6 +106,24 @@ def test_a_node_without_trainers_that_is_lost_for_good_ends_no_job(submit: Submi
     job = submit("lose")
     assert job.end() == "0"
     assert "node 0: on" in job.output().splitlines()
+
+
+def test_a_node_without_trainers_whose_process_is_killed_is_named_and_ends_no_job(submit: Submit) -> None:
+    job = submit("killed", SPARE="1")
+    assert job.end() == "0"
+    assert "node 0: on" in job.output().splitlines()
+    assert re.search(
+        r"^node 1 \((b|node8)\): flash train was killed by signal 9; the run goes on without", job.output(), re.M
+    )
+
+
+def test_a_node_with_trainers_whose_process_is_killed_is_named_and_ends_the_job(submit: Submit) -> None:
+    job = submit("killed")
+    assert job.end() not in ("0", "requeued")
+    assert "node 0: on" not in job.output().splitlines()
+    assert re.search(
+        r"^node 1 \((b|node8)\): flash train was killed by signal 9, which ends the job", job.output(), re.M
+    )
 
 
 @pytest.mark.parametrize("way", ["signal_script", "signal_ranks"])

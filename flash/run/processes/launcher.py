@@ -42,6 +42,8 @@ from flash.run.processes.supervisor import End, SupervisedPart, describe, judge
 from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
 
+SPARE_NODE = "FLASH_SPARE_NODE"
+"""Environment variable: the file that tells launch.sh, after this process was killed, that the run goes on."""
 ENDPOINT = re.compile(r".+:[0-9]+")
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Variables of all processes where no trainer rank is elsewhere: gloo looks for this machine's name, which leads
@@ -122,6 +124,10 @@ def launch(config: Config) -> int:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
     os.environ.setdefault("FLASH_NODE_RANK", "0")
+    # A process that is killed with SIGKILL cannot report by an exit code that the run goes on without its node.
+    if (file := os.environ.pop(SPARE_NODE, "")) and node > 0 and not ranks_here:
+        with suppress(OSError):  # without the file the job ends with this process, and launch.sh names the node
+            Path(file).touch()
     if config.cluster.nodes > 1:
         advertised_host(config)  # each process asks for it; a wrong name is refused here, once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
