@@ -183,6 +183,55 @@ def test_a_line_that_the_disk_took_in_part_is_taken_back_and_does_not_join_the_n
     assert directory.read_metrics() == [metrics_row(0), metrics_row(2)]
 
 
+APPENDS: dict[str, Callable[[RunDirectory, int], None]] = {
+    "metrics.jsonl": lambda directory, step: directory.append_metrics(metrics_row(step)),
+    "evals.jsonl": lambda directory, step: directory.append_evaluation(eval_row(step, 0.3)),
+    "spans.jsonl": lambda directory, step: directory.append_spans(spans(step + 1)),
+    "samples.jsonl": lambda directory, step: directory.append_samples([SampleTimes(step, 0, 0.5, [])]),
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_a_file_of_rows_that_is_deleted_while_the_run_writes_it_is_put_back(
+    directory: RunDirectory, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, append = directory.path / name, APPENDS[name]
+    whole = RunDirectory.open(directory.path.with_name("whole"), "")
+    for step in range(6):
+        if step in (2, 3, 5):
+            file.unlink()
+        append(directory, step)
+        append(whole, step)
+    assert file.read_bytes() == (whole.path / name).read_bytes()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{file} was deleted or replaced while the run wrote it: its rows are put back"] * 3
+
+
+def test_a_file_that_replaces_one_of_rows_is_kept_beside_it(
+    directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.append_metrics(metrics_row(0))
+    other = directory.path / "other"
+    other.write_text("{}\n")
+    other.replace(directory.metrics)
+    directory.append_metrics(metrics_row(1))
+    assert directory.read_metrics() == [metrics_row(0), metrics_row(1)]
+    assert (directory.path / "metrics.jsonl.replaced").read_text() == "{}\n"
+    assert caplog.records[0].getMessage().endswith("put back; the other file is now metrics.jsonl.replaced")
+
+
+def test_a_file_of_rows_that_is_cut_while_the_run_writes_it_is_told_of_once(
+    directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.append_metrics(metrics_row(0))
+    directory.metrics.write_text("")
+    for step in (1, 2):
+        directory.append_metrics(metrics_row(step))
+    assert directory.read_metrics() == [metrics_row(1), metrics_row(2)]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "was cut from " in said
+
+
 def test_a_full_disk_leaves_the_previous_file_whole(directory: RunDirectory) -> None:
     directory.write_totals(directory.ledger, {"issued": 1})
     Path(f"{directory.ledger}.tmp").symlink_to("/dev/full")

@@ -265,6 +265,32 @@ async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None
     assert files(run_dir) == ["damaged-000000-step-000000.log"]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_journal_that_is_deleted_or_replaced_in_mid_run_is_told_of_once_and_the_next_checkpoint_begins_again(
+    run_dir: Path, replaced: bool
+) -> None:
+    incarnation = Incarnation(run_dir)
+    async with written(incarnation):
+        incarnation.deliver(1)
+        await incarnation.journal.written()
+        file = journal_folder(run_dir) / "000000-step-000000.log"
+        file.unlink()
+        if replaced:
+            file.write_text("other")
+        for _ in range(2):
+            incarnation.deliver(1)
+            await incarnation.journal.written()
+        (told,) = incarnation.notes
+        assert f"cannot be written: [Errno 2] it was deleted or replaced while the run wrote it: '{file}'" in told
+        checkpoint = incarnation.checkpoint(1)
+        incarnation.deliver(1)
+        await incarnation.journal.written()
+    assert incarnation.notes[1:] == ["the journal is written again, since the checkpoint of version 1"]
+    kept = restored(checkpoint, config_of(run_dir))
+    assert kept.state is not None
+    assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
+
+
 async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run_dir: Path) -> None:
     incarnation = Incarnation(run_dir)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,7 +15,8 @@
     hub-lives                         how many hubs the run has had
 
 Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by a crash is
-never read as a row; whole files are replaced atomically; rows leave a file only after they lie in `earlier/`.
+never read as a row; whole files are replaced atomically; rows leave a file only after they lie in `earlier/`; a file of
+rows that somebody deletes while the run writes it is put back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import errno
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,6 +141,77 @@ class HubIncarnations:
             ) from error
 
 
+class AppendedFile:
+    """Appends lines to a file of rows, and puts the file back if somebody deletes or replaces it meanwhile.
+
+    A descriptor is held from the first append on: through it the rows of a deleted file can still be read. It does not
+    write, since a disk cannot be made read-only while a file is open for writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: int | None = None
+        self._end = 0
+        """Size of the file after the last append, in bytes."""
+
+    def append(self, rows: Iterable[Any]) -> None:
+        """Append whole lines with one write, so that a killed process tears at most the last one.
+
+        A disk that takes only a part of them is left with none: what came after a torn line would be lost with it.
+        """
+        data = _lines(rows)
+        self._check()
+        # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+        with writing(self._path), self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                with memoryview(data) as view:
+                    done = 0
+                    while done < len(view):
+                        done += file.write(view[done:])
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(end)
+                raise
+            self._end = end + len(data)
+            if self._held is None:
+                self._hold()
+
+    def _hold(self) -> None:
+        self._held = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._held)
+
+    def _check(self) -> None:
+        """Warn if somebody has changed the file since the last append. Put it back if it was deleted or replaced."""
+        if self._held is None:
+            return
+        ours = os.fstat(self._held)
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is not None and os.path.samestat(found, ours):
+            if found.st_size < self._end:
+                _log.warning(
+                    "%s was cut from %d to %d bytes by somebody else: the rows that were cut are lost",
+                    *(self._path, self._end, found.st_size),
+                )
+            return
+        with writing(self._path):
+            with open(self._held, "rb", closefd=False) as file:
+                file.seek(0)
+                rows = file.read()
+            kept = ""
+            if found is not None:
+                aside = self._path.with_name(f"{self._path.name}.replaced")
+                self._path.replace(aside)
+                kept = f"; the other file is now {aside.name}"
+        write_atomically(self._path, rows)
+        self._finalizer()
+        self._hold()
+        _log.warning("%s was deleted or replaced while the run wrote it: its rows are put back%s", self._path, kept)
+
+
 class RunDirectory:
     """Paths, readers and writers of one run directory.
 
@@ -162,6 +235,8 @@ class RunDirectory:
         self.plots = path / "plots"
         self.earlier = path / "earlier"
         self.incarnations = HubIncarnations(path / "hub-lives")
+        files = (self.metrics, self.evals, self.spans, self.samples)
+        self._appended = {file: AppendedFile(file) for file in files}
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
@@ -184,19 +259,19 @@ class RunDirectory:
 
     def append_metrics(self, row: Row) -> None:
         """Append the row of a committed step."""
-        _append(self.metrics, [row])
+        self._appended[self.metrics].append([row])
 
     def append_evaluation(self, row: Row) -> None:
         """Append the row of a held-out evaluation."""
-        _append(self.evals, [row])
+        self._appended[self.evals].append([row])
 
     def append_spans(self, spans: Iterable[Activity]) -> None:
         """Append bars of the timeline."""
-        _append(self.spans, spans)
+        self._appended[self.spans].append(spans)
 
     def append_samples(self, samples: Iterable[SampleTimes]) -> None:
         """Append the samples of one step."""
-        _append(self.samples, samples)
+        self._appended[self.samples].append(samples)
 
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
         """Write what a step trains; without `keep_all` what lies before the oldest checkpoint goes."""
@@ -300,26 +375,6 @@ def _lines(rows: Iterable[Any]) -> bytes:
 
 def _pretty(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-def _append(path: Path, rows: Iterable[Any]) -> None:
-    """Append whole lines with one write, so that a killed process tears at most the last one.
-
-    A disk that takes only a part of them is left with none: what came after a torn line would be lost with it.
-    """
-    data = _lines(rows)
-    # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
-    with writing(path), path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            with memoryview(data) as view:
-                done = 0
-                while done < len(view):
-                    done += file.write(view[done:])
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
 
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:

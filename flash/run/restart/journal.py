@@ -8,6 +8,7 @@ checkpoint is deleted.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -189,6 +190,10 @@ class _Files:
                 file.unlink(missing_ok=True)
 
     def _append(self, out: FileIO, data: bytearray) -> None:
+        file = Path(os.fsdecode(out.name))
+        # A deleted file would take the records, and a restart would miss them.
+        if not (file.exists() and os.path.samestat(file.stat(), os.fstat(out.fileno()))):
+            raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced while the run wrote it", str(file))
         with memoryview(data) as view:
             done = 0
             while done < len(view):
