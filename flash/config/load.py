@@ -83,6 +83,22 @@ def load(
     return config
 
 
+def load_checked(file: Path) -> Config:
+    """Read the file that `dump` wrote of a checked configuration, in a process of its run.
+
+    Nothing is checked again: a disk or a model that is not as it was when the run began shows where it is used, with an
+    error that says so, and not as a mistake in a file that nobody has written.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    decoded, problems = examine(_read(file), Config, "")
+    if problems:
+        raise refuse(problems)
+    import_from(map(os.path.abspath, decoded.env.folders))
+    return decoded
+
+
 def _files(paths: object) -> list[Path]:
     """Return the files that `load` was given. Raises ConfigError: something else was given, such as a table."""
     several = cast("Sequence[object]", paths) if isinstance(paths, list | tuple) else [paths]

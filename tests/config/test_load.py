@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.config.load import dump, key_paths, load, split_arguments
+from flash.config.load import dump, key_paths, load, load_checked, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -549,6 +549,16 @@ def test_a_dumped_configuration_loads_as_itself(project, overrides):
     config = resolve(*overrides)
     (project / "resolved.toml").write_text(dump(config))
     assert load([Path("resolved.toml")]) == config
+    assert load_checked(Path("resolved.toml")) == config
+
+
+def test_a_process_of_a_run_does_not_check_again_what_its_launcher_has_checked(project):
+    config = resolve("run.output_dir=outputs")
+    (project / "resolved.toml").write_text(dump(config))
+    (project / "outputs").write_text("a file now")
+    with pytest.raises(ConfigError, match=r"`run\.output_dir` \(resolved\.toml\): expected a folder"):
+        load([Path("resolved.toml")])
+    assert load_checked(Path("resolved.toml")) == config
 
 
 def test_key_paths_are_those_of_the_tree():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.full_disk import small_disk
 from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, REPOSITORY, Run, balanced, given_up
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -235,3 +236,23 @@ def test_a_killed_node_loop_loses_nothing_that_was_delivered_or_trained(start: C
     assert (run.summary()["restarts"], run.summary()["trainer_restarts"]) == (1, 0)
     assert balanced(ledger)
     run.nothing_left()
+
+
+def test_a_run_directory_that_becomes_read_only_ends_the_run_at_once_with_an_error_that_names_it(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 256 << 20) as disk:
+        run = start(f"run.output_dir={disk.path}", "run.steps=500", "eval.every=0")
+        run.directory = disk.path / "run"
+        run.until(lambda: len(run.rows()) > 1)
+        # A second mount of the same folder: the disk itself has files that are open for writing.
+        subprocess.run(["mount", "--bind", str(disk.path), str(disk.path)], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(disk.path)], check=True)
+            assert run.wait() == 2
+        finally:
+            subprocess.run(["umount", "--lazy", str(disk.path)], check=True)
+    assert "start again" not in run.text()
+    *_, error = (line for line in run.text().splitlines() if line.startswith("flash: error: "))
+    assert f"cannot write {run.directory}" in error
+    assert "Read-only file system" in error

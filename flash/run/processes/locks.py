@@ -97,7 +97,8 @@ def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
 def share(path: Path) -> None:
     """Count as one of the launcher's processes until this process ends."""
     with suppress(FileNotFoundError):  # a folder that has been removed by hand protects nothing
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # A shared lock needs no right to write, which a disk that has failed does not give any more.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         _shared.append(descriptor)
         _lock(descriptor, PROCESSES, fcntl.LOCK_SH | fcntl.LOCK_NB)
 

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Literal, cast
 
-from flash.config.load import load
+from flash.config.load import load_checked
 from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
@@ -34,15 +34,16 @@ Role = Literal["hub", "node", "trainer", "sft"]
 
 
 def main(role: str, file: Path, order: ProcessOrder) -> int:
-    """Under a supervisor: what a process does, from its start to its end; its exit code. `role`: as of `Role`."""
+    """Do the work of a supervised process, and return its exit code, an `End`. `role`: as of `Role`."""
     begin_logging()
     raise_descriptor_limit()
     take_import_path()
     join_scratch_folder()
     try:
-        config = load(file, ["run.resume=false"] if role == "node" else [])
+        config = load_checked(file)
     except FlashError as error:
-        return complain(error)
+        complain(error)
+        return End.FINAL
     if role != "node":
         share(run_lock(config.run_dir))
     end_with_launcher(grace_s(config) if order.node == 0 else 0, speaks=role in ("hub", "node"))
@@ -75,12 +76,11 @@ def begin_logging() -> None:
     log.setLevel(logging.INFO)
 
 
-def complain(error: FlashError) -> int:
-    """Show an error where people look; the exit code."""
+def complain(error: FlashError) -> None:
+    """Show an error on stderr, where people look."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
     sys.stderr.flush()
-    return 1
 
 
 def _become(role: Role, order: ProcessOrder, config: Config) -> End:
