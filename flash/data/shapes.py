@@ -436,7 +436,7 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
     elif role == TOOL and "tool_call_id" not in message and open_calls:
         message["tool_call_id"] = open_calls.pop(0)
     if message.get("content") is None and "tool_calls" not in message:
-        if not (role == ASSISTANT and message.keys() & {"reasoning_content", "reasoning", "thinking"}):
+        if not (role == ASSISTANT and message.keys() & {"reasoning_content", "reasoning", "thinking", "refusal"}):
             raise ConfigError(f"{place} has no content")
         message.pop("content", None)
     return message

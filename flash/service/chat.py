@@ -124,6 +124,8 @@ class Spoken(msgspec.Struct):
     tool_call_id: str | None = None
     name: str | None = None
     function_call: Any = None
+    refusal: str | None = None
+    """The text of an answer that refuses, in the place of a content."""
     weight: float | None = None
     """In a row of `flash sft`: 0 for an answer that is not to be learned."""
 
@@ -226,7 +228,7 @@ def _message(spoken: Spoken, place: str) -> Message:
         raise ApiError(400, "Only an assistant calls functions.", None, place)
     return Message(
         role=ROLES[spoken.role],
-        content=text_of(spoken.content, place),
+        content=text_of(spoken.content, place) or spoken.refusal or "",
         reasoning=spoken.reasoning or spoken.reasoning_content or spoken.thinking or "",
         tool_calls=tools.calls_of(spoken.tool_calls or []),
         tool_call_id=spoken.tool_call_id or "",

@@ -24,7 +24,9 @@ class ContentPart(msgspec.Struct):
     """A part of a content."""
 
     type: str
-    text: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    """The text of a part that refuses."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -33,7 +35,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text", "summary_text"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"})
 """Parts that are text."""
 
 
@@ -205,5 +207,5 @@ def text_of(content: str | list[ContentPart] | None, place: str) -> str:
     if isinstance(content, list):
         if any(part.type not in TEXT_PARTS for part in content):
             raise ApiError(400, "Only text is supported here.", "unsupported_parameter", place)
-        return "".join(part.text for part in content)
+        return "".join(part.text or part.refusal or "" for part in content)
     return content or ""

@@ -10,6 +10,7 @@ import msgspec
 from flash.service.chat import ROLES, PolicyAnswer
 from flash.service.errors import ApiError, in_short
 from flash.service.fields import ContentPart, invalid, text_of
+from flash.service.tools import as_json
 from flash.types import ASSISTANT, TOOL, Message, ToolCall
 
 THOUGHT, MESSAGE = "reasoning", "message"
@@ -30,7 +31,8 @@ class _Spoken(msgspec.Struct):
 class _Called(msgspec.Struct):
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = ""
+    """JSON; some clients give the object itself."""
 
 
 class _Returned(msgspec.Struct):
@@ -39,7 +41,7 @@ class _Returned(msgspec.Struct):
 
 
 class _Thought(msgspec.Struct):
-    summary: list[ContentPart] = []
+    summary: list[ContentPart] | None = None
     content: list[ContentPart] | None = None
 
 
@@ -87,7 +89,7 @@ class _Messages:
                 self._assistant(Message(ASSISTANT, "", text_of(item.content or item.summary, place)))
             case _Called(call_id, name, arguments):
                 self._names[call_id] = name
-                self._assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, arguments),)))
+                self._assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, as_json(arguments)),)))
             case _Returned(call_id, output):
                 name = self._names.get(call_id, "")
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
@@ -113,7 +115,7 @@ def _follows(last: Message, more: Message) -> bool:
 
 
 def _item(item: dict[str, Any], place: str) -> _Item:
-    kind = item.get("type", "message")
+    kind = item.get("type") or MESSAGE
     if not isinstance(kind, str) or kind not in _ITEMS:
         known = ", ".join(_ITEMS)
         raise ApiError(400, f"Items are {known}, but this is {in_short(kind)}.", "unsupported_parameter", place)

@@ -274,7 +274,7 @@ def _response(answer: PolicyAnswer, name: str, wanted: ResponseRequest) -> dict[
         "truncation": "disabled",
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.tokens,

@@ -41,7 +41,8 @@ class GivenCall(msgspec.Struct):
 
     function: GivenFunction
     id: str | None = ""
-    type: str = "function"
+    type: str | None = "function"
+    """Null in what some clients put together from the chunks of a stream."""
 
 
 def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
@@ -51,7 +52,11 @@ def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
         ApiError: one of them is no function.
     """
     for tool in given:
-        if tool.type != "function" or tool.function is None:
+        if tool.type == "function" and tool.function is None:
+            raise unsupported(
+                "tools", 'one is {"type": "function", "function": {"name": …}}, and this has no `function`'
+            )
+        if tool.type != "function":
             raise unsupported("tools", f"there are only functions, but one is {tool.type[:100]!r}")
     return tuple(described(tool.function) for tool in given if tool.function is not None)
 
@@ -84,12 +89,13 @@ def may_call(choice: Any) -> bool:
 def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
     """Return the calls of a message. Raises ApiError for a call that is not of a function."""
     for call in given:
-        if call.type != "function":
+        if call.type not in (None, "function"):
             raise unsupported("messages", f"calls are of functions, but one is {call.type[:100]!r}")
-    return tuple(ToolCall(call.id or "", call.function.name, _as_json(call.function.arguments)) for call in given)
+    return tuple(ToolCall(call.id or "", call.function.name, as_json(call.function.arguments)) for call in given)
 
 
-def _as_json(arguments: str | dict[str, Any] | None) -> str:
+def as_json(arguments: str | dict[str, Any] | None) -> str:
+    """Return the arguments of a call as the text that they are in a conversation."""
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 

@@ -43,6 +43,27 @@ def test_a_request_is_read_with_what_it_takes_for_how_answers_are_drawn() -> Non
     assert asked.drawn == (("temperature", 0.2), ("top_p", 0.5))
 
 
+def test_an_answer_that_a_client_has_written_down_in_its_own_way_is_read_as_it_was() -> None:
+    call = {"index": 0, "id": "c", "type": None, "function": {"name": "add", "arguments": None}}
+    said: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}, {"type": "text", "text": None}]},
+    ]
+    assert read(body(messages=[*HELLO, *said])).messages[1:] == [
+        Message("assistant", "", tool_calls=(ToolCall("c", "add", ""),)),
+        Message("assistant", "I will not."),
+        Message("assistant", "I will not."),
+        Message("assistant", "No."),
+    ]
+
+
+def test_a_tool_in_the_form_of_responses_is_refused_with_the_form_that_it_must_have() -> None:
+    _, error = refusal(body(tools=[{"type": "function", "name": "add", "parameters": {}}]))
+    assert 'one is {"type": "function", "function": {"name": …}}, and this has no `function`' in error["message"]
+
+
 @pytest.mark.parametrize(
     ("given", "otherwise"),
     [

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from flash.service.chat import PolicyAnswer
 from flash.service.errors import ApiError
 from flash.service.responses import ResponseEvents, ResponseRequest, read, response
-from flash.types import Message, ToolCall
+from flash.types import Message, Piece, ToolCall
 from tests.service.told import told_in
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
@@ -55,6 +57,37 @@ def test_what_was_answered_comes_back_as_one_message_though_it_is_several_items(
         Message("assistant", "six"),
         Message("user", "go on"),
     ]
+
+
+def test_items_that_other_programs_have_written_down_are_read() -> None:
+    given = [
+        {"type": None, "role": "user", "content": "one"},
+        {"type": "reasoning", "id": "r", "summary": None, "content": None, "encrypted_content": None},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": {"a": 1}},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    assert wanted(input=given).asked.messages == [
+        Message("user", "one"),
+        Message("assistant", "", tool_calls=(ToolCall("c", "add", '{"a":1}'),)),
+        Message("tool", "3", tool_call_id="c", name="add"),
+        Message("assistant", "No."),
+    ]
+
+
+def test_a_response_and_its_events_have_every_field_that_the_official_client_promises() -> None:
+    Response.model_validate(told(tools=[ADD]), strict=True)
+    events = ResponseEvents("1", wanted(tools=[ADD]))
+    told_of = [
+        events.begin(0),
+        events.piece(Piece("", "hm"), 0),
+        events.piece(Piece("two", ""), 0),
+        events.end([ANSWER]),
+    ]
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for line in b"".join(told_of).split(b"\n"):
+        if line.startswith(b"data: "):
+            adapter.validate_json(line.removeprefix(b"data: "))
 
 
 def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
