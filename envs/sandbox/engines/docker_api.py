@@ -33,6 +33,8 @@ NOT_HTTP = 900
 """From here on a status is aiodocker's own: the engine cannot be reached."""
 EXECS = 4
 """Execs started at a time."""
+HTTP_FAILED = 500
+"""Answer of an engine that failed, or whose runtime did."""
 
 
 class AttachedLink:

@@ -15,7 +15,7 @@ import msgspec
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
-from envs.sandbox.engines.docker_api import DockerApi, status_of
+from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.layers import LayerUse, layer_use
 from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
 from envs.sandbox.engines.seccomp import filter_text, podman_filter
@@ -30,7 +30,6 @@ CREATES = 8
 """Containers made at a time; more only wait for the engine's own locks."""
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
 """States of containers whose start was perhaps cut off."""
-HTTP_FAILED = 500
 HTTP_CONFLICT = 409
 """Answer to a signal for a container that does not run."""
 HARMLESS_SIGNAL = "SIGWINCH"

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Containers
-from envs.sandbox.engines.docker_api import DockerApi
+from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.layers import LayerUse
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 
@@ -23,6 +23,8 @@ SNAPSHOT_FILE = "/.flash-snapshot.tar"
 """Where an image keeps the working directory of the sandbox that it was made of."""
 RETRY_S = 0.5
 """Seconds between two attempts to remove what must not stay."""
+PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Seconds between attempts to stop the processes of a container."""
 
 
 class DockerImages:
@@ -82,12 +84,25 @@ class DockerImages:
         """Nothing in it runs during the block."""
         path = f"containers/{container_id}"
         try:
-            await self._api.json(f"{path}/pause", SandboxLostError, method="POST")
+            await self._pause(path)
             yield
         finally:
             # Also when it was cancelled before the engine said that it is paused, or has ended meanwhile.
             with anyio.move_on_after(self._request_s, shield=True), suppress(SandboxError):
                 await self._api.json(f"{path}/unpause", SandboxLostError, method="POST")
+
+    async def _pause(self, path: str) -> None:
+        """Stop all processes of a container until they are let go on."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                await self._api.json(f"{path}/pause", SandboxLostError, method="POST")
+                return
+            except SandboxLostError as error:
+                # On a busy machine the kernel does not stop all of them in the moment that the runtime waits for it.
+                # The runtime then lets them go on, and fails.
+                if pause_s is None or status_of(error) != HTTP_FAILED:
+                    raise
+            await anyio.sleep(pause_s)
 
     async def _delete_at_last(self, name: str) -> None:
         """Remove a container, though the engine may fail meanwhile."""

@@ -179,6 +179,16 @@ async def test_calls_of_a_turn_run_at_the_same_time_and_each_has_its_deadline() 
 
 
 @pytest.mark.virtual
+async def test_results_are_rendered_ahead_before_the_room_for_them_is_asked_for() -> None:
+    async with sharing("test"):
+        play = Play(ToolEnv(options(f"garbled={__name__}:Garbled")))
+        await play.env.reset(1)
+        shown = (await play.say("", ("garbled", "{}")))[0]
+        await play.env.close()
+    assert play.view.prepared == shown
+
+
+@pytest.mark.virtual
 async def test_a_result_that_is_no_text_is_shown_as_text() -> None:
     async with sharing("test"):
         play = Play(ToolEnv(options(f"garbled={__name__}:Garbled")))

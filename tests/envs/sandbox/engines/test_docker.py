@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from uuid import uuid4
 
 import aiohttp
@@ -13,6 +13,7 @@ from aiohttp import web
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.engines.docker_images import PAUSES_S
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxLostError
 from tests.envs.sandbox.conftest import IMAGE
@@ -22,11 +23,12 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def engine(folder, answers):
-    """An engine that answers what `answers` has for the end of a path, and 404 otherwise."""
+    """An engine that answers what `answers` has for the end of a path, one after another if it has a list; else 404."""
 
     async def answer(request: web.Request) -> web.Response:
-        for end, (status, body) in answers.items():
+        for end, found in answers.items():
             if request.path.endswith(end):
+                status, body = found.pop(0) if isinstance(found, list) else found
                 return web.json_response(body, status=status)
         return web.json_response({"message": "not found"}, status=404)
 
@@ -138,6 +140,25 @@ async def test_a_container_without_a_process_has_ended_whatever_its_engine_says(
         if lives:
             process.kill()
         await process.aclose()
+
+
+@pytest.mark.parametrize("failures", [0, 2, 9])
+async def test_a_snapshot_waits_until_a_busy_machine_has_stopped_the_processes(tmp_path, failures):
+    pauses = [(500, {"message": "runc pause: exit status 1"})] * failures + [(204, None)]
+    answers = {
+        **VERSION,
+        "/1/pause": pauses,
+        "/1/unpause": (204, None),
+        "/1/json": (200, {"Image": "base", "State": {}, "SizeRw": 4}),
+        "/v1.41/commit": (201, {"Id": "made"}),
+        "/made/json": (200, {"Size": 7}),
+        "/base/json": (200, {"Size": 2}),
+    }
+    async with engine(tmp_path, answers) as backend:
+        expected = pytest.raises(SandboxLostError, match="runc pause") if failures > len(PAUSES_S) else nullcontext()
+        with expected:
+            assert await backend.images.commit("1", name="copy:1", labels={}, files=None, most=100) == 5
+    assert len(pauses) == max(0, failures - len(PAUSES_S))
 
 
 @pytest.mark.parametrize("url", ["engine", "/run/podman/podman.sock", "ssh://host", "unix:run/podman.sock"])
