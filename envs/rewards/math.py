@@ -19,6 +19,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
+from envs.judging.programs import final_part
 from flash.errors import ConfigError, RewardError
 
 try:
@@ -105,6 +106,16 @@ _ANSWER_IS = re.compile(
     r"(?:(?:[*_]{0,3}:|=|\b(?:is|are|equals|would be)\b)[ \t]{0,3}[:*_]{0,4})",
     re.IGNORECASE,
 )
+_BETWEEN = re.compile(
+    r"(?:[\s$,;&]|\\[,;:!()\[\] ]|\\q?quad(?![A-Za-z])|\b(?:and|or)\b|\\text\{\s{0,3}(?:and|or)\s{0,3}\})*"
+)
+"""The text between boxes that are one list."""
+WIDEST_BETWEEN = 40
+"""Characters of it."""
+MOST_LISTED = 64
+"""Boxes of one list."""
+_EXPRESSION = re.compile(r"(?=.*[+*/^(){}\[\],\\|=]|-?\w+ - \w+)[-+(\[{\\|\w.][-\w +*/^(){}\[\].,!|\\:=]*")
+"""A line of signs, names and numbers that is more than a number."""
 _CLAUSE_END = re.compile(
     r"[.!?;]+['\"*_)]{0,4}(?=\s|$)|[\s,]\(?(?:because|since|as|so|which|where|when|but|after|hence|thus|i\.e\.|given)\b"
 )
@@ -140,10 +151,12 @@ _MATH = re.compile(
 def final_answer(text: str) -> str | None:
     r"""Return the answer that a text ends in, as it is written there; None if it has none.
 
-    It stands behind `####`, else in the last whole `\boxed{…}` that is not empty, else after "answer is", else it is
-    the last number. An empty or unclosed box is no answer, and numbers around it are none either.
+    Only what follows the reasoning counts. The answer stands behind `####`, else in the last whole `\boxed{…}` that is
+    not empty, else after "answer is"; else the text is one expression, or it is the last number. Boxes with nothing but
+    commas or "and" between them are one list. An empty or unclosed box is no answer, and numbers around it are none
+    either.
     """
-    text = text.translate(_SIGNS)
+    text = final_part(text).translate(_SIGNS)
     for mark in reversed([*_MARKED.finditer(text)]):
         line = mark[1].strip()
         if line and (not _HEADING.match(line) or not text[mark.end() :].strip()):
@@ -155,26 +168,53 @@ def final_answer(text: str) -> str | None:
         rest = text[said.end() : said.end() + 2 * MOST_CHARACTERS].lstrip(" \t\n*_:")
         if clause := _clause(rest):
             return None if clause.startswith("not ") else clause
-    return _last_value(text)
+    whole = text.strip(" \n\t*`.")
+    return whole if _is_expression(whole) else _last_value(text)
 
 
 def _boxes(text: str) -> tuple[list[str], bool]:
-    """Return the contents of whole boxes that are not empty, in the order of their ends, and True if any was opened."""
+    """Return the contents of whole boxes that are not empty, in the order of their ends, and True if any was opened.
+
+    A list of boxes counts as one, whose contents are separated by commas.
+    """
     found: list[str] = []
-    stack: list[int] = []  # where the content of each open box begins; -1 for a plain brace
-    opened = False
+    stack: list[tuple[int, int]] = []  # where each open brace or box begins, and its content; -1 for a plain brace
+    opened, last_end = False, 0
+    listed: list[str] = []
+
+    def close(start: int, end: int, content: str) -> None:
+        nonlocal last_end
+        between = text[last_end:start] if last_end <= start <= last_end + WIDEST_BETWEEN else "-"
+        if 0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between):
+            found.pop()
+        else:
+            listed.clear()
+        listed.extend([content] if content not in listed else [])
+        found.append(", ".join(listed))
+        last_end = end
+
     for token in _BRACE.finditer(text):
         sign = token[0]
         if token["bare"]:
             opened = True
-            found.append(token["bare"])
+            close(token.start(), token.end(), token["bare"])
         elif sign in ("{", "}") or sign.startswith(("\\boxed", "\\fbox")):
             if sign != "}":
                 opened = opened or sign != "{"
-                stack.append(-1 if sign == "{" else token.end())
-            elif stack and (begin := stack.pop()) >= 0 and text[begin : token.start()].strip(" \n\t$.,"):
-                found.append(text[begin : token.start()])
+                stack.append((token.start(), -1 if sign == "{" else token.end()))
+            elif stack:
+                start, begin = stack.pop()
+                if begin >= 0 and text[begin : token.start()].strip(" \n\t$.,"):
+                    close(start, token.end(), text[begin : token.start()])
     return found, opened
+
+
+def _is_expression(text: str) -> bool:
+    """Return True if a text is one formula or list, as `3x + 1` or `(3, 4)`, and no sentence that ends in a number."""
+    if len(text) > MOST_WORDLESS or not _EXPRESSION.fullmatch(text):
+        return False
+    words = re.findall(r"[A-Za-z]{2,}", _COMMAND.sub("", text))
+    return all(word.lower() in _FUNCTIONS or word in _PLAIN_NAMES for word in words)
 
 
 def _clause(text: str) -> str:
@@ -261,6 +301,15 @@ _FUNCTIONS = frozenset(
     and sin cos tan sec csc cot log exp sqrt max min gcd lcm det mod arcsin arccos arctan sinh cosh
     """.split()  # noqa: SIM905
 )
+_PLAIN_NAMES = {
+    **{
+        name: name
+        for name in ("pi", "alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "sigma", "phi", "omega")
+    },
+    **dict.fromkeys(("infinity", "Infinity", "infty", "oo"), "infty"),
+}
+"""Names of signs that are written without a backslash, with the command for each."""
+_PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[a-z*]{1,20}\}(?:\{[lcr|]{1,20}\})?")
 _LETTER = re.compile(
@@ -314,7 +363,8 @@ def _folded(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(_ENVIRONMENT.sub("", text)))
+    words = _WORD.findall(_ENVIRONMENT.sub("", text))
+    return any(word.lower() not in _FUNCTIONS and word not in _PLAIN_NAMES for word in words)
 
 
 def _number(text: str) -> _Number | None:
@@ -494,6 +544,7 @@ def _latex(text: str) -> str | None:
     """Return an answer as a formula for math-verify; None for words, which it would read as products of letters."""
     text = re.sub(r"\s(?:and|or)\s", ", ", text).replace("**", "^")
     text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])", r"\\\1 ", text)
+    text = _PLAIN_NAME.sub(lambda name: f"\\{_PLAIN_NAMES[name[0]]} ", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\s?\\?%", r"\\cdot\\frac{1}{100}", text)
     if len(text) > MOST_CHARACTERS or _is_words(text) or not re.search(r"\w", text) or _depth(text) > MOST_DEPTH:
