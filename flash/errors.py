@@ -212,14 +212,20 @@ class DeadlineError(TransportError, TimeoutError):
         super().__init__(f"waited {seconds:g} s for {waited_for}; look at {look_at}")
 
 
+HINTS = {
+    signal.SIGKILL: ", perhaps because memory ran out: see dmesg",
+    signal.SIGABRT: ", perhaps as no thread could be started: see its output, `ulimit -u` and the cgroup's pids.max",
+}
+"""Usual causes of signals that nobody has sent on purpose. Libraries abort when a thread cannot be started."""
+
+
 def how_it_ended(exit_code: int) -> str:
-    """How a process has ended, in words; below 0 is the signal that killed it."""
+    """Return a phrase that says how a process has ended. An exit code below 0 is the signal that killed it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     number = -exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-    hint = ", perhaps because memory ran out: see dmesg" if number == signal.SIGKILL else ""
-    return f"was killed by signal {number} ({name}){hint}"
+    return f"was killed by signal {number} ({name}){HINTS.get(number, '')}"
 
 
 def error_of(name: str, message: str) -> FlashError | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from flash import errors
-from flash.errors import DeadlineError, FlashError, error_of
+from flash.errors import HINTS, DeadlineError, FlashError, error_of, how_it_ended
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, FlashError)]
 
@@ -31,3 +33,16 @@ def test_a_message_can_be_sent_whatever_it_quotes(kind: type[FlashError]) -> Non
 @pytest.mark.parametrize("name", ["ValueError", "ClassVar", "error_of", ""])
 def test_a_name_that_is_no_class_of_the_tree_gives_no_error(name: str) -> None:
     assert error_of(name, "whatever") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "ended with exit code 3"),
+        (-9, "was killed by signal 9 (SIGKILL), perhaps because memory ran out: see dmesg"),
+        (-6, f"was killed by signal 6 (SIGABRT){HINTS[signal.SIGABRT]}"),
+        (-11, "was killed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_the_end_of_a_process_is_said_with_a_usual_cause(code: int, words: str) -> None:
+    assert how_it_ended(code) == words

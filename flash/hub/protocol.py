@@ -215,6 +215,8 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     """Those whose incarnation is over: nobody listens to them any more."""
     causes: list[int]
     """Of these, those by which it ended: they were gone, or silent, or in a collective that failed."""
+    missing: str = ""
+    """The ranks of that incarnation that had never come, as a sentence for people; empty if all had come."""
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):

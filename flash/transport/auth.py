@@ -169,6 +169,7 @@ async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
             data += await stream.receive(count - len(data))
         except (EndOfStream, BrokenResourceError) as error:
             raise TransportError(
-                "the other end hung up before the token was proven; it may hold the token of another run"
+                "the other end hung up before the token was proven: it has waited too long, or it holds the token of "
+                "another run"
             ) from error
     return data

@@ -161,6 +161,32 @@ async def test_ranks_that_never_come_to_their_first_version_are_tried_again_as_l
     assert "waited 500 s for the trainer ranks to start again, at version 0; look at " in str(error)
 
 
+async def test_a_host_that_is_lost_for_good_is_named_and_not_the_ranks_that_wait_for_it() -> None:
+    world = World(config_of(1, nodes=2, trainer_nodes=2))
+
+    async def trainers() -> None:
+        first = [world.rank(index) for index in range(2)]
+        for rank in first:
+            await rank.begin()
+        for rank in reversed(first):
+            rank.die()
+        survivor = world.rank(0)
+        await survivor.begin()
+        assert await launcher_hears(world, 0, {survivor.process}) == [survivor.process]
+        news = await world.hub.handle(p.RanksRequest(0, -1))
+        assert news.missing == "trainer rank 1 of node 1 (host-1) did not come, and the run needs that machine back"
+        survivor.die()
+
+    await world.play(trainers)
+    assert world.ended == []
+    *_, note = world.observer.notes
+    assert note == (
+        "trainer rank 1 of node 1 (host-1) did not come, and the run needs that machine back: the run has waited 500 s "
+        "(deadlines.rendezvous) for the trainer ranks to start again, at version 0. The trainer ranks start again, and "
+        "the engines go on meanwhile"
+    )
+
+
 async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collective_has_failed() -> None:
     world = World(config_of(2, nodes=3, trainer_nodes=2))
 

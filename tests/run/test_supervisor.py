@@ -329,6 +329,22 @@ async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_
     assert capfd.readouterr().err == (f"flash: process {pid} of the trainer ranks {words}\n" if words else "")
 
 
+async def test_a_rank_that_waited_for_a_lost_host_is_not_said_to_hang_and_the_last_error_names_the_host(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    part = ranks_of(config_of(tmp_path, max_restarts=0), Programs("os.kill(os.getpid(), signal.SIGSTOP)"))
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kept, part)
+            while not part.processes.pids:  # noqa: ASYNC110 - nobody tells that it has started
+                await anyio.sleep(0.01)
+            (pid,) = part.processes.pids
+            await part.hear(p.RanksReply(1, living=[], ended=[pid], causes=[pid], missing="node 1 did not come"))
+    assert part.why == "node 1 did not come; no restart is left of cluster.max_restarts = 0"
+    said, *_ = capfd.readouterr().err.splitlines()
+    assert said == f"flash: process {pid} of the trainer ranks waited for others, and is killed: node 1 did not come"
+
+
 async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,8 @@ class Trainers(HubPart):
         """Where the ranks of the newest incarnation meet, once its rank 0 has said so."""
         self._causes: set[tuple[int, int]] = set()
         """By which the last incarnation ended that did: each a node, and a process on it."""
+        self._missing = ""
+        """The ranks that had never come to it, as a sentence; empty if all had come."""
         self._calls: set[anyio.CancelScope] = set()
         self._changes = 0
         """Of which processes the incarnations have."""
@@ -122,10 +124,12 @@ class Trainers(HubPart):
 
     def hang(self, waited: str) -> None:
         """The ranks of the newest incarnation, of which some are here, have not done in time what the run waits for."""
-        hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.incarnations.present]
+        missing = self._not_here()
+        hanging = [*self._silent(), *filter(None, [missing])]
+        hanging = hanging or [f"{self._named(rank)} hangs" for rank in self.incarnations.present]
         causes = self._processes_of(self._quiet() or self.incarnations.present)
         if self.incarnations.ends_by(range(len(self.incarnations.ranks))):
-            self._end(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes)
+            self._end(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
 
     async def watch(self) -> None:
         """End an incarnation of which a rank does not show any more that it runs, before a stage is too long for that.
@@ -144,9 +148,14 @@ class Trainers(HubPart):
     def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
         """A rank says that a collective failed, or outlived its deadline, and none is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
-        words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
+        missing = self._not_here()
+        words = [
+            *self._silent(),
+            *filter(None, [missing]),
+            f"{error}; the run waited for {awaited}, in which {seconds}",
+        ]
         causes = self._processes_of(self._quiet() or self.incarnations.present)
-        self._end(CollectiveError(": ".join(words)), causes)
+        self._end(CollectiveError(": ".join(words)), causes, missing)
 
     async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
         """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
@@ -171,6 +180,16 @@ class Trainers(HubPart):
         """The ranks that are not heard of any more, in words, for the error that ends their incarnation."""
         quiet = self._quiet().items()
         return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet]
+
+    def _not_here(self) -> str:
+        """Return a sentence that names the ranks which have not come to the newest incarnation; empty if all have."""
+        places: dict[str, list[str]] = {}
+        for rank, state in enumerate(self.incarnations.ranks):
+            if not state.here and not state.left:
+                host = f" ({state.host})" * bool(state.host)
+                places.setdefault(f"node {self._config.cluster.node_of(rank)}{host}", []).append(str(rank))
+        named = [f"trainer rank {', '.join(ranks)} of {place}" for place, ranks in places.items()]
+        return f"{' and '.join(named)} did not come, and the run needs that machine back" if named else ""
 
     def _quiet(self) -> dict[int, float]:
         return self.incarnations.silent(waits.SILENT_S, anyio.current_time())
@@ -201,15 +220,21 @@ class Trainers(HubPart):
         living = [rank.process for rank in ranks if rank.process is not None]
         ended = [rank.ended for rank in ranks if rank.ended is not None and rank.ended not in living]
         causes = [one for one in ended if (request.node, one) in self._causes]
-        return p.RanksReply(self._changes, living, ended, causes=causes)
+        return p.RanksReply(self._changes, living, ended, causes, self._missing if ended else "")
 
     def _changed(self) -> None:
         self._changes += 1
         self._progress.send("ranks")
 
-    def _end(self, error: FlashError, causes: set[tuple[int, int]]) -> None:
-        """The newest incarnation is over, for this reason, by these processes."""
-        progress, self._causes = self._progress, causes
+    def _end(self, error: FlashError, causes: set[tuple[int, int]], missing: str = "") -> None:
+        """End the newest incarnation for this reason.
+
+        Args:
+            error: the reason.
+            causes: the processes that caused it, each with its node.
+            missing: names the ranks that had never come to it.
+        """
+        progress, self._causes, self._missing = self._progress, causes, missing
         if progress.error is not None or progress.done:
             return
         if self._why_not is not None or progress.stopping == "interrupted":

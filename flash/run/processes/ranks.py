@@ -32,6 +32,8 @@ LOST_S = 2.0
 about to, and their own end tells more than ours."""
 LOOK_S = 0.05
 """Between two looks whether they have."""
+RANKS_FAILED = "the trainer ranks have failed"
+"""The reason for the end of a run where no process had an error message."""
 RETRY_S = 1.0
 """Before the hub is looked for again."""
 
@@ -68,7 +70,7 @@ class Ranks(SupervisedPart):
     """
 
     def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, tells: bool = False) -> None:
-        super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
+        super().__init__(config, "the trainer ranks start again", failed=RANKS_FAILED)
         self._run = config
         self.node = node
         self._name = f"messenger-{node}"
@@ -164,15 +166,20 @@ class Ranks(SupervisedPart):
         return heard
 
     async def hear(self, news: p.RanksReply) -> None:
-        """End those whose incarnation is over. By whom it ended has not ended with another one: that restart counts."""
+        """End the processes whose incarnation is over.
+
+        The restart of a process that caused the end counts, since it has not ended with another one.
+        """
         causes = self.processes.pids & set(news.causes)
         self.processes.kill(set(news.ended) - causes)
         with anyio.move_on_after(LOST_S):
             while causes & self.processes.pids:  # noqa: ASYNC110 - nobody tells that one has ended
                 await anyio.sleep(LOOK_S)
         hanging = causes & self.processes.pids
+        self._failed = news.missing or RANKS_FAILED
         for pid in sorted(hanging):
-            say(f"process {pid} of the trainer ranks hangs, and is killed")
+            why = f"waited for others, and is killed: {news.missing}" if news.missing else "hangs, and is killed"
+            say(f"process {pid} of the trainer ranks {why}")
         self.kill_hanging(hanging)
 
 
