@@ -103,7 +103,7 @@ def find_blocks(answer: str, names: Sequence[str]) -> Found:
     text = final_part(answer)
     lines, fences = _scan(text, names)
     blocks = _fenced(lines, fences)
-    inside = _answer_part(text)
+    inside = answer_part(text)
     if inside is not None:
         blocks = _fenced(*_scan(inside, names)) or [Block(False, [inside.strip("\n")]), *blocks]
     elif not any(block.named for block in blocks):
@@ -155,7 +155,7 @@ def _rfind_tag(text: str, tag: str, end: int | None = None) -> int:
     return at
 
 
-def _answer_part(text: str) -> str | None:
+def answer_part(text: str) -> str | None:
     """Return the text in the last answer tags; None without one."""
     for opening, closing in ANSWER_TAGS:
         end = _rfind_tag(text, closing)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+from envs.judging.programs import final_part
 from envs.rewards.verifier import inline
 
 
 @inline
 def exact_match(completion: str, answer: str) -> float:
-    """1.0 when both texts are equal, any run of white space counting as one blank and none at the ends; else 0.0."""
-    return float(completion.split() == answer.split())
+    """Return 1.0 if a completion, without its reasoning, is the answer, else 0.0.
+
+    Any run of white space counts as one blank, and none at the ends.
+    """
+    # Letters with accents have two forms in Unicode, which look the same.
+    said, wanted = (unicodedata.normalize("NFC", text).split() for text in (final_part(completion), answer))
+    return float(said == wanted)

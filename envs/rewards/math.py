@@ -19,7 +19,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
-from envs.judging.programs import final_part
+from envs.judging.programs import answer_part, final_part
 from flash.errors import ConfigError, RewardError
 
 try:
@@ -89,6 +89,7 @@ _SIGNS = str.maketrans(
         "±": r"\pm ",
         "∪": r"\cup ",
         "∈": r"\in ",
+        "∅": r"\emptyset ",
         "½": r"\frac{1}{2}",
         "⅓": r"\frac{1}{3}",
         "⅔": r"\frac{2}{3}",
@@ -143,7 +144,7 @@ _VALUE = re.compile(
 _RANGE = re.compile(rf"({_DECIMAL})-({_DECIMAL})")
 _INSIDE = r"((?:[^\\]|\\(?![()\[\]])){1,1000})"
 _MATH = re.compile(
-    rf"\$\$([^$]{{1,1000}})\$\$|\$([^$\n]{{1,1000}})\$|\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]",
+    rf"\$\$([^$]{{1,1000}})\$\$|(?<!\\)\$((?:\\\$|[^$\n]){{1,1000}})\$|\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]",
     re.DOTALL,
 )
 
@@ -151,12 +152,14 @@ _MATH = re.compile(
 def final_answer(text: str) -> str | None:
     r"""Return the answer that a text ends in, as it is written there; None if it has none.
 
-    Only what follows the reasoning counts. The answer stands behind `####`, else in the last whole `\boxed{…}` that is
-    not empty, else after "answer is"; else the text is one expression, or it is the last number. Boxes with nothing but
-    commas or "and" between them are one list. An empty or unclosed box is no answer, and numbers around it are none
-    either.
+    Only what follows the reasoning counts, and of that the last `<answer>…</answer>`. The answer stands behind `####`,
+    else in the last whole `\boxed{…}` that is not empty, else after "answer is"; else the text is one expression, or it
+    is the last number. Boxes with nothing but commas or "and" between them are one list. An empty or unclosed box is no
+    answer, and numbers around it are none either.
     """
-    text = final_part(text).translate(_SIGNS)
+    text = final_part(text)
+    inside = answer_part(text)
+    text = (text if inside is None else inside).translate(_SIGNS)
     for mark in reversed([*_MARKED.finditer(text)]):
         line = mark[1].strip()
         if line and (not _HEADING.match(line) or not text[mark.end() :].strip()):
@@ -257,6 +260,10 @@ def _last_value(text: str) -> str | None:
 _NOTHING = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|\\!\s?|\\,(?=\d{3})|\{\}|\\(?=\n)"
 )
+_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s?\\\}")
+_PICTURES = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s?(?:\{\s?(\d{1,20})\s?\}|(\d))")
+_BASED = re.compile(r"([0-9A-Za-z]{1,100})\s?_\s?(?:\{\s?(\d{1,2})\s?\}|(\d))")
 _BLANK = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|[~\s])+")
 _WRAPPED = re.compile(
     r"\\(?:text|textnormal|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|boxed|fbox|emph)\s?\{([^{}]*)\}"
@@ -281,6 +288,10 @@ _UNIT = re.compile(
     r"(?P<number>.*?[\d}%.!])(?:\s?\^\s?\{?\s?\\circ\s?\}?\s?[CFK]?|(?P<gap>\s?)"
     rf"(?P<words>[A-Za-zµμΩ]+\.?{_EXPONENT}(?:[ /*.'-]{{1,3}}[A-Za-zµμΩ]+\.?{_EXPONENT}){{0,6}}))"
 )
+_FOREIGN_UNIT = re.compile(
+    r"(.*\d)\s?(?!.*[百千万亿億十半백천만억])[\u0400-\u04ff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3]{1,12}"
+)
+"""A number with a unit or a counting word in other scripts; words such as `万` are factors, and no units."""
 _UNITS = frozenset(
     """
     mm cm dm km nm um kg mg lb lbs oz ml mL dl cl kW MW kWh Hz kHz MHz GHz kJ kcal cal eV keV MeV Pa kPa atm bar mol
@@ -310,17 +321,18 @@ _PLAIN_NAMES = {
 }
 """Names of signs that are written without a backslash, with the command for each."""
 _PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[Nn]o(?![A-Za-z]))")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[a-z*]{1,20}\}(?:\{[lcr|]{1,20}\})?")
 _LETTER = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s)?(?:\(\s?([A-Ja-j])\s?\)|([A-J])\b(?![\s\w^+*/=-]))[).:]*"
 )
 _CHOICE = re.compile(rf"{_LETTER.pattern}(?:\s+[\w$\\(].*)?")
 _NAME = re.compile(
-    r"(?:\\?[A-Za-z]+(?:_\{?\w{1,10}\}?)?'?|[A-Za-z]\s?\([A-Za-z\d, -]{1,20}\)|[A-Za-z][A-Za-z _-]{1,60})\s?"
+    r"(?:\\?[A-Za-z]+(?:_\{?\w{1,10}\}?)?'?|[A-Za-z]'{0,2}\s?\([A-Za-z\d, -]{1,20}\)"
+    r"|\\frac\{d[A-Za-z]?\}\{d[A-Za-z]\}|[A-Za-z][A-Za-z _-]{1,60})\s?"
 )
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\implies|\\Rightarrow")
-_RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])")
+_RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])|\s(?:and|or)\s")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega|angle)(?![A-Za-z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
@@ -343,16 +355,23 @@ def _plain(text: str) -> str:
     text = text.translate(_SIGNS).strip()
     for _ in range(4):
         text = _WRAPPED.sub(r" \1 ", text)
-    text = _NOTHING.sub("", text)
+    text = _PICTURES.sub("", _EMPTY.sub(r"\\emptyset ", _NOTHING.sub("", text)))
+    text = _REPEATING.sub(_as_fraction, text.rstrip("\\ "))
     text = _BLANK.sub(" ", text).replace("{,}", ",")
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\(?:leq?|leqslant)(?![a-z])", r"\\le", re.sub(r"\\(?:geq?|geqslant)(?![a-z])", r"\\ge", text))
     # A dollar sign around a formula is no currency.
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text.strip(' *`"\n'))
-    text = re.sub(r"^(\$\$?)([^$]+)\1(\s?(?:\\?%|percent|per cent)?)\.?$", r"\2\3", text.strip())
+    text = re.sub(r"^(\$\$?)((?:\\\$|[^$])+)\1(\s?(?:\\?%|percent|per cent)?)\.?$", r"\2\3", text.strip())
     text = re.sub(r"\$([^$]{1,200})\$(?=\s?(?:,|and|or|$))", r"\1", text) if text.count("$") > 1 else text
     return text.strip(' *`"\n').rstrip(".,;:").strip()
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    whole, before, period = repeating[1], repeating[2], repeating[3] or repeating[4]
+    above = int(whole + before + period) - int(whole + before or "0")
+    return rf"\frac{{{above}}}{{{'9' * len(period) + '0' * len(before)}}}"
 
 
 def _folded(text: str) -> str:
@@ -397,6 +416,8 @@ def _number(text: str) -> _Number | None:
 
 def _without_unit(text: str) -> str | None:
     """Return the number that stands before a unit; None where no unit is."""
+    if foreign := _FOREIGN_UNIT.fullmatch(text):
+        return foreign[1]
     found = _UNIT.fullmatch(text)
     if found is None:
         return None
@@ -486,6 +507,9 @@ def _has_letters(text: str) -> bool:
 def _same_value(found: str, reference: str) -> bool:
     if _folded(found) == _folded(reference):
         return True
+    ours, theirs = _BASED.fullmatch(found), _BASED.fullmatch(reference)
+    if ours and theirs and found[0].isdigit() and reference[0].isdigit():
+        return _in_base(ours) == _in_base(theirs)
     one, other = _number(found), _number(reference)
     if one is None or other is None:
         return _same_expression(found, reference)
@@ -494,6 +518,14 @@ def _same_value(found: str, reference: str) -> bool:
     # A decimal may be a rounded fraction, but not another decimal.
     roundings = [number.rounded for number in (one, other) if number.rounded is not None]
     return len(roundings) == 1 and abs(one.value - other.value) <= roundings[0]
+
+
+def _in_base(number: re.Match[str]) -> int | str:
+    """Return the value of `101_2`; the text if these are no digits of that base."""
+    try:
+        return int(number[1], int(number[2] or number[3]))
+    except ValueError:
+        return number[0]
 
 
 def _same_expression(found: str, reference: str) -> bool:
