@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
@@ -154,6 +154,23 @@ def test_the_beginning_of_the_next_turn_is_kept_when_the_template_ends_none(make
     tokenizer = make(UNENDED, "<eos>")
     following = tokenizer.follow([user("three")], tokenizer.end[0])
     assert tokenizer.inner.decode(following) == "<|user|>three<|assistant|>"
+
+
+@pytest.mark.parametrize("form", ["<s> $A", "<s> $A <eos>", "$A <eos>", "$A"])
+def test_a_text_begins_as_the_tokenizer_begins_texts_and_messages_only_as_their_template_does(
+    tmp_path: Path, make: Make, form: str
+) -> None:
+    inner = make(ALTERNATING).inner
+    numbers = {token: inner.convert_tokens_to_ids(token) for token in ("<s>", "<eos>")}
+    inner.backend_tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=list(numbers.items()))
+    inner.save_pretrained(tmp_path / "model")
+    tokenizer = HfTokenizer(ModelConfig(path=str(tmp_path / "model")))
+    letters = inner.convert_tokens_to_ids(list("<s>ab"))
+    start = [numbers["<s>"]] * form.startswith("<s>")
+    assert tokenizer.render("<s>ab") == [*start, *letters]
+    assert tokenizer.render("") == start
+    assert tokenizer.follow("<s>ab", None) == letters
+    assert tokenizer.render([Message("user", "ab")]).count(numbers["<s>"]) == 1
 
 
 def test_text_follows_as_it_is(make: Make) -> None:

@@ -120,7 +120,10 @@ class _Manner(NamedTuple):
 
 
 class HfTokenizer(Tokenizer):
-    """A Hugging Face tokenizer. Plain text is encoded as it is; messages go through the model's chat template."""
+    """A Hugging Face tokenizer. Messages go through the model's chat template.
+
+    Plain text is encoded as it is, behind the token with which the tokenizer begins a text, such as `<s>`, if it does.
+    """
 
     slow = True
 
@@ -216,7 +219,10 @@ class HfTokenizer(Tokenizer):
         named = observation if isinstance(observation, str) else self._check(observation, tools)
         known = self._prompts.get(named)
         if known is None:
-            known = self._prompts[named] = array("i", self._encode(self._first(observation, tools)))
+            tokens = self._encode(self._first(observation, tools))
+            if isinstance(observation, str):  # a chat template writes its beginning itself
+                tokens = self._text_start + tokens
+            known = self._prompts[named] = array("i", tokens)
             for oldest in list(self._prompts)[:-KEPT_PROMPTS]:
                 # A thread that renders a large prompt may drop it, too.
                 self._prompts.pop(oldest, None)
@@ -475,6 +481,16 @@ class HfTokenizer(Tokenizer):
                 f"the tokenizer of {self._path} cannot take {error.object[:80]!r}: it has a lone surrogate at "
                 f'{error.start}; show text.encode("utf-8", "replace").decode()'
             ) from None
+
+    @cached_property
+    def _text_start(self) -> list[int]:
+        """Tokens that the tokenizer puts before any text.
+
+        Models such as Gemma and Llama were pretrained with them, and engines put them before a text, too.
+        """
+        text, whole = self._encode("a"), self.inner.encode("a")
+        places = range(len(whole) - len(text) + 1)
+        return list(whole[: next((at for at in places if whole[at : at + len(text)] == text), 0)])
 
     @cached_property
     def _controls(self) -> Controls:
