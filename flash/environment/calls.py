@@ -231,7 +231,7 @@ async def called(
 
     task = UserTask(f"environment {what}", asynchronous, context)
     if not await task.wait(timeout, shield=shield):
-        where = env.where() if isinstance(env, Threaded) else task.where()
+        where = (env.where() if isinstance(env, Threaded) else "") or task.where()
         ended = await task.end()
         abandoned = "" if ended else "; it goes on though it was cancelled, and was abandoned"
         advice = f"look at the environment's class, or raise deadlines.{key}"

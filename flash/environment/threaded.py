@@ -97,7 +97,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
 
 
 class Threaded:
-    """An `Environment` made of a `SyncEnvironment`."""
+    """An `Environment` made of one with blocking methods, all of them or some."""
 
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
@@ -105,22 +105,36 @@ class Threaded:
         self._thread: int | None = None
         """Identifies the thread that is inside of the environment."""
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that `close` was called on while a thread was inside of the environment."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
-        return await in_thread(lambda: self._run(lambda: self.blocking.reset(seed)))
+        return await self._called(self.blocking.reset, seed)
 
     async def step(self, action: str) -> StepResult:
         """Take the policy's answer."""
-        return await in_thread(lambda: self._run(lambda: self.blocking.step(action)))
+        return await self._called(self.blocking.step, action)
 
     async def close(self) -> None:
         """Release the environment, at once or as soon as an abandoned call has come back."""
         with self._state:
             self._closed = True
             if self._thread is not None:
+                self._loop = asyncio.get_running_loop()
                 return
-        await in_thread(self._close)
+        if is_async(self.blocking.close):
+            await self.blocking.close()
+        else:
+            await in_thread(self._close)
+
+    async def _called(self, method: Callable[..., Any], argument: object) -> Any:
+        """Await an `async def`, and run a `def` in a thread: a class may have both, as one that inherits some."""
+        if is_async(method):
+            return await method(argument)
+        result = await in_thread(lambda: self._run(lambda: method(argument)))
+        # A decorator makes a `def` of an `async def`.
+        return await result if inspect.isawaitable(result) else result
 
     def where(self) -> str:
         """Return `, at file.py:12`, the line that the environment's thread runs; empty if none is inside of it."""
@@ -140,7 +154,9 @@ class Threaded:
                 self._thread = None
                 close_now = self._closed
             if close_now:
-                self.blocking.close()
+                closing = self.blocking.close()
+                if inspect.iscoroutine(closing) and self._loop is not None:
+                    asyncio.run_coroutine_threadsafe(closing, self._loop)
 
     def _close(self) -> None:
         self._thread = threading.get_ident()
@@ -158,7 +174,9 @@ def is_async(called: object) -> bool:
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment as it is, and a blocking one behind a thread, its calls one at a time."""
-    if is_async(env.reset):
+    """Return an asynchronous environment as it is, and one with a blocking method behind a thread."""
+    methods = (env.reset, env.step, env.close)
+    # `Threaded` has no `inform`: a class with that must be asynchronous as a whole.
+    if all(map(is_async, methods[:1] if hasattr(env, "inform") else methods)):
         return cast("Environment", env)
     return Threaded(cast("SyncEnvironment", env))

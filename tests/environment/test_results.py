@@ -249,3 +249,48 @@ def test_what_an_environment_offers_beyond_the_interface_is_seen():
     assert isinstance(Arithmetic(ArithmeticOptions()), WarmStart)
     assert not isinstance(Blocking, Checked)
     assert not isinstance(Blocking(), WarmStart)
+
+
+@pytest.mark.anyio
+async def test_a_class_with_blocking_and_asynchronous_methods_runs_the_blocking_ones_in_a_thread():
+    class Mixed:
+        def __init__(self):
+            self.threads = []
+
+        async def reset(self, seed):
+            self.threads.append(threading.current_thread())
+            return f"problem {seed}", {}
+
+        def step(self, action):
+            self.threads.append(threading.current_thread())
+            return "", 1.0, True, False, {}
+
+        async def close(self):
+            self.threads.append(threading.current_thread())
+
+    inner = Mixed()
+    env = wrap(inner)
+    assert await env.reset(7) == ("problem 7", {})
+    assert await env.step("x") == ("", 1.0, True, False, {})
+    await env.close()
+    here = threading.current_thread()
+    assert [thread is here for thread in inner.threads] == [True, False, True]
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_close_follows_a_blocked_call_that_was_given_up():
+    class Mixed(Blocking):
+        async def close(self):
+            self.calls.append("close")
+            self.closed.set()
+
+    inner = Mixed()
+    env = wrap(inner)
+    with anyio.move_on_after(0.05):
+        await env.step("x")
+    await anyio.to_thread.run_sync(inner.entered.wait)
+    await env.close()
+    assert inner.calls == []
+    inner.may_go_on.set()
+    assert await anyio.to_thread.run_sync(inner.closed.wait, 20)
+    assert inner.calls == ["step", "close"]
