@@ -124,7 +124,7 @@ class Threaded:
                 self._loop = asyncio.get_running_loop()
                 return
         if is_async(self.blocking.close):
-            await self.blocking.close()
+            await cast("Environment", self.blocking).close()
         else:
             await in_thread(self._close)
 
