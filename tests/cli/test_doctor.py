@@ -28,6 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "model").mkdir()
     for name, text in {
         "model/config.json": "{}",
+        "model/tokenizer.json": "{}",
         "model/model.safetensors": "\2" + 7 * "\0" + "{}",
         "run.toml": CONFIG,
     }.items():

@@ -35,7 +35,8 @@ def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
     """A run of a model that is there."""
     model = folder / "policy"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
     save_file({}, model / "model.safetensors")
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "output_dir": str(folder / "outputs"), "steps": 10},
@@ -128,6 +129,7 @@ def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_p
 def test_a_model_whose_files_are_cut_off_or_missing_is_refused(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     save_file({"a": np.zeros(1000, np.float32)}, weights)
+    (tmp_path / "tokenizer.json").write_text("{}")
     config = make_config(tmp_path, model={"path": str(tmp_path)})
     assert start_problems(config) == []
     index = tmp_path / "model.safetensors.index.json"
@@ -142,7 +144,7 @@ def test_a_model_whose_files_are_cut_off_or_missing_is_refused(tmp_path: Path) -
     assert told.endswith("; copy or fetch the model again")
 
 
-def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_folder_without_weights_or_a_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -151,6 +153,8 @@ def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
         "*.bin"
     )
     save_file({}, folder / "model.safetensors")
+    assert f"the folder {folder} holds no tokenizer" in problem(make_config(tmp_path, model={"path": str(folder)}))
+    (folder / "tokenizer.json").write_text("{}")
     assert start_problems(make_config(tmp_path, model={"path": str(folder)})) == []
 
 

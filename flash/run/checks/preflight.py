@@ -51,6 +51,8 @@ from flash.waiting import run_apart
 
 WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
+TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
+"""Files of a model folder that hold its tokenizer."""
 
 
 def start_problems(config: Config) -> list[ConfigProblem]:
@@ -137,6 +139,13 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
         if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
             files = " or ".join(WEIGHTS)
             yield ConfigProblem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
+        elif key == "model.path" and Path(path).is_dir() and not any(map(any, map(Path(path).glob, TOKENIZERS))):
+            yield ConfigProblem(
+                key,
+                f"the folder {path} holds no tokenizer: expected a tokenizer.json beside the weights, as "
+                "`AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)` writes the one of the model that these "
+                "weights come from",
+            )
         elif Path(path).is_dir() and (fault := _damaged(Path(path))):
             yield ConfigProblem(key, f"{fault}; copy or fetch the model again")
         elif is_hub_id(path) and (fault := hub_fault(path)):
