@@ -45,7 +45,7 @@ def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[
 def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
     """Return float64 [B]: R − mean of each group (Dr. GRPO, arXiv 2503.20783): no prompt counts more for being easy."""
     groups = _grouped(rewards, group_ids)
-    return np.ldexp(groups.centred_B, groups.exponent_B)
+    return _scaled_back(groups.centred_B, groups.exponent_B)
 
 
 def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
@@ -55,7 +55,13 @@ def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: S
     """
     groups = _grouped(rewards, group_ids)
     advantage_B = groups.centred_B * groups.count_B / np.maximum(groups.count_B - 1, 1)
-    return np.ldexp(advantage_B, groups.exponent_B)
+    return _scaled_back(advantage_B, groups.exponent_B)
+
+
+def _scaled_back(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
+    # Rewards at both ends of the range of floats lie further apart than any float: the caller refuses the infinity.
+    with np.errstate(over="ignore"):
+        return np.ldexp(centred_B, exponent_B)
 
 
 def turn_advantages(

@@ -143,29 +143,34 @@ async def test_what_a_client_did_not_wait_for_is_booked_all_the_same() -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 async def test_a_stream_that_fails_says_so_and_the_episode_fails(name: str) -> None:
-    global way
-    way = name
-    played = await episode("fails_to_listen", Paced(EngineError("the engine is gone")))
+    global way, address
+    way, address = name, asyncio.get_running_loop().create_future()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hears_the_end)
+        played = await episode("gives_its_address", Paced(EngineError("the engine is gone")))
     assert isinstance(played, Failure)
     assert (played.outcome, played.tokens) == (Outcome.ENGINE_ERROR, 7)
     assert seen[-1] == "The episode of this key is over."
 
 
-async def fails_to_listen(base_url: str, api_key: str, task: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+address: asyncio.Future[tuple[str, str]]
+"""Of the endpoint, with its key."""
 
-        async def listen() -> None:
-            try:
-                async for text in WAYS[way](client):
-                    seen.append(text)
-                    if "".join(seen) == TEXT[:3]:
-                        policy.goes_on.set()
-            except openai.OpenAIError as error:
-                seen.append(str(error))
 
-        listening = asyncio.ensure_future(listen())
-        try:
-            await asyncio.shield(listening)  # its end comes meanwhile
-        finally:
-            await listening
+async def gives_its_address(base_url: str, api_key: str, task: str) -> str:
+    """Leaves the talking to another program: its own tasks are cancelled when its episode fails."""
+    address.set_result((base_url, api_key))
+    await asyncio.sleep(1000)
     return ""
+
+
+async def hears_the_end() -> None:
+    base_url, api_key = await address
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        try:
+            async for text in WAYS[way](client):
+                seen.append(text)
+                if "".join(seen) == TEXT[:3]:
+                    policy.goes_on.set()
+        except openai.OpenAIError as error:
+            seen.append(str(error))

@@ -172,7 +172,7 @@ def test_the_configurations_form_of_the_options_is_taken():
         ({"a": BLOCKING | {"group_size": 0}}, r"`kinds.a.group_size`: expected an integer above 0"),
         ({"a": BLOCKING | {"max_turns": 0}}, r"`kinds.a.max_turns`: expected an integer above 0"),
         ({"a": BLOCKING | {"max_new_tokens": 1.5}}, r"`kinds.a.max_new_tokens`: expected an integer"),
-        ({"a": BLOCKING | {"temperature": 0}}, r"`kinds.a.temperature`: expected a number from 0.01 to 100, got 0"),
+        ({"a": BLOCKING | {"temperature": 0}}, r"`kinds.a.temperature`: expected a number from 0.01 to 2, got 0"),
         ({"a": BLOCKING | {"accuracy_bounds": [0.9, 0.1]}}, r"`kinds.a.accuracy_bounds`: expected \[low, high\]"),
         ({"a": BLOCKING | {"accuracy_bounds": [0.9]}}, r"`kinds.a.accuracy_bounds`"),
         ({"a": BLOCKING | {"group_sise": 4}}, r"`kinds.a.group_sise`: .*did you mean `group_size`"),

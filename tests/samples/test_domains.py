@@ -233,7 +233,7 @@ def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_group
 @pytest.mark.parametrize(
     ("domain", "message"),
     [
-        (Domain(temperature=0.0), "temperature of the domain 'c': expected a number from 0.01 to 100, got 0"),
+        (Domain(temperature=0.0), "temperature of the domain 'c': expected a number from 0.01 to 2, got 0"),
         (Domain(top_k=-1), "top_k of the domain 'c': expected an integer from 0 to 1024, got -1"),
         (
             Domain(top_p=0.9),

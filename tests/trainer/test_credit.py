@@ -142,7 +142,7 @@ def test_a_reward_that_is_not_a_number_is_refused_by_the_name_of_its_sample(valu
 
 
 def test_an_advantage_that_is_not_finite_is_refused_by_the_name_of_its_sample() -> None:
-    shard = make_shard([sample(0, 1.0), sample(3, 1.5e308), sample(3, 1.5e308), sample(3, 0.0)])
+    shard = make_shard([sample(0, 1.0), sample(3, -1.7e308), sample(3, 1.7e308), sample(3, 1.7e308)])
     with pytest.raises(ContractError, match=r"sample 1 \(group 3\) has an advantage that is not finite"):
         credit_of(shard, "group_mean")
 

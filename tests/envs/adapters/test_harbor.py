@@ -179,6 +179,9 @@ async def test_the_last_answer_and_limits_of_the_run_are_judged_as_things_are(fo
     class Episode:
         turns_left = 0
 
+        async def prepare(self, message: object) -> None:
+            """Render nothing ahead: results are short here."""
+
     provider = Provider(reward={"reward.txt": "0.25"})
     assert (await played(folder, provider, "```bash\nls\n```", turns=1))[1][1:4] == (0.25, True, False)
 
