@@ -18,7 +18,9 @@ from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.checks.preflight import sft_problems
 from flash.run.sft.course import Course, CourseTokens
+from flash.run.sft.rank import other_rows
 from flash.run.sft.rows import ALONE, TokenRow, TokenTable, read_tokens, tokenized
+from flash.trainer.state.stored import HUB_STATE, MANIFEST, Manifest, describe
 from flash.types import Message
 from tests.rollout.families import FAMILIES, family
 
@@ -265,6 +267,40 @@ def test_every_row_is_trained_once_in_each_epoch_in_an_order_that_follows_from_t
     assert trained(config, 3) == steps[3], "also when the run begins there"
     other = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=1))
     assert trained(other, 0) != steps[0]
+
+
+def test_a_run_that_goes_on_with_other_rows_says_so(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    course = Course(config, tokens_of(config))
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+
+    def keep(content: bytes) -> None:
+        (folder / HUB_STATE).write_bytes(content)
+        files = [describe(folder / HUB_STATE, folder)]
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(1, 0, files)))
+
+    keep(b"sft " + course.digest().encode())
+    assert other_rows(folder, course) == ""
+    written(tmp_path, *({"prompt": "x ", "completion": f"n{number}"} for number in range(8)))
+    told = other_rows(folder, Course(config, tokens_of(config)))
+    assert "sft.data: its rows, or their tokens, are not those" in told
+    keep(b"sft")
+    assert other_rows(folder, course) == "", "a checkpoint of an earlier version says nothing of its rows"
+
+
+def test_tokens_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    written(tmp_path, {"messages": TALK})
+    most = tokens_of(config).data.greatest
+    for described in ({"vocab_size": most}, {"text_config": {"vocab_size": most}}):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+        with pytest.raises(
+            ConfigError, match=rf"rows have the token '<.*>' \({most}\), and the model .* has {most} tok"
+        ):
+            tokens_of(config)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": most + 1}))
+    assert len(tokens_of(config).data) == 1
 
 
 def test_half_an_epoch_trains_half_of_the_rows(tmp_path: Path) -> None:

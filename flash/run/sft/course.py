@@ -83,6 +83,10 @@ class Course:
     def _shuffled(self, epoch: int) -> Int64Array:
         return np.random.default_rng([self._config.run.seed, epoch]).permutation(len(self._tokens.data))
 
+    def digest(self) -> str:
+        """Return a text that is equal for equal rows of `sft.data` in tokens. Reads all of them."""
+        return self._tokens.data.digest()
+
     def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return what a step trains, and numbers of it. No batch is empty: every row has something to learn."""
         size, rows = self._config.train.batch_size, self._tokens.data

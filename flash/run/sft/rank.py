@@ -28,7 +28,7 @@ from flash.run.trainer_rank import meet, others
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
 from flash.trainer.state import checkpoint
-from flash.trainer.state.stored import FileEntry, choose, describe
+from flash.trainer.state.stored import FileEntry, choose, describe, hub_state
 from flash.trainer.step import Trainer
 from flash.types import Batch, Shard
 
@@ -39,6 +39,8 @@ TOLD = (
     *("tokens", "trained_tokens", "shared_token_share"),
 )
 """Metrics of a step that mean something for rows that no engine has sampled."""
+MARK = b"sft"
+"""Beginning of the file of a checkpoint in which a hub would keep its state; the digest of the rows follows."""
 WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
 """Order of the wishes: all ranks do the greatest that any of them has."""
 
@@ -79,9 +81,27 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
         # A thread of its own shows tokens.
         recorder = Recorder(config, HfTokenizer(config.model), now=time.time, resume_at=at, restarts=order.restarts)
         stack.enter_context(recorder)
+        if chosen[0]:
+            notes.append(other_rows(Path(chosen[0]), course))
         for note in filter(None, (tokenizer.ends_told(), *notes)):
             recorder.note(note)
     return SftLoop(config, trainer, course, tokenizer, recorder, told).run()
+
+
+def other_rows(folder: Path, course: Course) -> str:
+    """Return a line that says if the steps of a checkpoint have learned other rows than these; empty if not.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    with hub_state(folder) as kept:
+        mark, _, digest = bytes(kept).partition(b" ")
+    if mark != MARK or not digest or digest == course.digest().encode():
+        return ""
+    return (
+        "sft.data: its rows, or their tokens, are not those that the steps of the checkpoint have learned: the rows of "
+        "each step follow from all of them, so that some are learned twice in this epoch and others not at all"
+    )
 
 
 class SftLoop:
@@ -189,7 +209,7 @@ class SftLoop:
 
     def _checkpoint(self) -> None:
         def no_hub(file: Path) -> FileEntry:
-            file.write_bytes(b"sft")
+            file.write_bytes(MARK + b" " + self._course.digest().encode())
             return describe(file, file.parent)
 
         checkpoint.save(self._config.run_dir, self._trainer, no_hub, keep=self._config.checkpoint.keep)

@@ -11,6 +11,7 @@ ranks read the tokens from files (`TokenTable`), so that no row can fail in the 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from hashlib import blake2b
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -140,6 +142,18 @@ class TokenTable:
         return int(np.diff(self._arrays["token_ends"], prepend=0).max(initial=0))
 
     @property
+    def greatest(self) -> int:
+        """The greatest token; -1 if there is none."""
+        return int(self._arrays["tokens"].max(initial=-1))
+
+    def digest(self) -> str:
+        """Return a text that is equal for equal tables, in the same order."""
+        told = blake2b(digest_size=16)
+        for name in ARRAYS:
+            told.update(np.ascontiguousarray(self._arrays[name]).data)
+        return told.hexdigest()
+
+    @property
     def cut(self) -> int:
         """Rows of which a part lies beyond the longest sequence."""
         return int(self._arrays["cut"].sum())
@@ -223,6 +237,13 @@ def read_tokens(
     controls = [place for part in parts for place in part.controls]
     if not len(table):
         raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {most}")
+    if (size := _vocabulary(model)) is not None and table.greatest >= size:
+        text = HfTokenizer(model).token_texts([table.greatest])[0]
+        raise ConfigError(
+            f"{key}: rows have the token {text!r} ({table.greatest}), and the model {model.path} has {size} tokens: "
+            "tokens were added to its tokenizer alone. Add them to the model, as transformers' resize_token_embeddings "
+            "does, or use the model's own tokenizer"
+        )
     counts = ", ".join(f"{count} {'row' if count == 1 else 'rows'} with {shape}" for shape, count in shapes.items())
     learned = (
         f"{len(table)} rows are learned: {table.learned} of {table.tokens} tokens, at most {table.longest} a sequence"
@@ -240,6 +261,16 @@ def read_tokens(
             "the letters that it has: give conversations as `messages`, without control tokens"
         )
     return TokenReport(table, lines)
+
+
+def _vocabulary(model: ModelConfig) -> int | None:
+    """Return the number of tokens of a model in a local folder, as its config.json says; None if that is not known."""
+    try:
+        described: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        size = described.get("text_config", described).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None  # the model comes from a hub or is still to be made
+    return size if isinstance(size, int) else None
 
 
 def _left_out(places: Sequence[str]) -> str:
