@@ -122,7 +122,10 @@ def example_of(row: Row) -> Conversation | Text:
     for asked, answered in PAIRS:
         if asked in names and answered in names:
             messages = [*_history(values, place), *_asked(values, values[asked], asked, place)]
-            messages += _messages(values[answered], place, answered, ASSISTANT)
+            answer = values[answered]
+            if isinstance(answer, int | float | Decimal):
+                answer = _answer(answer, f"{place}: {answered!r}")
+            messages += _messages(answer, place, answered, ASSISTANT)
             return _conversation(f"{asked} and {answered}", values, place, messages, 0)
     if isinstance(values.get("text"), str):
         return _text("text", values, place, "", values["text"])

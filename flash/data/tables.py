@@ -28,6 +28,8 @@ from flash.errors import ConfigError
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Usual beginnings of the file names of a data set's splits. A folder that mixes several is not read as one table."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+GZIP = b"\x1f\x8b"
+"""First bytes of a file that gzip has written."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separator of the cells, by the suffix of the file."""
 READ_TOGETHER = 128
@@ -206,6 +208,8 @@ def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, st
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as data:
             head = data.peek(4)[:4]
+            if head.startswith(GZIP) and file.suffix != ".gz":
+                raise ConfigError(f"{file} is compressed by gzip: name it {file.name}.gz, or decompress it")
             encoding = json.detect_encoding(head)
             if encoding == "utf-8-sig":
                 data.read(3)
@@ -297,8 +301,13 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
                 if None in values:
                     raise ConfigError(f"{place} has more cells than the first line has names; quote cells with commas")
                 yield Row(place, cast("dict[str, Any]", values))
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{_place(file, number + 1)} cannot be read: {error}; save the file as UTF-8") from error
+        except csv.Error as error:
+            raise ConfigError(
+                f"{_place(file, number + 1)} cannot be read: {error}; a cell with quotes, commas or line breaks stands "
+                'between quotes, and a quote within it is written twice: "say ""yes"""'
+            ) from error
 
 
 @contextlib.contextmanager

@@ -197,11 +197,12 @@ REFUSED = {
         (b"[{]", "rows.jsonl is no list of JSON objects"),
         (b'\xff\xfe{\x00"\x00a', "rows.jsonl, row 1 is not utf-16 text"),
         (b"", "rows.jsonl has no rows"),
+        (b"\x1f\x8b\x08\x00", r"rows.jsonl is compressed by gzip: name it rows.jsonl.gz"),
     ],
     "rows.json": [(b'{\n  "data": []\n}', "rows.json, row 1 is not a JSON object .* or one list of objects")],
     "rows.csv": [
         (b"a,b\n1,2,3\n", "rows.csv, row 1 has more cells than the first line has names"),
-        (b'a\n"1\n', "rows.csv, row 1 cannot be read: unexpected end of data"),
+        (b'a\n"1\n', "rows.csv, row 1 cannot be read: unexpected end of data; a cell with quotes"),
         (b"a\n1\n\xe9\n", "rows.csv, row 1 cannot be read: .*save the file as UTF-8"),
         (b"a,b\n", "rows.csv has no rows"),
         (b"a,b,a\n1,2,3\n", "rows.csv has two columns 'a'; expected a name of its own for each"),

@@ -184,7 +184,7 @@ def test_a_row_that_is_too_long_is_left_out_before_the_run_and_counted(tmp_path:
     assert "learned: 52 of 74 tokens, at most 24 a sequence" in tokens.lines[0]
     assert tokens.lines[1] == "sft.data: 1 of these rows are cut at model.max_length = 24"
     assert "rows.jsonl, row 11): no answer begins within model.max_length = 24" in tokens.lines[2]
-    assert "rows.jsonl, row 13): no message in them is to be learned" in tokens.lines[3]
+    assert "rows.jsonl, row 13): their answers are empty, of weight 0, or follow no message" in tokens.lines[3]
     config = tokens.with_steps(config)
     assert config.run.steps == 11
     assert all(Course(config, tokens).batch(step)[0].trajectories for step in range(11))
@@ -267,6 +267,22 @@ def test_every_row_is_trained_once_in_each_epoch_in_an_order_that_follows_from_t
     assert trained(config, 3) == steps[3], "also when the run begins there"
     other = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=1))
     assert trained(other, 0) != steps[0]
+
+
+def test_an_empty_answer_is_not_learned_as_an_end_of_turn_and_its_row_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    written(
+        tmp_path,
+        {"instruction": "x", "input": "", "output": ""},
+        {"prompt": "x ", "completion": " \n"},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}, *TALK]},
+        {"question": "x", "answer": 5},
+    )
+    tokens = tokens_of(config)
+    assert "2 rows are left out" in tokens.lines[-1]
+    assert "row 1, …): their answers are empty" in tokens.lines[-1]
+    learned = [len(tokens.data.row(index).sequences[0].spans) for index in range(2)]
+    assert learned == [2, 1], "of the three answers of one row, two say something"
 
 
 def test_a_run_that_goes_on_with_other_rows_says_so(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.service import tools
 from flash.service.errors import ApiError
-from flash.types import ASSISTANT, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import ASSISTANT, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 ALONE = 2000
 """Rows from which tokenizing by several processes gains more than their start costs, some five seconds."""
@@ -254,7 +254,7 @@ def read_tokens(
     if long:
         lines.append(f"{key}: {_left_out(long)}: no answer begins within model.max_length = {most}")
     if unlearned:
-        lines.append(f"{key}: {_left_out(unlearned)}: no message in them is to be learned")
+        lines.append(f"{key}: {_left_out(unlearned)}: their answers are empty, of weight 0, or follow no message")
     if controls:
         lines.append(
             f"{key}: {len(controls)} texts hold the text of a control token, as {controls[0]} does; it is learned as "
@@ -380,6 +380,8 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
     """Yield the sequences of a row. Raises EnvError as `HfTokenizer.said`, ConfigError for a wrong message or tool."""
     if isinstance(example, Text):
+        if not example.completion.strip():
+            return
         prompt = tokenizer.render(example.prompt)
         answer = [*tokenizer.follow(example.completion, None), *tokenizer.end]
         yield _grown([], prompt, answer)
@@ -392,7 +394,12 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
     growing, tokenizer = Learned([], []), tokenizer.under(example.template)
     # An engine is asked behind some message: one that begins a conversation is shown, and not learned.
     for index in range(max(example.shown, 1), len(messages)):
-        if messages[index].role != ASSISTANT or not _weight(example.messages[index].get("weight"), index, place):
+        given = example.messages[index]
+        if (
+            messages[index].role != ASSISTANT
+            or not _weight(given.get("weight"), index, place)
+            or _is_empty(messages[index])
+        ):
             continue
         prompt, answer = tokenizer.said(messages[: index + 1], offered)
         if prompt[: len(growing.tokens)] != growing.tokens:
@@ -400,6 +407,11 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
             growing = Learned([], [])
         growing = _grown(growing.spans, prompt, answer)
     yield growing
+
+
+def _is_empty(answer: Message) -> bool:
+    """Return True for an answer that says nothing: learned, it would teach the model to end its turn at once."""
+    return not (answer.content.strip() or answer.reasoning.strip() or answer.tool_calls)
 
 
 def _weight(given: Any, index: int, place: str) -> bool:
