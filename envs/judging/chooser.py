@@ -1,9 +1,9 @@
 """The choice of the program to grade among the blocks of an answer. Runs in the sandbox, before any program does.
 
 It reads one JSON object: `blocks`, the most likely first, each a list of texts that the block may be; `calls`, the
-functions that the tests call; `prints`, true if a test expects output; `provided`, names that need no import. It writes
-the chosen text as JSON. Python's own parser judges Python; for other languages the arguments are a command that reads a
-program and exits with 0 if it parses.
+functions that the tests call; `prints` and `reads`, true if a test expects output or gives input; `provided`, names
+that need no import. It writes the chosen text as JSON. Python's own parser judges Python; for other languages the
+arguments are a command that reads a program and exits with 0 if it parses.
 
 The image's Python may be as old as 3.6. Nothing is imported but the standard library.
 """
@@ -40,6 +40,13 @@ OUTPUT_NAMES = {"print", "write", "writelines", "pprint"}
 """Functions and methods that write output."""
 
 
+INPUT_NAMES = {"input", "stdin", "open", "fileinput", "read"}
+"""Functions, methods and modules that read input."""
+
+BEST = 5
+"""Rank of a program that has all that its tests need."""
+
+
 def compiled(text: str) -> "ast.AST | None":
     """Return the syntax tree of a Python program; None if it is none."""
     try:
@@ -60,7 +67,7 @@ def repairs(text: str) -> "list[str]":
 
 
 def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
-    """Return how good a program is for these tests, from 0: it does nothing, to 4: it has all that they need."""
+    """Return how good a program is for these tests, from 0: it does nothing, to `BEST`."""
     nodes = list(ast.walk(tree))
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     if not any(isinstance(node, (ast.Call, *definitions)) for node in nodes):
@@ -83,8 +90,13 @@ def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
     free = set() if "*" in bound else loaded - bound - known
     if free or not all(found(module) for module in modules):
         return 2
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return 4 if not asked["prints"] or OUTPUT_NAMES & (loaded | attributes) else 3
+    named_there = loaded | {node.attr for node in nodes if isinstance(node, ast.Attribute)} | set(modules)
+    # An example behind the solution prints as well, but does not read what the tests give.
+    return (
+        3
+        + bool(not asked["prints"] or OUTPUT_NAMES & named_there)
+        + bool(not asked["reads"] or INPUT_NAMES & named_there)
+    )
 
 
 def found(module: str) -> bool:
@@ -132,7 +144,7 @@ def choose_python(asked: "dict[str, Any]") -> str:
                 if value > best:
                     best, chosen = value, text
                 break
-        if best == 4:
+        if best == BEST:
             return chosen
     if best < 3:
         # The best may stand among words, in a text without a fence or in a block that was never closed.

@@ -123,9 +123,9 @@ def last_block(answer: str, names: Sequence[str]) -> str | None:
     return blocks[0].texts[0] if blocks else None
 
 
-def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, prints: bool) -> bytes:
+def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, prints: bool, reads: bool) -> bytes:
     """Return the input of the chooser."""
-    asked = {"blocks": found.blocks, "calls": calls, "prints": prints, "provided": provided}
+    asked = {"blocks": found.blocks, "calls": calls, "prints": prints, "reads": reads, "provided": provided}
     return json.dumps(asked).encode()
 
 

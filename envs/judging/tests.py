@@ -105,7 +105,8 @@ async def choose_program(
         return first
     calls = sorted({case.call for case in suite.tests if case.call is not None})
     prints = any(case.stdout for case in suite.tests)
-    asked = question_of(found, calls, provided_names() if calls else [], prints=prints)
+    reads = any(case.stdin for case in suite.tests)
+    asked = question_of(found, calls, provided_names() if calls else [], prints=prints, reads=reads)
     result = await _run(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
         return first  # The parser did not come to an end with these texts.

@@ -48,7 +48,9 @@ def graded(answer: str, calls: list[str]) -> str:
     if not found.blocks or found.certain:
         return found.blocks[0][0] if found.blocks else ""
     provided = provided_names() if calls else []
-    return choose_python({"blocks": found.blocks, "calls": calls, "prints": not calls, "provided": provided})
+    return choose_python(
+        {"blocks": found.blocks, "calls": calls, "prints": not calls, "reads": not calls, "provided": provided}
+    )
 
 
 ROWS = read_table()
