@@ -488,9 +488,20 @@ class HfTokenizer(Tokenizer):
 
         Models such as Gemma and Llama were pretrained with them, and engines put them before a text, too.
         """
-        text, whole = self._encode("a"), self.inner.encode("a")
-        places = range(len(whole) - len(text) + 1)
-        return list(whole[: next((at for at in places if whole[at : at + len(text)] == text), 0)])
+        if not self.inner.encode(""):
+            return []
+        # Its own words: a vocabulary of a few characters may have none of those that one would try.
+        for number in range(len(self.inner)):
+            text = self.inner.decode([number])
+            try:
+                tokens = self._encode(text)
+            except EnvError:
+                continue
+            whole = list(self.inner.encode(text))
+            for at in range(len(whole) - len(tokens) + 1) if tokens else ():
+                if whole[at : at + len(tokens)] == tokens:
+                    return whole[:at]
+        return []
 
     @cached_property
     def _controls(self) -> Controls:
