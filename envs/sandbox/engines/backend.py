@@ -132,8 +132,11 @@ class Containers(Protocol):
         """
         ...
 
-    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
-        """Measure its own layer; the measurement may end once it exceeds `most`. Empty when there is no container."""
+    async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
+        """Measure its own layer, as `layer_use`; the measurement may end once it exceeds `most`.
+
+        The result is empty when there is no container.
+        """
         ...
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class DockerContainers:
         except OSError:
             return True
 
-    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
+    async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:
@@ -163,7 +164,8 @@ class DockerContainers:
         folder = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         if self._by_socket and folder and await anyio.Path(folder).is_dir():
             pid = int(found["State"].get("Pid") or 0)
-            return await anyio.to_thread.run_sync(layer_use, Path(folder), pid, most, limiter=self._walking)
+            measure = partial(layer_use, Path(folder), pid, most, holes=holes)
+            return await anyio.to_thread.run_sync(measure, limiter=self._walking)
         # The engine of another machine, or another storage driver: it counts bytes alone, and without an end.
         found = await self._api.json(path, SandboxLostError, params={"size": "true"}, missing=None)
         return LayerUse(int((found or {}).get("SizeRw") or 0))

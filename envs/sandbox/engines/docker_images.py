@@ -49,7 +49,7 @@ class DockerImages:
         if files is None:
             async with self._paused(container_id):
                 # Engines write holes out. What is paused does not make any after this look.
-                use = await self._containers.layer(container_id, LayerUse(most, sys.maxsize))
+                use = await self._containers.layer(container_id, LayerUse(most, sys.maxsize), holes=True)
                 if use.size > most:
                     raise SandboxLimitError(
                         f"the files have {use.size} bytes or more, holes included, and the sandbox may have {most}"

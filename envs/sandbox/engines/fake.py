@@ -185,7 +185,7 @@ class FakeContainers:
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
         return None if container is None else container.info()
 
-    async def layer(self, container_id: str, most: LayerUse) -> LayerUse:
+    async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
         return LayerUse()
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:

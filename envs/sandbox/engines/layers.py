@@ -24,7 +24,7 @@ class LayerUse(msgspec.Struct):
     """Disk that a container uses, or may use."""
 
     size: int = 0
-    """Bytes. A sparse file counts with its holes: an archive of it has none."""
+    """Bytes."""
     entries: int = 0
     """Files, folders and links."""
 
@@ -33,11 +33,14 @@ class LayerUse(msgspec.Struct):
         return self.size > most.size or self.entries > most.entries
 
 
-def layer_use(folder: Path, pid: int, most: LayerUse) -> LayerUse:
-    """Measure the layer in `folder` of the container whose first process is `pid`, until it exceeds `most`."""
+def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) -> LayerUse:
+    """Measure the layer in `folder` of the container whose first process is `pid`, until it exceeds `most`.
+
+    With `holes`, sparse files count as long as they look: an archive of them has no holes. They take no disk else.
+    """
     use = LayerUse()
     with suppress(FileNotFoundError):
-        _add_tree(os.open(folder, _FOLDER), use, most)
+        _add_tree(os.open(folder, _FOLDER), use, most, holes=holes)
     # Removed files that a program keeps open take disk, too, and have no name to be found by.
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         devices = {os.stat(f"/proc/{pid}/root").st_dev, folder.stat().st_dev}
@@ -46,7 +49,7 @@ def layer_use(folder: Path, pid: int, most: LayerUse) -> LayerUse:
     return use
 
 
-def _add_tree(top: int, use: LayerUse, most: LayerUse) -> None:
+def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
     linked: set[int] = set()
     opened = [(top, os.scandir(top))]
     try:
@@ -73,7 +76,7 @@ def _add_tree(top: int, use: LayerUse, most: LayerUse) -> None:
                 if status.st_ino in linked:
                     continue
                 linked.add(status.st_ino)
-            use.size += max(status.st_size, 512 * status.st_blocks)
+            use.size += max(status.st_size if holes else 0, 512 * status.st_blocks)
     finally:
         for here, names in opened:
             names.close()
@@ -88,7 +91,7 @@ def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> 
             with suppress(OSError):
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode) and not status.st_nlink and status.st_dev in devices:
-                    use.size += max(status.st_size, 512 * status.st_blocks)
+                    use.size += 512 * status.st_blocks
                     use.entries += 1
 
 
