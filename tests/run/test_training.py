@@ -25,7 +25,11 @@ def test_what_is_unwise_is_told_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("FLASH_NNODES", "2")
     (tmp_path / "run.toml").write_text(CONFIG)
-    for name, text in {"config.json": "{}", "model.safetensors": "\2" + 7 * "\0" + "{}"}.items():
+    for name, text in {
+        "config.json": "{}",
+        "tokenizer.json": "{}",
+        "model.safetensors": "\2" + 7 * "\0" + "{}",
+    }.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match="this job has 2 node"):
         train(load(tmp_path / "run.toml", [f"run.output_dir={tmp_path}", f"model.path={tmp_path}"]))
