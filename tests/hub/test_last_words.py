@@ -36,10 +36,11 @@ async def end_of(*words: p.Fatal, killed: float | None = None) -> tuple[FlashErr
             group.cancel_scope.cancel()
 
         group.start_soon(run)
+        for rank in range(2):
+            driver.hub.incarnations.arrives(rank)
         for one in words:
             group.start_soon(driver.hub.handle, one)
         if killed is not None:
-            driver.hub.incarnations.arrives(1)
             await anyio.sleep(killed)
             driver.hub.peer_lost("trainer-1")
     return found[0], anyio.current_time() - begun

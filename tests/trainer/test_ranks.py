@@ -28,7 +28,7 @@ from tests.trainer.trainer_cases import (
 )
 from tests.trainer.two_ranks import CANARY, CASES, EXPERTS, case_batch, case_config
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # the two ranks run all cases in one go
 
 TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "on the host", "decoupled critics")
 """Cases that are also tried where the output layer is the embedding: its part of the gradient comes twice."""
