@@ -104,8 +104,6 @@ class AlgorithmConfig(Section, frozen=True):
     aggregation: Aggregation | None = None
     """How token losses become [one number](algorithms.md#aggregation-algorithmaggregation). None: the objective's
     own."""
-    branches: Literal["same", "split"] = "same"
-    """What [branches](algorithms.md#branches-algorithmbranches) get of their episode's advantage."""
     constant_length: Positive | None = None
     """Divisor of `constant`, in tokens. None: rollout.max_new_tokens."""
     corrections: list[Correction] = field(default_factory=list)

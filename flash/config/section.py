@@ -59,8 +59,9 @@ ABSENT: dict[str, str] = {
     ),
     "session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns overfill the "
     "engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
+    "algorithm.branches": "each branch gets the advantage of its episode; remove this key",
 }
-"""Keys of `[rollout]` that do not exist, by name: the reason, and what to use instead."""
+"""Keys that do not exist: the reason, and what to use instead. Keys of `[rollout]` are named without the table."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:

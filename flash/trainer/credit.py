@@ -1,6 +1,6 @@
 """What the samples of a batch are worth: rewards shaped, compared, discounted, and weighted by age.
 
-Samples are compared, whatever branches they have: all sequences of a sample share its advantage, or divide it.
+Samples are compared, whatever branches they have: each sequence of a sample gets the advantage of its sample.
 
 Computed alike on every rank from what the hub says of the whole batch, so that it does not depend on how the batch was
 dealt. What needs a forward pass is added later (`flash.trainer.firstpass`).
@@ -48,8 +48,6 @@ class Credit:
     """Weight by age; mean 1 over the samples that have a trained token."""
     counted_B: BoolArray
     """Whether the loss counts them: false of those that a limit has ended, where these are masked."""
-    divided: bool
-    """Whether the branches of a sample divide its weight among them."""
     turns_B: list[FloatArray]
     """Rewards of each sample's turns; what shaping added stands in the last one."""
     turn_advantages_B: list[FloatArray]
@@ -64,9 +62,8 @@ class Credit:
         return advantages[offset_S[micro.sequence_T] + micro.turn_T]
 
     def weights(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: what the objective's loss of each token is multiplied by, for its age and its branch."""
-        weight_S = self.staleness_B[micro.index_S]
-        return (weight_S / micro.siblings_S if self.divided else weight_S)[micro.sequence_T]
+        """float64 [T]: factor of the objective's loss of each token, by the age of its sample."""
+        return self.staleness_B[micro.index_T]
 
     def earned(self, micro: MicroBatch) -> FloatArray:
         """float64 [T]: each turn's reward at its last trained token; that of a turn without one, at the one before.
@@ -116,7 +113,6 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         advantage_B=advantage_B[:count],
         staleness_B=staleness_B,
         counted_B=~masked_B,
-        divided=algorithm.branches == "split",
         turns_B=turns[:count],
         turn_advantages_B=turn_advantages_B[:count],
     )

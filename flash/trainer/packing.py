@@ -61,8 +61,6 @@ class MicroBatch:
     """Which turn of its sample each action token belongs to, from 0."""
     index_S: Int64Array
     """Place of each sequence's sample in `Shard.batch`."""
-    siblings_S: Int64Array
-    """How many branches of its sample are trained, itself among them."""
     kinds_S: tuple[str, ...]
     """The environment of each sequence, where a mixture has several."""
     sampling_S: tuple[Sampling, ...]
@@ -110,7 +108,6 @@ DUMMY = MicroBatch(
     sequence_T=np.zeros(1, dtype=np.int64),
     turn_T=np.zeros(1, dtype=np.int64),
     index_S=np.zeros(1, dtype=np.int64),
-    siblings_S=np.ones(1, dtype=np.int64),
     kinds_S=("",),
     sampling_S=(PLAIN,),
     kept=NOTHING_KEPT,
@@ -137,7 +134,6 @@ class _Sequence:
     """The branch alone."""
     turns: Int64Array
     """Of each of its spans, which turn of the sample it is."""
-    siblings: int
 
 
 def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
@@ -148,7 +144,7 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
     else:
         branch_of = np.array([turn.branch for turn in sample.trajectory.turns], dtype=np.int64)
         turns = [np.flatnonzero(branch_of == number) for number in range(len(branches))]
-    return [_Sequence(sample.index, branches[number], turns[number], len(trained)) for number in trained]
+    return [_Sequence(sample.index, branches[number], turns[number]) for number in trained]
 
 
 def pack(
@@ -228,7 +224,6 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         sequence_T=(np.cumsum(keep_S) - 1)[micro.sequence_T[keep_T]],
         turn_T=micro.turn_T[keep_T],
         index_S=micro.index_S[keep_S],
-        siblings_S=micro.siblings_S[keep_S],
         kinds_S=tuple(compress(micro.kinds_S, keep_S)),
         sampling_S=tuple(compress(micro.sampling_S, keep_S)),
         kept=micro.kept.only(keep_T),
@@ -262,7 +257,6 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         sequence_T=np.repeat(np.arange(len(sequences)), counts),
         turn_T=np.concatenate([_turns(*pair) for pair in zip(sequences, actions, strict=True)]),
         index_S=np.array([sequence.index for sequence in sequences], dtype=np.int64),
-        siblings_S=np.array([sequence.siblings for sequence in sequences], dtype=np.int64),
         kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
         sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
         kept=all_kept([_kept(*pair) for pair in zip(sequences, actions, strict=True)]),

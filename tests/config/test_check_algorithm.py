@@ -262,6 +262,7 @@ def resolve(*overrides: str) -> Config:
         (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
         (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
         (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (override): no such key: an engine counts"),
+        (["algorithm.branches=split"], "`algorithm.branches` (override): no such key: each branch gets the advantage"),
         (["rollout.session_s=2"], "`rollout.session_s` (override): no such key: the caches of idle episodes are not"),
         (
             ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],

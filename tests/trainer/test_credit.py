@@ -101,14 +101,13 @@ def test_a_branch_earns_what_its_sample_does_from_its_own_first_turn_on() -> Non
     assert [turns.tolist() for turns in credit_of(shard, "gae").turns_B] == [[1.0, 10.0, 2.0, 20.0]]
 
 
-def test_branches_share_the_weight_of_their_sample_or_divide_it() -> None:
+def test_each_branch_has_the_weight_and_the_advantage_of_its_sample() -> None:
     shard = make_shard([sample(0, 1.0), joined([sample(0, 0.0), sample(0, 0.0), sample(0, 3.0)])])
     (micro,) = pack(shard.samples, min_version=0, max_tokens=64)
     assert micro.index_S.tolist() == [0, 1, 1, 1]
-    for rule, weight in (("same", 1.0), ("split", 1 / 3)):
-        credit = credit_of(shard, branches=rule)
-        assert credit.advantage_B.tolist() == [-1.0, 1.0], "samples are compared, not branches"
-        assert credit.weights(micro).tolist() == [1.0] * 3 + [weight] * 9
+    credit = credit_of(shard)
+    assert credit.advantage_B.tolist() == [-1.0, 1.0], "samples are compared, not branches"
+    assert credit.weights(micro).tolist() == [1.0] * 12
 
 
 def test_shaping_changes_advantages_and_not_the_reward_that_objectives_see() -> None:
