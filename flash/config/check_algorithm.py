@@ -198,7 +198,7 @@ def _disagreement(config: Config, objective: Objective, advantage: Advantage) ->
         yield ConfigProblem("algorithm.advantage", message)
     elif config.critic is not None and config.critic.count == 1:
         yield ConfigProblem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
-    if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0 and algorithm.entropy_target is None:
+    if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
         message = "has no effect: algorithm.entropy_bonus is 0; expected more beside it"
         yield ConfigProblem("algorithm.options.filter_highest", message)
 

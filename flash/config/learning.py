@@ -8,7 +8,6 @@ from msgspec import Meta, field
 
 from algorithms.base import Advantage, Aggregation, CriticTarget
 from algorithms.corrections import Correction
-from algorithms.entropy import EntropyTarget
 from algorithms.kl import Kl
 from algorithms.lag import Lag
 from algorithms.rhythm import Rhythm
@@ -118,8 +117,6 @@ class AlgorithmConfig(Section, frozen=True):
     """[Distillation](algorithms.md#a-teacher-algorithmteacher) on the policy's own samples."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Coefficient of the policy's entropy, maximised."""
-    entropy_target: EntropyTarget | None = None
-    """Moves this coefficient from step to step. None: it stays."""
     shaping: list[Shaping] = field(default_factory=list)
     """What [length](algorithms.md#reward-shaping-algorithmshaping) adds to rewards, in this order."""
     mask_truncated: bool = False

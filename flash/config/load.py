@@ -256,7 +256,7 @@ def _with_hint(problem: ConfigProblem) -> ConfigProblem:
     name, in the same table first."""
     if problem.message != NO_KEY:
         return problem
-    if (why := ABSENT.get(problem.key.removeprefix("rollout."))) is not None:
+    if (why := ABSENT.get(problem.key)) is not None:
         return ConfigProblem(problem.key, f"{NO_KEY}: {why}")
     return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 

@@ -53,15 +53,17 @@ MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
 """Tokens that vLLM's GPU workers have room for; of 128 that end a response some are the model's own."""
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
-        ("presence_penalty", "frequency_penalty"),
+        ("rollout.presence_penalty", "rollout.frequency_penalty"),
         "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not "
         "known; repetition_penalty looks at the whole context",
     ),
-    "session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns overfill the "
-    "engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
+    "rollout.session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns "
+    "overfill the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     "algorithm.branches": "each branch gets the advantage of its episode; remove this key",
+    "algorithm.entropy_target": "the coefficient of the entropy bonus stays the same in all steps; set "
+    "algorithm.entropy_bonus instead",
 }
-"""Keys that do not exist: the reason, and what to use instead. Keys of `[rollout]` are named without the table."""
+"""Keys that do not exist, by path: the reason, and what to use instead."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:

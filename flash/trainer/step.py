@@ -25,7 +25,6 @@ from algorithms.aggregation import token_weights
 from algorithms.base import PackedTokens
 from algorithms.rhythm import Rhythm
 from flash.ages import age_of
-from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
@@ -117,10 +116,6 @@ class Trainer:
         self._teacher: PreTrainedModel | None = None
         if teacher is not None and teacher.path is not None:
             self._teacher = _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
-        self.entropy: tuple[float, float] | None = None
-        """Where there is a target: the coefficient of the bonus, and the policy's entropy in the last step."""
-        if config.algorithm.entropy_target is not None:
-            self.entropy = (config.algorithm.entropy_bonus, 0.0)
         if config.rollout.routing_replay:
             replay_routing(self.model)
         self._together = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
@@ -134,14 +129,6 @@ class Trainer:
 
     def _check_packing(self) -> None:
         check_packing(self.model, self._config)
-
-    @property
-    def _algorithm(self) -> AlgorithmConfig:
-        """As it is in this step."""
-        algorithm = self._config.algorithm
-        if (target := algorithm.entropy_target) is None or self.entropy is None:
-            return algorithm
-        return msgspec.structs.replace(algorithm, entropy_bonus=target.bonus(*self.entropy))
 
     @property
     def refreshes(self) -> bool:
@@ -183,9 +170,6 @@ class Trainer:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         metrics |= self._critic_metrics()
-        if (target := self._config.algorithm.entropy_target) is not None and self.entropy is not None:
-            metrics["entropy_bonus"] = self._algorithm.entropy_bonus
-            self.entropy = (target.moved(self.entropy[0], metrics["entropy"]), metrics["entropy"])
         if self.lag is not None:
             metrics |= self.lag.finish(self.version)
         self._finish()
@@ -290,7 +274,7 @@ class Trainer:
         along: RhythmPass | None,
     ) -> Tensor:
         """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
-        algorithm = self._algorithm
+        algorithm = self._config.algorithm
         with torch.set_grad_enabled(not self._warming_up):
             entropy_gradient = algorithm.entropy_bonus > 0
             watch = None if along is None else along.watch(micro)

@@ -265,6 +265,10 @@ def resolve(*overrides: str) -> Config:
         (["algorithm.branches=split"], "`algorithm.branches` (override): no such key: each branch gets the advantage"),
         (["rollout.session_s=2"], "`rollout.session_s` (override): no such key: the caches of idle episodes are not"),
         (
+            ["algorithm.entropy_target.nats=1"],
+            "`algorithm.entropy_target` (override): no such key: the coefficient of the entropy bonus stays the same",
+        ),
+        (
             ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
             "`rollout.top_k` (override): which tokens it keeps is not known with logits in bfloat16",
         ),

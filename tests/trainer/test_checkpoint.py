@@ -120,15 +120,10 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
     assert same_weights(original, restored)
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [{"train": {"optimizer": "muon"}}, {"algorithm": {"entropy_bonus": 0.1, "entropy_target": {"nats": 100.0}}}],
-    ids=["muon", "entropy target"],
-)
-def test_what_a_step_leaves_for_the_next_one_is_kept(tied_model: Path, tmp_path: Path, tables: dict[str, Any]) -> None:
-    original, restored = trained(tied_model, 2, **tables), trained(tied_model, 1, **tables)
+def test_what_muon_leaves_for_the_next_step_is_kept(tied_model: Path, tmp_path: Path) -> None:
+    muon = {"optimizer": "muon"}
+    original, restored = trained(tied_model, 2, train=muon), trained(tied_model, 1, train=muon)
     checkpoint.load(checkpoint.save(tmp_path, original, kept(HUB), keep=1), restored)
-    assert restored.entropy == original.entropy
     train(original, 2)
     train(restored, 2)
     assert same_weights(original, restored)

@@ -468,19 +468,3 @@ def test_the_step_uses_the_learning_rate_of_its_version(tied_model: Path) -> Non
     assert trainer.train_step(random_shard())["learning_rate"] == pytest.approx(2.5e-4)
     moved = max(float((value - before[name]).abs().max()) for name, value in weights_of(trainer).items())
     assert moved == pytest.approx(2.5e-4, rel=1e-2)
-
-
-def test_the_entropy_bonus_follows_the_entropy_of_the_last_step(tied_model: Path) -> None:
-    target = {"objective": "dapo", "entropy_target": {"nats": 100.0, "step": 0.5}}
-    steered = trainer_at(3, tied_model, algorithm=target, train={"async_ratio": 2.0})
-    fixed = trainer_at(3, tied_model, algorithm={"objective": "dapo"}, train={"async_ratio": 2.0})
-    first = steered.train_step(aged_shard())
-    assert first["entropy_bonus"] == 0
-    assert first["loss"] == fixed.train_step(aged_shard())["loss"]
-    second, plain = (one.train_step(aged_shard(1, step=4)) for one in (steered, fixed))
-    assert second["entropy_bonus"] == 0.5
-    assert second["loss"] == pytest.approx(plain["loss"] - 0.5 * plain["entropy"], rel=1e-4)
-    reached = {"objective": "grpo", "entropy_bonus": 0.2, "entropy_target": {"nats": 1e-3}}
-    above = trainer_at(3, tied_model, algorithm=reached, train={"async_ratio": 2.0})
-    found = [above.train_step(aged_shard(step, step=step))["entropy_bonus"] for step in (3, 4)]
-    assert found == [0.2, 0.0]

@@ -193,7 +193,6 @@ LOSS = ColumnGroup(
             worry="it grows without end: the policy forgets what it could",
             tracked="train/kl",
         ),
-        Column("entropy_bonus", "coefficient of the entropy bonus in this step, with `algorithm.entropy_target`"),
         Column(
             "kl_teacher",
             "mean log-prob less the teacher's, which estimates the divergence from it, with `algorithm.teacher`",

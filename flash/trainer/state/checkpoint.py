@@ -91,7 +91,7 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        kept = (files, _extras(trainer), rates, scales, apart, trainer.entropy, trainer.base, trainer.alpha)
+        kept = (files, _extras(trainer), rates, scales, apart, trainer.base, trainer.alpha)
         manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
@@ -128,8 +128,6 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
         trainer.lag.rates, trainer.lag.apart = dict(manifest.rates), manifest.apart
-    if manifest.entropy is not None:
-        trainer.entropy = manifest.entropy
     if trainer.scale.moves:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite

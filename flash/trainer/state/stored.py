@@ -68,8 +68,6 @@ class Manifest(msgspec.Struct, frozen=True):
     """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
     apart: tuple[float, float] = (0.0, 0.0)
     """With `algorithm.lag`: see `flash.trainer.lag.LagPass`."""
-    entropy: tuple[float, float] | None = None
-    """With `algorithm.entropy_target`: as of `Trainer.entropy`."""
     base: tuple[int, ...] = ()
     """Where it holds adapters, the fingerprint of the weights that they go with."""
     alpha: float | None = None
