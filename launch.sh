@@ -10,14 +10,12 @@
 # Trains a configuration:
 #
 #     ./launch.sh [CONFIG] [OVERRIDE…]              here; without CONFIG, examples/quickstart.toml
-#     ./launch.sh profile CONFIG [OVERRIDE…]        a few steps of it under a profiler
 #     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
 #     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [OVERRIDE…]
 #
 # Makes the environment first where it is missing or out of date. Under sbatch every node of the job runs `flash train`
 # once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues. With `join`
-# every node runs `flash join`: the job makes samples for the run of another job, and may end before it. With `profile`
-# every node runs `flash profile`, which is not requeued.
+# every node runs `flash join`: the job makes samples for the run of another job, and may end before it.
 set -euo pipefail
 
 # The folder of this script. Slurm runs a copy of it from a spool folder, but knows where it was submitted from.
@@ -36,7 +34,7 @@ find_root() {
     echo "$here"
 }
 
-# One `flash train`, `flash profile` or `flash join` per node of the job; those that train meet at the first one.
+# One `flash train` or `flash join` per node of the job; those that train meet at the first one.
 #
 # Slurm asks for the end in two ways: it signals this script (the time limit, by --signal above), or the ranks (preemption
 # with a grace time). Either way the ranks write a checkpoint, and what they exit with says that they were interrupted.
@@ -93,7 +91,6 @@ run_on_slurm() {
     if [[ -e $FLASH_INTERRUPTED && $status == 0 ]]; then preempted=1; fi
     rm -f "$FLASH_INTERRUPTED"
     if [[ -z $preempted ]]; then return "$status"; fi
-    if [[ $2 == profile ]]; then return 130; fi
 
     # A job that was cancelled, or that Slurm requeues by itself, is not running any more.
     if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
@@ -106,10 +103,10 @@ run_on_slurm() {
 usage() {
     sed -n 's/^# \{0,1\}//; /^Trains a configuration/,/^set /{ /^set /q; p; }' "$root/launch.sh"
     echo
-    echo "Options: ${options[train]} of a plain start; ${options[profile]} of profile; ${options[join]} of join."
+    echo "Options: ${options[train]} of a plain start; ${options[join]} of join."
     echo "CONFIG is a file such as examples/tiny.toml, OVERRIDE such as train.async_ratio=2: docs/configuration.md has them all."
     if [[ -x $root/.venv/bin/flash ]]; then
-        echo "\`.venv/bin/flash COMMAND --help\` says more, of commands train, profile, join and others."
+        echo "\`.venv/bin/flash COMMAND --help\` says more, of commands train, join and others."
     fi
 }
 
@@ -138,7 +135,6 @@ if [[ $0 != */* ]]; then typed[0]=./$0; fi
 root=$(find_root)
 declare -A options=(
     [train]="--dry-run --resume"
-    [profile]="--steps --warm-up --out --resume"
     [join]="--hub"
 )
 for word in "$@"; do
@@ -146,7 +142,7 @@ for word in "$@"; do
 done
 flash=("$root/.venv/bin/flash")
 case "${1-}" in
-    join | profile) flash+=("$1") && shift ;;
+    join) flash+=("$1") && shift ;;
     "" | -* | *=*) flash+=(train "$root/examples/quickstart.toml") ;;
     *) flash+=(train "$1") && shift ;;
 esac

@@ -37,7 +37,7 @@ MODELS = Path(__file__).parents[1] / "outputs" / "models"
 FIRST = ("runs", "hosts", "containers", "engines", "deaths")
 """Groups that workers take before all others."""
 
-IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py", "test_worker_profile.py")
+IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py")
 """Files whose tests import it, which takes five seconds of a processor, beside those that are named after it."""
 
 # Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at

@@ -86,12 +86,9 @@ def launch(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--dry-run"], "train {root}/examples/quickstart.toml --dry-run"),
         (["mine.toml", "run.output_dir=a b"], "train mine.toml run.output_dir=a b"),
         (["join", "outputs/mine", "engine.count=4"], "join outputs/mine engine.count=4"),
-        (["profile", "mine.toml", "--steps", "2"], "profile mine.toml --steps 2"),
     ],
 )
-def test_a_plain_start_makes_the_environment_and_trains_or_profiles_the_configuration_or_joins_a_run(
-    project, arguments, passed
-):
+def test_a_plain_start_makes_the_environment_and_trains_the_configuration_or_joins_a_run(project, arguments, passed):
     done = launch(project / "launch.sh", *arguments)
     assert done.stdout == f"flash {passed.format(root=project)} rdzv= nnodes= rank= cwd={project.parent}\n"
     assert (done.returncode, done.stderr) == (0, "")
@@ -105,13 +102,13 @@ def fresh(project):
     return project
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["profile", "--help"], ["mine.toml", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["join", "--help"], ["mine.toml", "--help"]])
 def test_help_needs_no_environment(fresh, arguments):
     done = launch(fresh / "launch.sh", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "./launch.sh [CONFIG] [OVERRIDE…]" in done.stdout
     assert "set -euo" not in done.stdout
-    for option in ("--dry-run", "--resume", "--warm-up", "--hub"):
+    for option in ("--dry-run", "--resume", "--hub"):
         assert option in done.stdout
     assert not (fresh / "made.log").exists()
 
@@ -121,7 +118,6 @@ def test_help_needs_no_environment(fresh, arguments):
     [
         (["--hlep"], "train has no option --hlep"),
         (["mine.toml", "--dryrun"], "train has no option --dryrun"),
-        (["profile", "mine.toml", "--stepz", "2"], "profile has no option --stepz"),
         (["join", "outputs/mine", "--hubb=a:1"], "join has no option --hubb=a:1"),
         (["none.toml"], "there is no configuration file none.toml"),
     ],
@@ -137,8 +133,8 @@ def test_wrong_arguments_are_refused_before_anything_is_fetched(fresh, arguments
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["--dry-run"], ["train.async_ratio=0"], ["mine.toml", "--res", "run.name=a b"], ["profile"]),
-        *(["profile", "mine.toml", "--steps", "2", "--warm-up=1"], ["join", "nowhere", "--hub", "a:1"]),
+        *([], ["--dry-run"], ["train.async_ratio=0"], ["mine.toml", "--res", "run.name=a b"]),
+        ["join", "nowhere", "--hub", "a:1"],
     ],
 )
 def test_right_arguments_make_the_environment(fresh, arguments):
@@ -149,7 +145,7 @@ def test_right_arguments_make_the_environment(fresh, arguments):
     assert (fresh / "made.log").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "profile", "join"])
+@pytest.mark.parametrize("command", ["train", "join"])
 def test_it_knows_the_options_of_its_commands(command):
     (known,) = re.findall(rf'^    \[{command}\]="(.*)"$', (ROOT / "launch.sh").read_text(), flags=re.MULTILINE)
     parser = argparse.ArgumentParser()
@@ -198,11 +194,6 @@ def test_a_batch_script_runs_once_per_node_with_the_rendezvous(job, project, mon
         f"{start} rank=1 cwd={project.parent}",
         f"{start} rank=0 cwd={project.parent}",
     ]
-
-
-def test_a_profile_in_a_batch_script_is_of_all_its_nodes(job, project):
-    start = "flash profile cluster.nodes=2 mine.toml --steps 2 rdzv=node7:10042 nnodes=2"
-    assert f"{start} rank=1 cwd={project.parent}" in launch(job, "profile", "mine.toml", "--steps", "2").stdout
 
 
 def test_the_submission_folder_serves_where_slurm_does_not_tell_the_script(job, project, monkeypatch):

@@ -29,13 +29,14 @@ COMMANDS = {
     "eval": "flash.cli.evaluate",
     "rollout": "flash.cli.rollout",
     **{name: f"flash.cli.runs.{name}" for name in ("view", "watch", "plot", "compare", "trace")},
-    "profile": "flash.cli.profile",
     **{name: f"flash.cli.runs.{name}" for name in ("track", "export", "replay", "rhythm")},
     **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch")},
     "sandbox": "envs.sandbox.cli",
 }
 """The module of each, in the order of the help; only that of the command that is given is imported."""
 REMOVED: dict[tuple[str, ...], str] = {
+    ("profile",): '`flash profile` was removed. Set `train.profile = "3:5"` in the configuration, and `flash train` '
+    "records steps 3 to 5 with torch's profiler",
     ("sandbox", "shell"): "`flash sandbox shell` was removed. Run single commands with `flash sandbox run --in ID "
     "COMMAND`; for a terminal use `podman exec -it` or `docker exec -it` on the sandbox's machine",
 }
@@ -62,8 +63,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
     parser, commands = parsers(given[:1] if named else COMMANDS)
-    if (removed := REMOVED.get(tuple(given[:2]))) is not None:
-        parser.error(removed)
+    for words in (tuple(given[:1]), tuple(given[:2])):
+        if words in REMOVED:
+            parser.error(REMOVED[words])
     if given and not given[0].startswith("-") and not named:
         parser.error(unknown_command(given[0], [*COMMANDS]))
     arguments, rest = parser.parse_known_args(given)

@@ -5,6 +5,7 @@ Each rule looks at one matter and yields its problems; no rule needs another. Th
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -167,6 +168,23 @@ def rate_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("train.final_learning_rate", message)
 
 
+def profile_rule(config: Config) -> Iterator[ConfigProblem]:
+    """The profiled steps are a range of steps that the run makes."""
+    text = config.train.profile
+    if not text:
+        return
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if found is None or int(found[1]) > int(found[2]):
+        message = f"expected FIRST:LAST, two numbers of steps such as `3:5`, or an empty text, got {show(text)}"
+        yield ConfigProblem("train.profile", message)
+    # The steps of `flash sft` follow from its rows, which are not read yet.
+    elif config.sft is None and int(found[2]) >= config.run.steps:
+        message = (
+            f"expected a LAST step of at most {config.run.steps - 1} (run.steps = {config.run.steps}), got {found[2]}"
+        )
+        yield ConfigProblem("train.profile", message)
+
+
 def eval_rule(config: Config) -> Iterator[ConfigProblem]:
     """Several answers to a problem differ."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
@@ -293,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     length_rule,
     sampled_rule,
     rate_rule,
+    profile_rule,
     eval_rule,
     sink_rule,
     alarm_rule,
@@ -309,6 +328,7 @@ SFT_RULES: tuple[Rule, ...] = (
     template_rule,
     fetch_rule,
     length_rule,
+    profile_rule,
     sink_rule,
     alarm_rule,
     *MACHINE_RULES,

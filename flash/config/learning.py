@@ -71,6 +71,17 @@ class TrainConfig(Section, frozen=True):
     offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
     """What waits in host memory. `weights` of all models take gradients and moments along, are updated there, and
     copied in each pass."""
+    profile: str = ""
+    """Steps that [torch's profiler](view.md#where-a-steps-time-goes) records, `FIRST:LAST`, both included; the first
+    step of a run is 0. Empty: none."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that `profile` names, which must have been checked; empty if there are none."""
+        if not self.profile:
+            return range(0)
+        first, last = map(int, self.profile.split(":"))
+        return range(first, last + 1)
 
     @property
     def max_age(self) -> int:

@@ -26,8 +26,6 @@ TOUCHED = (
     "torch.distributed:ProcessGroup._set_default_backend",
     "torch.distributed:ProcessGroupGloo.abort",
     "torch.multiprocessing.reductions:reduce_tensor",
-    "torch.cuda.memory:_record_memory_history",
-    "torch.cuda.memory:_dump_snapshot",
     "torch._dynamo.config:recompile_limit",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "torch._subclasses.fake_tensor:FakeTensor",
@@ -48,10 +46,6 @@ TOUCHED = (
     "torch.distributed.checkpoint.state_dict:set_state_dict",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
-
-
-MOST_MEMORY_EVENTS = 100_000
-"""Allocations of CUDA memory whose history is kept; older ones are forgotten."""
 
 
 def collective_failed(error: BaseException) -> bool:
@@ -195,25 +189,6 @@ def keep_kernels(most: int) -> None:
 
     kept: Any = config
     kept.recompile_limit = most
-
-
-def keep_memory_history(*, on: bool) -> None:
-    """Whether CUDA memory remembers who has allocated it."""
-    from torch.cuda import memory
-
-    history: Any = memory
-    if on:
-        history._record_memory_history(max_entries=MOST_MEMORY_EVENTS)
-    else:
-        history._record_memory_history(enabled=None)
-
-
-def dump_memory(file: Path) -> None:
-    """Write what CUDA memory holds and remembers, for pytorch.org/memory_viz."""
-    from torch.cuda import memory
-
-    history: Any = memory
-    history._dump_snapshot(str(file))
 
 
 @contextmanager

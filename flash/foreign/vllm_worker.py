@@ -28,7 +28,6 @@ __all__ = [
     "WeightTransferEngine",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
-    "around_steps",
     "begin_reload",
     "end_reload",
     "held_adapter",
@@ -146,18 +145,3 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and not layer.weight.is_meta:
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
-
-def around_steps(worker: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have `around` make each step of a worker, by calling what it is given; calling what is returned ends that."""
-    execute = worker.execute_model
-
-    def execute_within(*arguments: Any, **options: Any) -> Any:
-        return around(lambda: execute(*arguments, **options))
-
-    worker.execute_model = execute_within
-
-    def end() -> None:
-        del worker.execute_model
-
-    return end

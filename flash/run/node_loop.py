@@ -34,14 +34,12 @@ from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
 from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
-from flash.profile.order import ordered
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
-from flash.rollout.wrapped_engine import ProfiledEngine
 from flash.run.loop_watch import blocked_seconds, run_watched
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
@@ -50,7 +48,6 @@ from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
 from flash.run.processes.supervisor import End, say
 from flash.run.processes.token import VARIABLE, hub_token
-from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory
 from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.restart.journal import FileJournal
@@ -146,8 +143,6 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
                     signals.start_soon(journal.run)
                 signals.start_soon(tell_beginning, hub, config, recorder.stage)
                 signals.start_soon(tell_cluster, hub, recorder.cluster)
-                if (order := ordered()) is not None:
-                    signals.start_soon(profile_node, order, hub, config)
                 async with _serving(hub, config, token) as address:
                     end = await _run_hub(hub, config, env, address, now, recorder.note)
                     recorder.cluster(hub.overview())
@@ -300,12 +295,11 @@ async def make_node(
         now: gives Unix seconds.
         on_loss: as of `RolloutNode`.
     """
-    order, cpus = ordered(), engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
+    cpus = engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
 
     def make_engine(gpus: Sequence[int], number: int) -> Engine:
-        engine = VLLMEngine(config, number, gpus, remember_shared_memory, cpus, tokenizer.ends)
-        return engine if order is None else ProfiledEngine(engine, number, order)
+        return VLLMEngine(config, number, gpus, remember_shared_memory, cpus, tokenizer.ends)
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     problems, link = Problems.of(config, env.kind_of, env.domains()), HubLink(numbers.node, numbers.first_engine, hub)

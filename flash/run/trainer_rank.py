@@ -179,10 +179,9 @@ def _train(
     """Train to the end; what is to be closed after that is left on the stack."""
     # Until what stays for good is there: looking for garbage in between takes a fifth of a start.
     gc.disable()
-    from flash.profile.order import ordered
-    from flash.profile.recording import RankProfile
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.loop import TrainerLoop
+    from flash.trainer.performance import StepProfiler
     from flash.trainer.state import checkpoint
     from flash.trainer.step import Trainer
     from flash.weights.publisher import make_publisher
@@ -193,14 +192,12 @@ def _train(
         checkpoint.load(Path(incarnation.checkpoint), trainer)
     publisher = make_publisher(config, index, advertised_host(config))
     stack.callback(publisher.close)
-    cuda = config.gpus_per_node > 0
-    profile = None if (order := ordered()) is None else RankProfile(order, index, cuda=cuda)
-    if profile is not None:
-        # Also after an error, of which people are told first.
-        stack.callback(profile.ends)
+    profiler = StepProfiler(config.train.profiled_steps, config.run_dir, index, cuda=config.gpus_per_node > 0)
+    # Steps recorded before an error are written too. The stack is closed only after the error is reported.
+    stack.callback(profiler.close)
     tokenizer = HfTokenizer(config.model)
     tokenizer.name_ends(trainer.model.generation_config)
-    loop = TrainerLoop(config, index, trainer, publisher, hub, tokenizer.inner, profile)
+    loop = TrainerLoop(config, index, trainer, publisher, hub, tokenizer.inner, profiler)
     gc.freeze()
     gc.enable()
     loop.run()

@@ -18,8 +18,8 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
-from flash.profile.recording import RankProfile
 from flash.trainer.model.adapters import engine_tensors
+from flash.trainer.performance import StepProfiler
 from flash.trainer.state import checkpoint
 from flash.trainer.state.stored import FileEntry
 from flash.trainer.step import Trainer
@@ -51,7 +51,7 @@ class TrainerLoop:
         publisher: WeightPublisher,
         hub: RankHub,
         tokenizer: Any,
-        profile: RankProfile | None = None,
+        profiler: StepProfiler,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -59,7 +59,7 @@ class TrainerLoop:
         self._publisher = publisher
         self._hub = hub
         self._tokenizer = tokenizer
-        self._profile = profile
+        self._profiler = profiler
         self._activities: list[Activity] = []
         self._saved_version = -1
         self._sent = 0
@@ -87,8 +87,7 @@ class TrainerLoop:
         self._leave()
 
     def _next_shard(self) -> Shard | None:
-        if self._profile is not None:
-            self._profile.begins(self._trainer.version)
+        self._profiler.begin_step(self._trainer.version)
         did, self._activities = self._activities, []
         with self._doing("wait") as seconds:
             timeout = waits.batch_s(self._config)
@@ -132,8 +131,7 @@ class TrainerLoop:
             self._checkpoint()
         if self._finished and self._config.checkpoint.export:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
-        if self._profile is not None:
-            self._profile.ends()
+        self._profiler.close()
         # Rank 0 holds the weights of the last version as long as an engine may start that needs them.
         self._call(p.Goodbye(self._rank, self._activities), waits.leaving_s(self._config))
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.profiler import record_function
 
 from flash.errors import FlashError
-from flash.profile.order import ENDING
-from flash.profile.recording import Recording
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.tcp import TcpSource, pull
 
@@ -55,43 +50,6 @@ def held_fingerprint(model: nn.Module) -> list[int]:
     return fingerprint.sums
 
 
-class WorkerProfile:
-    """Records this worker's steps, the first `most` of them.
-
-    Args:
-        worker: vLLM's.
-        recording: what they go into.
-        most: of them.
-    """
-
-    def __init__(self, worker: Any, recording: Recording, most: int) -> None:
-        from flash.foreign.vllm_worker import around_steps
-
-        self._recording = recording
-        self._most = most
-        recording.begin()
-        self._leave = around_steps(worker, self._step)
-
-    def _step(self, make: Callable[[], Any]) -> Any:
-        if not self._recording.running:
-            return make()
-        if self._recording.steps == self._most:
-            self._recording.stop()
-            return make()
-        self._recording.steps += 1
-        with record_function("engine step"):
-            return make()
-
-    def end(self) -> None:
-        """Write what was recorded."""
-        self._leave()
-        self._recording.write()
-
-
-_profiles: list[WorkerProfile] = []
-"""The one that is under way, if any."""
-
-
 class WorkerExtension:
     """Methods have names of their own: vLLM refuses those that its workers have."""
 
@@ -121,17 +79,3 @@ class WorkerExtension:
     def flash_load_failure(self) -> str | None:
         """Why this worker could not load the last version; None if it could."""
         return _failures[0] if _failures else None
-
-    def flash_profile_begin(self, folder: str, name: str, most: int) -> None:
-        """Record up to so many steps, for a file of this name."""
-        worker: Any = self
-        part = f"-worker-{worker.rank}" if worker.rank else ""
-        file = Path(folder) / f"{name}{part}{ENDING}"
-        who = f"{name}{part}".replace("-", " ")
-        recording = Recording(file, who, cuda=worker.device.type == "cuda")
-        _profiles.append(WorkerProfile(worker, recording, most))
-
-    def flash_profile_end(self) -> None:
-        """Write it."""
-        while _profiles:
-            _profiles.pop().end()

@@ -136,6 +136,12 @@ def test_what_a_command_logs_moves_no_cursor(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "\\x1b[2J\\n fails\n"
 
 
+def test_the_removed_profile_command_names_the_key_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "my.toml", "--steps", "3"])
+    assert 'Set `train.profile = "3:5"` in the configuration' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["train", "{}", "--dryrun"], ["plot", "folder", "train.steps=1"]])
 def test_an_unknown_argument_is_refused_by_name(
     config: str, wrong: list[str], capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,13 @@ def file(tmp_path: Path) -> Path:
         ("rollout.temperature=1e-9", "`rollout.temperature` (override): expected a number from 0.01 to 2, got 1e-09"),
         ("rollout.temperature=2.5", "`rollout.temperature` (override): expected a number from 0.01 to 2, got 2.5"),
         ("train.final_learning_rate=0.1", "is a rate, not a share: expected at most train.learning_rate = 1e-06"),
+        (
+            "train.profile='3'",
+            "`train.profile` (override): expected FIRST:LAST, two numbers of steps such as `3:5`, or an",
+        ),
+        ("train.profile=5:3", 'or an empty text, got "5:3"'),
+        ("train.profile=3:x", 'or an empty text, got "3:x"'),
+        ("train.profile=3:100", "expected a LAST step of at most 99 (run.steps = 100), got 100"),
         ("eval.temperature=1e-9", "`eval.temperature` (override): expected 0, which is greedy, or at least 0.01"),
         ("algorithm.entropy_bonus=1e308", "expected a number from 0 to 100, got 1e+308"),
         ("cluster.node_cpus=[0,0]", "cores 0 to"),

@@ -153,15 +153,6 @@ def test_a_rank_that_does_not_listen_yet_is_requeued_too(submit: Submit) -> None
     assert job.end() == "requeued"
 
 
-def test_a_profile_that_is_asked_to_end_is_not_requeued(submit: Submit) -> None:
-    job = submit("listen", "profile", "mine.toml")
-    wait_for(job, "node 0: here", "node 1: here")
-    job.signal_script()
-    assert job.end() not in ("0", "requeued")
-    assert job.output().splitlines().count("node 0: stopped") == 1
-    assert "requeueing" not in job.output()
-
-
 JOIN = ("join", "outputs/mine", "engine.count=2")
 
 

@@ -248,26 +248,6 @@ class VLLMEngine:
         await self._llm.update_weight_version(str(version))
         self._version = self._salt = version
 
-    async def ask_workers(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of each worker between two steps, for deadlines.swap at most; it makes none meanwhile.
-
-        Raises:
-            EngineError, DeadlineError: a worker failed, or took too long.
-        """
-        self._check_alive()
-        asked = f"the workers of engine {self._index} to do `{method}`"
-        self._steps.pauses()
-        try:
-            with self._waiting(self._config.deadlines.swap, asked, "vLLM's log"):
-                return await vllm.ask_workers(self._llm, method, *arguments)
-        except FlashError:
-            raise
-        except Exception as error:  # as in `load`
-            raise self._typed(error) from error
-        finally:
-            self._steps.goes_on(anyio.current_time())
-        raise AssertionError("a deadline that passes raises")
-
     @contextmanager
     def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
         """Wait for vLLM's answers, for so long; the engine's death ends that too."""

@@ -27,6 +27,7 @@ from flash.run.sft.course import ROWS, Course, CourseTokens
 from flash.run.trainer_rank import meet, others
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
+from flash.trainer.performance import StepProfiler
 from flash.trainer.state import checkpoint
 from flash.trainer.state.stored import FileEntry, choose, describe, hub_state
 from flash.trainer.step import Trainer
@@ -85,7 +86,9 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
             notes.append(other_rows(Path(chosen[0]), course))
         for note in filter(None, (tokenizer.ends_told(), *notes)):
             recorder.note(note)
-    return SftLoop(config, trainer, course, tokenizer, recorder, told).run()
+    profiler = StepProfiler(config.train.profiled_steps, config.run_dir, order.local, cuda=config.gpus_per_node > 0)
+    stack.callback(profiler.close)
+    return SftLoop(config, trainer, course, tokenizer, recorder, profiler, told).run()
 
 
 def other_rows(folder: Path, course: Course) -> str:
@@ -113,6 +116,7 @@ class SftLoop:
         course: says what steps train.
         tokenizer: goes into the export.
         recorder: of the first rank alone.
+        profiler: records the steps that `train.profile` names.
         told: set where the end is asked for.
     """
 
@@ -123,10 +127,12 @@ class SftLoop:
         course: Course,
         tokenizer: HfTokenizer,
         recorder: Recorder | None,
+        profiler: StepProfiler,
         told: threading.Event,
     ) -> None:
         self._config, self._trainer, self._course = config, trainer, course
         self._tokenizer, self._recorder, self._told = tokenizer, recorder, told
+        self._profiler = profiler
 
     def run(self) -> End:
         """Train to the end.
@@ -143,6 +149,7 @@ class SftLoop:
                 self._evaluate()
             coming = ahead.submit(self._course.batch, trainer.version) if trainer.version < steps else None
             while coming is not None and wish < WISHES["stop"]:
+                self._profiler.begin_step(trainer.version)
                 begun = time.perf_counter()
                 batch, said = coming.result()
                 said["trainer_wait_s"] = time.perf_counter() - begun
@@ -153,6 +160,7 @@ class SftLoop:
                     self._evaluate()
                 if wish or ends or trainer.version % self._config.checkpoint.every == 0:
                     self._checkpoint()
+        self._profiler.close()
         finished = trainer.version >= steps
         if finished and self._config.checkpoint.export:
             self._tokenizer.name_ends(trainer.model.generation_config)
