@@ -46,7 +46,7 @@ MODULES = {
                 "model_service",
                 "objective_cost",
             ),
-            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "selection", "view_load"),
+            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "view_load"),
             *("routing_replay", "weight_groups"),
         )
     },

@@ -161,12 +161,6 @@ class CodeEnv:
         source = _source(options)
         return None if source is None else len(_rows(source, options).held_out)
 
-    @classmethod
-    def problem_of(cls, seed: int, options: CodeOptions) -> str | None:
-        """The place of the row; made problems have no name."""
-        source = _source(options)
-        return None if source is None else str(_rows(source, options).place(seed))
-
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the problem of this seed."""
         options, source = self._options, _source(self._options)

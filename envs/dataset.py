@@ -107,11 +107,6 @@ class DatasetEnv:
         await anyio.to_thread.run_sync(_rows, options, abandon_on_cancel=True)
 
     @classmethod
-    def problem_of(cls, seed: int, options: DatasetOptions) -> str:
-        """Return the place of the row."""
-        return str(_rows(options).place(seed))
-
-    @classmethod
     def held_out_problems(cls, options: DatasetOptions) -> int:
         """Return the number of held-out rows."""
         return len(_rows(options).held_out)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from typing import Any
 
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import EnvError
@@ -37,11 +36,6 @@ class OneTurn(ABC):
     @abstractmethod
     def _reward(self, answer: str, solution: str) -> float:
         """From 0 to 1."""
-
-    @classmethod
-    def problem_of(cls, seed: int, **options: Any) -> str:
-        """The prompt: of few problems, each is drawn again and again."""
-        return cls(**options)._draw(random.Random(seed), is_held_out(seed)).prompt
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the problem of this seed."""

@@ -215,13 +215,6 @@ class Instructions:
         self._options = options
         self._problem: InstructionProblem | None = None
 
-    @classmethod
-    def problem_of(cls, seed: int, options: InstructionOptions) -> str:
-        """The kinds of its rules, which make it hard: sentences themselves hardly come again."""
-        rng = random.Random(seed)
-        rng.choice(_topics(held_out=is_held_out(seed)))
-        return " ".join(_kinds(rng, options))
-
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Ask what this seed asks."""
         self._problem = draw(random.Random(seed), _topics(held_out=is_held_out(seed)), self._options)

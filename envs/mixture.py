@@ -70,11 +70,6 @@ class _Maker(msgspec.Struct, frozen=True, dict=True):
     def __call__(self) -> Environment | SyncEnvironment:
         return self.env(**self.kwargs)
 
-    @cached_property
-    def named(self) -> tuple[type[Any], dict[str, Any]] | None:
-        """The class that names the problems, and its keyword arguments; None if they have no names."""
-        return class_with("problem_of", self.env, self.kwargs)
-
 
 class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The environments of a mixture. Their tables are read once, however many episodes there are.
@@ -147,15 +142,6 @@ class Mixture:
             if at < end:
                 return name
         return next(reversed(weights))  # reached only when rounding puts the last border below the sum
-
-    @classmethod
-    def problem_of(cls, seed: int, options: MixtureOptions) -> str | None:
-        """Return the name that the environment of its kind gives the problem."""
-        maker = options.makers[cls.kind_of(seed, options)]
-        if maker.named is None:
-            return None
-        env, kwargs = maker.named
-        return env.problem_of(seed, **kwargs)
 
     @classmethod
     def domains(cls, options: MixtureOptions) -> dict[str, Domain]:

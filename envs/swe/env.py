@@ -116,11 +116,6 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         await judge.try_out(options.language, options.allowed)
 
     @classmethod
-    def problem_of(cls, seed: int, options: SweOptions) -> str:
-        """The place of the task."""
-        return str(load_tasks(options.folder).place(seed))
-
-    @classmethod
     def held_out_problems(cls, options: SweOptions) -> int:
         """Return the number of held-out tasks."""
         return len(load_tasks(options.folder).held_out)

@@ -77,13 +77,6 @@ def environment_rule(config: Config) -> Iterator[ConfigProblem]:
     kwargs, problems = examine_options(env, config.env.options, "env.options")
     faults = problems or list(_own_check(env, kwargs))
     yield from faults or _domains(config, env, kwargs)
-    recurs = bool(faults) or class_with("problem_of", env, kwargs) is not None
-    if config.rollout.selection == "pass_rate" and not recurs:
-        message = (
-            f"`{config.env.path}` does not say which of its problems come again: expected `uniform`, or a class with "
-            "problem_of (docs/environments.md)"
-        )
-        yield ConfigProblem("rollout.selection", message)
     if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
         message = (
             f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
@@ -121,9 +114,6 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
         drop = domain.drop_equal_rewards
         if size == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
             message = "groups of one sample have equal rewards: all would be dropped"
-            yield ConfigProblem(f"{key}.group_size", message)
-        if size == 1 and config.rollout.selection == "pass_rate":
-            message = "expected at least 2, since groups of one sample have equal rewards (rollout.selection)"
             yield ConfigProblem(f"{key}.group_size", message)
 
 
@@ -257,9 +247,6 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped"
         )
-    if rollout.selection == "pass_rate" and rollout.group_size == 1:
-        message = "groups of one sample have equal rewards, whatever the problem: expected `uniform`"
-        yield ConfigProblem("rollout.selection", message)
 
 
 def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
@@ -292,8 +279,6 @@ def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "rollout.swap", "expected another one than drain: adapters ([lora]) side by side are not simulated"
         )
-    if config.rollout.selection == "pass_rate":
-        yield ConfigProblem("rollout.selection", "simulated problems do not come again: expected `uniform`")
 
 
 RULES: tuple[Rule, ...] = (

@@ -59,6 +59,11 @@ ABSENT: dict[str, str] = {
     ),
     "rollout.session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns "
     "overfill the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
+    **dict.fromkeys(
+        ("rollout.selection", "rollout.selection_floor"),
+        "problems are issued in their order, and none is passed over; remove this key. rollout.drop_equal_rewards "
+        "replaces groups that teach nothing",
+    ),
     "algorithm.branches": "each branch gets the advantage of its episode; remove this key",
     "algorithm.entropy_target": "the coefficient of the entropy bonus stays the same in all steps; set "
     "algorithm.entropy_bonus instead",

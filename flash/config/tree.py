@@ -138,10 +138,6 @@ class RolloutConfig(Section, frozen=True):
     """Replace groups whose rewards are all equal."""
     accuracy_bounds: tuple[float, float] | None = None
     """Replace groups whose mean reward is outside [low, high]."""
-    selection: Literal["uniform", "pass_rate"] = "uniform"
-    """`pass_rate`: ask [what teaches](asynchrony.md#techniques)."""
-    selection_floor: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
-    """Least chance of a problem."""
     queue_scheduling: bool = True
     """Off: samples start in batches."""
     replicate_prompts: bool = True

@@ -2,18 +2,17 @@
 
 An environment is made once per episode by calling its class with the options of the configuration: each as a keyword
 argument, or, where the only argument is `options` and annotated with a struct, all in one such struct, which is made
-and thereby checked once. `check`, `prepare`, `kind_of` and `problem_of` take them in the same form. The order of calls
+and thereby checked once. `check`, `prepare` and `kind_of` take them in the same form. The order of calls
 is `reset`, `step`, `close`; `close` is called exactly once, also after an error or a cancellation.
 
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Seven more
+Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Six more
 things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), `prepare`, which
 opens on each node what its episodes share (`Prepared`), `inform`, which is given the episode's count of tokens
-(`Informed`), solved examples for a supervised warm start (`WarmStart`), names of problems that come again
-(`Recurring`), where it stands for several environments, the kind of a problem (`Kinds`), and, where it is put around
-another environment, which one (`Wrapping`).
+(`Informed`), solved examples for a supervised warm start (`WarmStart`), where it stands for several environments, the
+kind of a problem (`Kinds`), and, where it is put around another environment, which one (`Wrapping`).
 """
 
 from __future__ import annotations
@@ -307,20 +306,6 @@ class Kinds(Protocol):
     @classmethod
     def kind_of(cls, seed: int, **options: Any) -> str:
         """The kind of the problem of this seed: the same in every process, for the same options."""
-        ...
-
-
-@runtime_checkable
-class Recurring(Protocol):
-    """An environment class whose problems come again, so that a run may pass over those that teach it nothing."""
-
-    @classmethod
-    def problem_of(cls, seed: int, **options: Any) -> str | None:
-        """The name of the problem of this seed, the same in every process; None: it has none.
-
-        Seeds of one name show the same problem, or problems that are about as hard. The hub asks for each group: it
-        must take microseconds, but for the first one.
-        """
         ...
 
 

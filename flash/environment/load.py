@@ -9,7 +9,6 @@ from typing import Any
 from flash.config.objects import check_options, class_with, load_environment
 from flash.environment.interface import Domain, Domains, Environment, Prepared
 from flash.environment.threaded import wrap
-from flash.errors import ConfigError
 
 
 class LoadedEnvironment:
@@ -43,22 +42,6 @@ class LoadedEnvironment:
         cls, kwargs = self._kinds
         return cls.kind_of(seed, **kwargs)
 
-    def problem_of(self, seed: int) -> str | None:
-        """Return the name of the problem of a seed; None for classes whose problems have none."""
-        if self._named is None:
-            return None
-        cls, kwargs = self._named
-        return cls.problem_of(seed, **kwargs)
-
-    def check_names(self, seeds: range) -> None:
-        """Read what it takes to name these, as the data sets of all kinds. Raises ConfigError: none has a name."""
-        names = [self.problem_of(seed) for seed in seeds]  # all, or a kind would read its data in the loop
-        if all(name is None for name in names):
-            raise ConfigError(
-                f"rollout.selection: {len(seeds)} problems of {self._class.__name__} have no names by which they would "
-                "be known again (docs/environments.md): expected `uniform`"
-            )
-
     def domains(self) -> dict[str, Domain]:
         """Return the domains of the problems; none for classes that do not tell."""
         # The class that names the kinds also gives their shares: those of another class would have other names.
@@ -89,7 +72,3 @@ class LoadedEnvironment:
     @cached_property
     def _kinds(self) -> tuple[Any, dict[str, Any]] | None:
         return class_with("kind_of", self._class, self._kwargs)
-
-    @cached_property
-    def _named(self) -> tuple[Any, dict[str, Any]] | None:
-        return class_with("problem_of", self._class, self._kwargs)

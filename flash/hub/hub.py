@@ -88,7 +88,7 @@ class Hub:
         sizes = rules.sizes(config.rollout.group_size)
         self.buffer = SampleBuffer(
             contract,
-            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings(), problems.selection),
+            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings()),
             rules,
             step=version,
             state=state.buffer if state is not None else None,

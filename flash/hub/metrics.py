@@ -56,7 +56,7 @@ class StepMetrics:
 
     def __init__(self, samples: Samples) -> None:
         self._before = samples.ledger.totals(0)
-        self._chosen = _chosen(samples)
+        self._ended_groups = _ended_groups(samples)
         self._since: float | None = None
         self._canary_error = 0.0
         self._idle: dict[int, tuple[float, float]] = {}
@@ -110,8 +110,8 @@ class StepMetrics:
         self._since, self._before = now if ran else None, totals
         restarts, self.restarts = self.restarts, dict.fromkeys(self.restarts, 0)
         misbehaved, self._misbehaved = self._misbehaved, dict(NOTHING)
-        chosen, self._chosen = self._chosen, _chosen(samples)
-        ended, equal, issued, over = (now - then for now, then in zip(self._chosen, chosen, strict=True))
+        before, self._ended_groups = self._ended_groups, _ended_groups(samples)
+        ended, equal = (now - then for now, then in zip(self._ended_groups, before, strict=True))
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
         return {
             **trainer,
@@ -136,7 +136,6 @@ class StepMetrics:
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
             "equal_rewards_share": equal / max(ended, 1),
-            "passed_over_share": over / max(issued + over, 1),
             "given_up": sum(ledger.given_up.values()),
             **samples.domains.row(samples.quarantined),
             **env,
@@ -167,10 +166,9 @@ class StepMetrics:
         return {"draft_accepted_share": accepted / drafted} if drafted > 0 else {}
 
 
-def _chosen(samples: Samples) -> tuple[int, int, int, int]:
-    """Groups that came home, those of equal rewards, groups that were issued, and problems that were passed over."""
-    cursor = samples.source.cursor
-    return cursor.ended, cursor.equal, cursor.next_group, cursor.passed_over
+def _ended_groups(samples: Samples) -> tuple[int, int]:
+    """Return the number of groups that ended in this run, and how many of them had equal rewards."""
+    return samples.source.cursor.ended, samples.source.cursor.equal
 
 
 def _stale_share(booked: Mapping[str, int]) -> float:

@@ -23,7 +23,6 @@ from flash.config.decode import ConfigProblem, refuse
 from flash.config.machine import engine_cpus
 from flash.config.objects import own_folders
 from flash.config.tree import Config
-from flash.environment import HELD_OUT
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError, EngineError, RunDirectoryError, TransportError
 from flash.hub import protocol as p
@@ -54,12 +53,11 @@ from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster, with_held_out_problems
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
-from flash.samples.tasks import SEED_STRIDE
 from flash.trainer.state.stored import Choice, choose, newest_complete
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
 from flash.transport.server import serve
-from flash.waiting import deadline, first_error
+from flash.waiting import first_error
 
 if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher
@@ -109,11 +107,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
-        problems = Problems.of(config, env.kind_of, env.domains(), env.problem_of)
-        if problems.selection is not None:
-            first, seconds = config.run.seed * SEED_STRIDE % HELD_OUT, config.deadlines.env_reset
-            with deadline(seconds, "the names of problems", "the environment's `problem_of`, and deadlines.env_reset"):
-                await anyio.to_thread.run_sync(env.check_names, range(first, first + NAMED), abandon_on_cancel=True)
+        problems = Problems.of(config, env.kind_of, env.domains())
         config = await with_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])

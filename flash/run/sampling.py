@@ -84,7 +84,6 @@ async def roll_out(
         extra_groups=0,
         drop_equal_rewards=False,
         accuracy_bounds=None,
-        selection="uniform",
     )
     config = alone(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
     guest = _Guest(config, env, tokenizer, engines)

@@ -117,7 +117,7 @@ class SampleBuffer:
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next(self.samples.quarantined)
-        issued = Issued(self.samples.source.next_problem(domain, admission.next_step))
+        issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
         return self._hand_out(self.samples.issue(issued).members[:1], versions, node)[0]
 

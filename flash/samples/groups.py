@@ -51,10 +51,8 @@ class Group(msgspec.Struct, gc=False):
     """The members that were trained in earlier steps."""
     closed: bool = False
     """Its problem is none of those that are issued now: no member of it begins any more."""
-    problem: str = ""
-    """The name of its problem, where it has one."""
     told: bool = False
-    """What it has shown of its problem is counted."""
+    """True if the group is counted among those that have ended (`Cursor.ended`)."""
 
     @property
     def kind(self) -> str:
@@ -77,7 +75,7 @@ class Group(msgspec.Struct, gc=False):
         """Part with the members that are done: they form a group of their own, to be trained now."""
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.entry() for trajectory in self.trajectories()]
-        now = Group(self.group_id, self.wanted, part, self.earlier, problem=self.problem, told=self.told)
+        now = Group(self.group_id, self.wanted, part, self.earlier, told=self.told)
         for member in self.members:
             if member.state == "done":
                 member.state, member.trajectory = "trained", None

@@ -22,7 +22,6 @@ from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
 from flash.errors import ConfigError
 from flash.samples.groups import GroupFilter
-from flash.samples.tasks import Selection
 from flash.sampling import PLAIN, Sampling
 
 
@@ -132,8 +131,6 @@ class Problems(NamedTuple):
     """The kind of the problem of a seed."""
     domains: Mapping[str, DomainSettings]
     """Of the kinds that have shares and limits of their own."""
-    selection: Selection | None = None
-    """Which of them are passed over."""
 
     @classmethod
     def of(
@@ -141,7 +138,6 @@ class Problems(NamedTuple):
         config: Config,
         kind_of: Callable[[int], str],
         domains: Mapping[str, Domain],
-        problem_of: Callable[[int], str | None] = lambda seed: None,
     ) -> Problems:
         """Those that the environment of a run says.
 
@@ -155,9 +151,7 @@ class Problems(NamedTuple):
                 raise ConfigError(f"env.path: top_k of the domain {name!r}: {fault}")
             for option, fault in untaught(own.sampling, config.algorithm.teacher):
                 raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
-        if rollout.selection == "uniform":
-            return cls(kind_of, settings)
-        return cls(kind_of, settings, Selection(problem_of, rollout.selection_floor, rollout.extra_per_group))
+        return cls(kind_of, settings)
 
 
 def _unnamed(seed: int) -> str:

@@ -16,6 +16,7 @@ from itertools import count
 
 import msgspec
 
+from algorithms.advantages import are_equal
 from flash.errors import ContractError
 from flash.samples.admission import Admission, Places
 from flash.samples.breaker import Breaker, Streaks
@@ -27,7 +28,7 @@ from flash.samples.leaving import Departures
 from flash.samples.ledger import Ledger
 from flash.samples.pool import GroupPool
 from flash.samples.slices import Backlog
-from flash.samples.tasks import Cursor, TaskSource, Tried
+from flash.samples.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome
 
 FILTER_BREAKER = 20
@@ -49,8 +50,6 @@ class BufferState(msgspec.Struct):
     streaks: Streaks = msgspec.field(default_factory=Streaks)
     shared: Shared | None = None
     """What domains have had."""
-    tried: list[Tried] = []
-    """What is known of problems."""
 
     def put_back(self, step: int) -> set[int]:
         """Batches that were formed are none any more: under another contract their steps could train less of them.
@@ -135,7 +134,6 @@ class Samples:
         rules = self.rules
         had, now = state.made.rules.problems, rules.problems
         others = bool(had and now and had != now)
-        self.source.tries.restore(() if others else state.tried)
         for group in (*state.groups, *(formed.group for formed in state.formed)):
             group.closed = group.closed or others
         for group in state.groups:
@@ -185,8 +183,7 @@ class Samples:
         counts = self.source.cursor, self.admission.places, self.ledger, self._breaker.streaks, self.domains.shared
         cursor, places, ledger, streaks, shared = deepcopy(counts)
         groups, formed, withdrawn = self.pool.copies(), self.batches.left(), dict(self.leases.reasons)
-        tried = list(self.source.tries.known.values())
-        return BufferState(self._made, cursor, places, groups, ledger, formed, withdrawn, streaks, shared, tried)
+        return BufferState(self._made, cursor, places, groups, ledger, formed, withdrawn, streaks, shared)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +220,7 @@ class Samples:
     def issue(self, event: Issued) -> Group:
         tasks = self.admission.issue(event.problem)
         wanted = len(tasks) - self.rules.extra_per_group
-        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks], problem=event.problem.name)
+        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
         for member in group.members:
             self.leases.put(member)
         self.pool.waits(group)
@@ -302,7 +299,7 @@ class Samples:
             return
         if group.complete:
             self._departures.drop_rest(group, "beaten", Outcome.CANCELLED)
-            self._learn_of(group)
+            self._count_ended(group)
         if self.pool.is_ready(group.group_id):
             self.pool.changed(group)
         elif group.alive == 0:
@@ -314,12 +311,13 @@ class Samples:
         else:
             self._departures.watch(group)
 
-    def _learn_of(self, group: Group) -> None:
-        """What a group has shown of its problem counts once, when it is complete or the first part of it is trained."""
+    def _count_ended(self, group: Group) -> None:
+        """Count a group once, when it is complete or the first part of it is trained."""
         rewards = [trajectory.reward for trajectory in group.trajectories()]
         if rewards and not group.told:
             group.told = True
-            self.source.ended(group.problem, rewards, self.admission.next_step)
+            self.source.cursor.ended += 1
+            self.source.cursor.equal += are_equal(rewards)
 
     def _admit_or_filter(self, group: Group) -> None:
         if self.rules.filter_of(group.kind).keeps(group):
@@ -343,7 +341,7 @@ class Samples:
             return
         groups = (*event.groups, *self.pool.late())
         for group_id in event.groups:
-            self._learn_of(self.pool[group_id])
+            self._count_ended(self.pool[group_id])
             self.domains.trains(self.pool[group_id].kind)
         self.pool.chosen(groups)
         self.backlog.add(lambda group_id: self.batches.train(self.pool.take(group_id)), groups)

@@ -34,7 +34,6 @@ def test_domains_with_limits_of_their_own_are_taken() -> None:
     [
         ({"max_new_tokens": 64}, {}, "env.options.kinds.a.max_new_tokens", "expected at most 63"),
         ({"group_size": 1}, {"drop_equal_rewards": True}, "env.options.kinds.a.group_size", "equal rewards"),
-        ({"group_size": 1}, {"selection": "pass_rate"}, "env.options.kinds.a.group_size", "at least 2"),
         ({}, {"fifo_window": 1.0}, "rollout.fifo_window", "several domains"),
         ({"weight": -1}, {}, "env.options", "`kinds.a.weight`"),
     ],

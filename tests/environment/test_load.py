@@ -6,7 +6,6 @@ from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
 
 prepared = []
-named = []
 
 
 class Plain:
@@ -34,11 +33,6 @@ class Several(Plain):
     def kind_of(cls, seed, word="x", count=1):
         return f"{word}{seed % count}"
 
-    @classmethod
-    def problem_of(cls, seed, word="x", count=1):
-        named.append(seed)
-        return str(seed % count) if seed else None
-
 
 @pytest.mark.anyio
 async def test_an_environment_with_keyword_arguments_is_made_once_per_episode():
@@ -64,10 +58,6 @@ async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
     await loaded.prepare()
     assert prepared == [{"word": "k", "count": 3}]
     assert [loaded.kind_of(seed) for seed in range(4)] == ["k0", "k1", "k2", "k0"]
-    assert [loaded.problem_of(seed) for seed in range(4)] == [None, "1", "2", "0"]
-    named.clear()
-    loaded.check_names(range(9))
-    assert named == [*range(9)], "each kind of them has read its data by then"
 
 
 @pytest.mark.anyio
@@ -75,9 +65,6 @@ async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing
     loaded = LoadedEnvironment(f"{__name__}:Plain", {})
     await loaded.prepare()
     assert loaded.kind_of(7) == ""
-    assert loaded.problem_of(7) is None
-    with pytest.raises(ConfigError, match=r"rollout\.selection: 9 problems of Plain have no names.*expected `uniform`"):
-        loaded.check_names(range(9))
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,11 @@ async def test_each_epoch_shows_each_training_row_once_in_another_order(tmp_path
 
 
 @pytest.mark.anyio
-async def test_a_row_has_the_same_name_in_every_epoch(tmp_path):
+async def test_every_epoch_shows_each_training_row_once(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "answer": "a"} for i in range(40)])
-    shown = await prompts(path, range(200), held_out_fraction=0.1)
-    options = DatasetOptions(path=path, held_out_fraction=0.1)
-    names = [DatasetEnv.problem_of(seed, options) for seed in range(200)]
-    assert len({*zip(names, shown, strict=True)}) == len({*names}) == len({*shown}) == 36
+    shown = await prompts(path, range(180), held_out_fraction=0.1)
+    assert all(len({*shown[start : start + 36]}) == 36 for start in range(0, 180, 36))
+    assert len({*shown}) == 36
 
 
 @pytest.mark.anyio

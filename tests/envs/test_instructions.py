@@ -137,17 +137,6 @@ async def test_held_out_topics_are_never_trained() -> None:
     assert info["note"]
 
 
-@pytest.mark.anyio
-async def test_problems_of_the_same_kinds_of_rules_have_one_name() -> None:
-    options = InstructionOptions(rules=2, kinds=["begin", "question", "upper"])
-    beginnings = {"begin": "Begin with", "question": "Make it a", "upper": "Write it in CAPITAL"}
-    for seed in range(60):
-        observation, _ = await Instructions(options).reset(seed)
-        asked = str(observation[0])
-        named = Instructions.problem_of(seed, options).split()
-        assert [kind for kind, text in beginnings.items() if text in asked] == sorted(named)
-
-
 def test_rules_that_exclude_each_other_are_never_asked_for_together() -> None:
     options = InstructionOptions(rules=3)
     for seed in range(500):

@@ -60,15 +60,6 @@ def test_it_is_an_environment_that_names_its_kinds():
         assert isinstance(env, protocol)
 
 
-@pytest.mark.anyio
-async def test_problems_have_the_names_that_their_environments_give_them():
-    options = MixtureOptions(kinds=KINDS | {"none": BLOCKING})
-    for seed in range(40):
-        shown = (await Mixture(options).reset(seed))[0]
-        blocked = Mixture.kind_of(seed, options) == "none"
-        assert Mixture.problem_of(seed, options) == (None if blocked else shown)
-
-
 @pytest.mark.parametrize("start", [0, 17, 100_000, HELD_OUT, HELD_OUT + 999])
 def test_any_stretch_of_seeds_holds_each_kind_by_its_weight(start):
     counts = kinds_of(range(start, start + 100))

@@ -16,7 +16,7 @@ from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.leases import TaskQueue
 from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.state import BufferState
-from flash.samples.tasks import Selection, TaskSource
+from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN
 from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
@@ -67,14 +67,13 @@ def make_buffer(
     at_once: int | None = None,
     journal: Journal = NO_JOURNAL,
     incarnation: int = 0,
-    selection: Selection | None = None,
     max_token_age: int | None = None,
     **rules: Any,
 ) -> SampleBuffer:
     contract = AgeContract(alpha, batch, group, steps, extra_groups, max_token_age)
     rules = {"retries": 1, "breaker": 1000, "sampling": PLAIN} | rules
     members = group + rules.get("extra_per_group", 0)
-    source = TaskSource(0, members, kind_of, state.cursor if state else None, selection=selection)
+    source = TaskSource(0, members, kind_of, state.cursor if state else None)
     return SampleBuffer(
         contract,
         source,

@@ -21,7 +21,6 @@ from flash.samples.journal import Event, MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.slices import at_once
 from flash.samples.state import BufferState
-from flash.samples.tasks import Selection
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import make_buffer, trajectory
 
@@ -36,10 +35,6 @@ def bound_of(alpha: float, older: int | None) -> int | None:
 
 def kind_of(seed: int) -> str:
     return "even" if seed % 2 == 0 else "odd"
-
-
-def one_of_three(seed: int) -> str:
-    return str(seed % 3)
 
 
 class Incarnation(RuleBasedStateMachine):
@@ -60,7 +55,6 @@ class Incarnation(RuleBasedStateMachine):
                 "extra_per_group": st.integers(0, 2),
                 "extra_groups": st.integers(0, 2),
                 "waves": st.booleans(),
-                "selection": st.sampled_from([None, Selection(one_of_three, 0.1)]),
                 "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
             }
         ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
@@ -309,9 +303,9 @@ class Incarnation(RuleBasedStateMachine):
         self.buffer.samples.check()
 
     @invariant()
-    def every_problem_was_issued_or_passed_over_once(self) -> None:
+    def every_problem_was_issued_once(self) -> None:
         cursor = self.buffer.samples.source.cursor
-        assert cursor.next_problem == cursor.next_group + cursor.passed_over
+        assert cursor.next_problem == cursor.next_group
         assert cursor.equal <= cursor.ended <= cursor.next_group
 
     @invariant()

@@ -17,7 +17,6 @@ from flash.samples.buffer import SampleBuffer
 from flash.samples.journal import Committed, Ended, Event, MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.state import BufferState
-from flash.samples.tasks import Selection
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
 
@@ -121,7 +120,6 @@ RULES = st.fixed_dictionaries(
         "quarantine": st.sampled_from([2, 1000]),
         "breaker": st.sampled_from([3, 1000]),
         "waves": st.booleans(),
-        "selection": st.sampled_from([None, Selection(lambda seed: str(seed % 3), 0.2)]),
     }
 )
 

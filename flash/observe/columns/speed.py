@@ -162,7 +162,6 @@ SPEED = ColumnGroup(
         Column("sink_lost", "counter, with `observe.sink`: rows that it did not take since this process began"),
         Column("filtered", "counter: filtered samples", form=".0f", label="filtered"),
         Column("equal_rewards_share", "share of the groups that ended whose rewards were equal", "share"),
-        Column("passed_over_share", "share of the problems that `rollout.selection` left out", "share"),
         Column("given_up", "counter: samples that failed too often", form=".0f", label="given up"),
     ),
 )
