@@ -378,7 +378,7 @@ class Published(msgspec.Struct, frozen=True):
     """msgpack of what the backend's receiver needs to get the tensors of this version."""
     canary: Canary
     incarnation: int = 0
-    """Which incarnation of the trainer ranks holds it (`flash.hub.ranks.incarnations`); the hub says so."""
+    """Which incarnation of the trainer ranks holds it (`flash.hub.trainers`); the hub says so."""
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

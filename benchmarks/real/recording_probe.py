@@ -17,7 +17,7 @@ from typing import Any
 
 from envs.arithmetic import Arithmetic as Arithmetic
 from flash.hub.hub import Hub
-from flash.hub.nodes.nodes import Nodes
+from flash.hub.nodes import Nodes
 from flash.observe import cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.batches import Batches

@@ -25,9 +25,8 @@ import msgspec
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.hub.in_process import InProcessCaller
-from flash.hub.parts import Inheritance
-from flash.hub.state import HubState
+from flash.hub.hub import InProcessCaller
+from flash.hub.recovery import HubState, RecoveredState
 from flash.rollout.engine import Engine
 from flash.simulate.engine import SimEngine
 from flash.simulate.trainer import SimTrainer
@@ -208,7 +207,7 @@ class RestartedWorld(World):
         self.kept = kept
         """The hub's state in the last checkpoint, as it is written: each life reads it anew."""
         state = None if kept is None else HubState.restore(kept, config)
-        super().__init__(config, inherited=Inheritance(state, (0,)), keep_state=self._keep)
+        super().__init__(config, recovered=RecoveredState(state, (0,)), save_state=self._keep)
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
         """One that saves."""
@@ -232,7 +231,7 @@ class FailingWorld(World):
         self._born = anyio.current_time()
         self._lives: dict[int, anyio.CancelScope] = {}
         self._away_s: dict[int, float] = {}
-        super().__init__(config, inherited=Inheritance(evaluated=(0,)))
+        super().__init__(config, recovered=RecoveredState(evaluated=(0,)))
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
         """One that can die."""

@@ -19,7 +19,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from flash.hub import protocol as p
-from flash.hub.ranks.shards import fetch
+from flash.hub.protocol import fetch_shard
 from flash.transport.client import Client, connect
 from flash.types import Canary, Failure, Lease, Outcome, Published, Span, Trajectory, Turn, VersionRun
 
@@ -169,7 +169,7 @@ class Peers:
             case "train":
                 async with anyio.create_task_group() as group:
                     for rank, hub in enumerate(self._ranks):
-                        group.start_soon(fetch, hub, rank, order.version, TIMEOUT_S)
+                        group.start_soon(fetch_shard, hub, rank, order.version, TIMEOUT_S)
             case "commit":
                 await self._ranks[0].call(p.Commit(order.version, {}), TIMEOUT_S)
             case "snapshot":

@@ -33,7 +33,7 @@ from benchmarks.simulated.hub_peers import Order
 from flash.config.tree import Config
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.parts import Records
+from flash.hub.recovery import Persistence
 from flash.observe.observer import MemoryObserver
 from flash.samples.batches import deal
 from flash.samples.journal import NO_JOURNAL, Journal
@@ -139,8 +139,8 @@ async def scene(
     size: Size, config: Config, kind_of: Callable[[int], str] = lambda seed: "", journal: Journal = NO_JOURNAL
 ) -> AsyncGenerator[Scene]:
     """A hub that listens, and a process with all its peers."""
-    problems, records = ALIKE._replace(kind_of=kind_of), Records(journal=journal)
-    hub = Hub(config, _Forgetful(), now=time.time, problems=problems, records=records)
+    problems, records = ALIKE._replace(kind_of=kind_of), Persistence(journal=journal)
+    hub = Hub(config, _Forgetful(), now=time.time, problems=problems, persistence=records)
     token = secrets.token_bytes(32)
 
     async def handler(peer: Peer, request: Request[Any]) -> msgspec.Struct:

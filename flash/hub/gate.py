@@ -26,7 +26,7 @@ from flash.config.waits import SILENT_S
 from flash.errors import IncarnationOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.ranks.trainers import INCARNATION_OVER
+from flash.hub.trainers import INCARNATION_OVER
 from flash.observe.cluster import FAILURE_TEXT, NodeStatus
 from flash.observe.columns.table import columns
 from flash.transport.request import Request

@@ -18,17 +18,15 @@ import msgspec
 from flash.config.tree import Config
 from flash.errors import ContractError, DeadlineError
 from flash.hub import protocol as p
+from flash.hub.context import HubContext, RunEnd, RunProgress, SliceLimits
+from flash.hub.fleet import Fleet, NodeRegistry, RunOrigin
 from flash.hub.metrics import StepMetrics
-from flash.hub.nodes.fleet import Fleet
-from flash.hub.nodes.members import Members, Origin
-from flash.hub.nodes.nodes import Nodes
-from flash.hub.nodes.versions import Versions
+from flash.hub.nodes import Nodes, WeightVersions
 from flash.hub.overview import overview
-from flash.hub.parts import Inheritance, Parts, Pieces, Records, Start
-from flash.hub.progress import RunEnd, RunProgress
-from flash.hub.ranks.steps import Steps
-from flash.hub.ranks.trainers import Trainers
-from flash.hub.stages import Stage, Stages
+from flash.hub.recovery import Persistence, RecoveredState, TrainerStart
+from flash.hub.stages import RunStages, Stage
+from flash.hub.steps import TrainingSteps
+from flash.hub.trainers import TrainerRanks
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
 from flash.samples.buffer import SampleBuffer
@@ -36,19 +34,19 @@ from flash.samples.evaluation import Evaluations
 from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
 from flash.samples.tasks import TaskSource
 from flash.transport.request import ReplyT, Request, answered
-from flash.waiting import unwrapped_group
+from flash.waiting import deadline, unwrapped_group
 
 LEASES = 40
 """Bits of a lease's number that count the leases of one incarnation of the hub: none is given twice in a run."""
 INCARNATIONS = 20
 """The same of the trainer ranks' incarnations."""
 
-NOWHERE = Origin()
+NO_ORIGIN = RunOrigin()
 """Of a hub that nobody joins from another process."""
-NOTHING = Inheritance()
+NEW_RUN = RecoveredState()
 """Of the first hub of a run."""
-PIECES = Pieces()
-NO_RECORDS = Records()
+DEFAULT_LIMITS = SliceLimits()
+NO_PERSISTENCE = Persistence()
 """Of a run that starts from the beginning when its hub or a trainer rank is lost."""
 
 
@@ -60,10 +58,10 @@ class Hub:
         observer: is told of everything.
         now: gives Unix seconds on the loop's clock.
         problems: those of the environment.
-        inherited: what the hubs before this one have left.
-        records: where the run keeps what is to be known after a restart.
+        recovered: what the hubs before this one have left.
+        persistence: where the run keeps what is to be known after a restart.
         origin: where the run was started.
-        pieces: how much is done in one go.
+        limits: how much is done in one go.
     """
 
     def __init__(
@@ -73,14 +71,14 @@ class Hub:
         *,
         now: Callable[[], float],
         problems: Problems = ALIKE,
-        inherited: Inheritance = NOTHING,
-        records: Records = NO_RECORDS,
-        origin: Origin = NOWHERE,
-        pieces: Pieces = PIECES,
+        recovered: RecoveredState = NEW_RUN,
+        persistence: Persistence = NO_PERSISTENCE,
+        origin: RunOrigin = NO_ORIGIN,
+        limits: SliceLimits = DEFAULT_LIMITS,
     ) -> None:
         self._config = config
         self._observer = observer
-        state, incarnation = inherited.state, inherited.incarnation
+        state, incarnation = recovered.state, recovered.hub_number
         version = state.version if state is not None else 0
         contract, rules = age_contract(config), buffer_rules(config, problems.domains)
         lease_ids = count(incarnation << LEASES)
@@ -93,15 +91,15 @@ class Hub:
             step=version,
             state=state.buffer if state is not None else None,
             lease_ids=lease_ids,
-            members_at_once=pieces.members,
-            journal=records.journal,
+            members_at_once=limits.members,
+            journal=persistence.journal,
         )
         self.samples = self.buffer.samples
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
         asked = (problems.kind_of, rules.samplings())
-        self._evaluations = Evaluations(*of_run, *asked, lease_ids, inherited.evaluated)
+        self._evaluations = Evaluations(*of_run, *asked, lease_ids, recovered.evaluated)
         self.progress = RunProgress(version, newest=version if state is not None else -1)
-        self._parts = parts = Parts(
+        self._parts = parts = HubContext(
             config,
             observer,
             now,
@@ -109,19 +107,19 @@ class Hub:
             contract=contract,
             buffer=self.buffer,
             evaluations=self._evaluations,
-            records=records,
+            persistence=persistence,
             metrics=StepMetrics(self.samples),
-            fleet=Fleet(self.progress),
+            fleet=Fleet(),
         )
-        self.members = Members(config, origin)
+        self.members = NodeRegistry(config, origin)
         self._nodes = Nodes(parts, self.members)
         self.work = self._nodes.work
-        self._versions = Versions(parts, self.work)
-        start, number = inherited.start or Start(version, ""), (incarnation << INCARNATIONS) + 1
-        self._trainers = Trainers(parts, start, number)
+        self._versions = WeightVersions(parts, self.work)
+        start, number = recovered.start or TrainerStart(version, ""), (incarnation << INCARNATIONS) + 1
+        self._trainers = TrainerRanks(parts, start, number)
         self.incarnations = self._trainers.incarnations
-        self._steps = Steps(parts, self.work, self._versions, self._trainers, pieces.part_bytes)
-        self.stages = Stages(parts, self.members, self.incarnations, self._steps)
+        self._steps = TrainingSteps(parts, self.work, self._versions, self._trainers, limits.part_bytes)
+        self.stages = RunStages(parts, self.members, self.incarnations, self._steps)
 
     @property
     def late_restarts(self) -> dict[str, int]:
@@ -270,3 +268,19 @@ class Hub:
         if kind == "node":
             self._nodes.left(int(number))
             self.members.left(int(number))
+
+
+class InProcessCaller:
+    """A peer's calls to the hub of the same process. `watch` sees every request with its reply."""
+
+    def __init__(self, hub: Hub, watch: Callable[[msgspec.Struct, msgspec.Struct], None] | None = None) -> None:
+        self._hub = hub
+        self._watch = watch
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Ask the hub. Raises DeadlineError after `timeout` seconds."""
+        with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
+            reply = await self._hub.handle(request)
+        if self._watch is not None:
+            self._watch(request, reply)
+        return reply

@@ -8,16 +8,16 @@ from msgspec.structs import replace
 
 from flash.ages import SLACK
 from flash.config.tree import Config
-from flash.hub.nodes.members import Members
-from flash.hub.nodes.nodes import Nodes
-from flash.hub.parts import Parts
-from flash.hub.ranks.trainers import Trainers
+from flash.hub.context import HubContext
+from flash.hub.fleet import NodeRegistry
+from flash.hub.nodes import Nodes
+from flash.hub.trainers import TrainerRanks
 from flash.observe.cluster import MOST_LEASES, Flow, HubNow, LeaseNow, NodeNow, NodeState, RankNow
 from flash.samples.evaluation import Evaluations
 from flash.samples.state import Samples
 
 
-def overview(parts: Parts, members: Members, nodes: Nodes, trainers: Trainers, doing: str) -> HubNow:
+def overview(parts: HubContext, members: NodeRegistry, nodes: Nodes, trainers: TrainerRanks, doing: str) -> HubNow:
     """What all of them are doing; `doing` is what the run waits for, in words."""
     config, progress = parts.config, parts.progress
     return HubNow(
@@ -39,7 +39,7 @@ def overview(parts: Parts, members: Members, nodes: Nodes, trainers: Trainers, d
     )
 
 
-def _node(node: int, parts: Parts, nodes: Nodes, trainers: Trainers) -> NodeNow:
+def _node(node: int, parts: HubContext, nodes: Nodes, trainers: TrainerRanks) -> NodeNow:
     status, holders = nodes.statuses.of(node), nodes.work.holders
     if status is not None:  # of versions the hub hears at once
         known = {engine.index: engine.version for engine in parts.fleet.engines_of(node)}

@@ -230,7 +230,7 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """The rank's shard; None ends training: save a checkpoint, and when `finished` also export the model.
 
-    A long shard travels in parts (`flash.hub.ranks.shards`); what they know of the whole batch is in the first."""
+    A long shard travels in parts (`flash.hub.protocol`); what they know of the whole batch is in the first."""
 
     shard: Shard | None
     finished: bool = False
@@ -379,3 +379,38 @@ def dialect() -> str:
         for struct in structs
     }
     return sha256(str(sorted(fields.items())).encode()).hexdigest()[:12]
+
+
+class BlockingHubCaller(Protocol):
+    """A connection to the hub that blocks its thread, as `flash.transport.BlockingClient`."""
+
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        ...
+
+
+async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> BatchReply:
+    """A rank's whole shard. Waits for the batch, and up to `timeout` seconds for each part."""
+    parts = [await hub.call(BatchRequest(rank, step, []), timeout)]
+    while parts[-1].left:
+        parts.append(await hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
+    return _whole(parts)
+
+
+def fetch_shard_blocking(
+    hub: BlockingHubCaller, rank: int, step: int, activities: list[Activity], timeout: float
+) -> BatchReply:
+    """The same for a thread; the hub is also told what the rank was busy with."""
+    parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
+    while parts[-1].left:
+        parts.append(hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
+    return _whole(parts)
+
+
+def _whole(parts: list[BatchReply]) -> BatchReply:
+    """The first of them, with the samples of all."""
+    first, shards = parts[0], [part.shard for part in parts if part.shard is not None]
+    if first.shard is None:
+        return first
+    samples = [sample for shard in shards for sample in shard.samples]
+    return msgspec.structs.replace(first, shard=msgspec.structs.replace(first.shard, samples=samples), left=0)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.hub.nodes.members import Members
-from flash.hub.parts import HubPart, Parts
-from flash.hub.ranks.incarnations import Incarnations
-from flash.hub.ranks.steps import Steps
+from flash.hub.context import HubContext, HubPart
+from flash.hub.fleet import NodeRegistry
+from flash.hub.steps import TrainingSteps
+from flash.hub.trainers import Incarnations
 
 RANKS = "the trainer ranks"
 
@@ -65,7 +65,7 @@ class Stage(Enum):
         return float(getattr(config.deadlines, self.deadline))
 
 
-class Beginning(NamedTuple):
+class StartupPhase(NamedTuple):
     """What a run does before its first step, for people."""
 
     doing: str
@@ -77,10 +77,12 @@ STARTING_ENGINES = "starting engines"
 """What a run does before its first step that lasts longest: a first start of vLLM compiles."""
 
 
-class Stages(HubPart):
+class RunStages(HubPart):
     """See the module's docstring. It asks those who know."""
 
-    def __init__(self, parts: Parts, members: Members, incarnations: Incarnations, steps: Steps) -> None:
+    def __init__(
+        self, parts: HubContext, members: NodeRegistry, incarnations: Incarnations, steps: TrainingSteps
+    ) -> None:
         super().__init__(parts)
         self._members = members
         self._incarnations = incarnations
@@ -124,7 +126,10 @@ class Stages(HubPart):
         """A stage of this moment, in words."""
         step = self._progress.held if stage is Stage.AGAIN else self._progress.version
         words = stage.words.format(
-            step=step, groups=self._groups, behind=self._fleet.behind(), answers=self._evaluations.progress
+            step=step,
+            groups=self._groups,
+            behind=self._fleet.behind(self._progress.newest),
+            answers=self._evaluations.progress,
         )
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
         if stage in (Stage.STARTING, Stage.BATCH, Stage.EVALUATING) and alone:
@@ -141,7 +146,7 @@ class Stages(HubPart):
             return "ending its processes"
         return f"writing a checkpoint of version {step}"
 
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> StartupPhase | None:
         """What the run does before its first step; None from then on, and when it has ended before."""
         progress = self._progress
         if progress.version > self._first_version or progress.error is not None:
@@ -150,15 +155,15 @@ class Stages(HubPart):
             return None
         if progress.published is None:
             if progress.behind and not self._incarnations.away:
-                return Beginning("training again", f"{progress.version - progress.held} steps left")
-            return Beginning("starting engines and trainers")
+                return StartupPhase("training again", f"{progress.version - progress.held} steps left")
+            return StartupPhase("starting engines and trainers")
         if not self._fleet.started:
-            return Beginning(STARTING_ENGINES)
+            return StartupPhase(STARTING_ENGINES)
         if answers := self._evaluations.progress:
-            return Beginning("first evaluation", answers)
+            return StartupPhase("first evaluation", answers)
         if self._steps.training:
-            return Beginning("first step")
-        return Beginning("first batch", f"{self._groups} groups")
+            return StartupPhase("first step")
+        return StartupPhase("first batch", f"{self._groups} groups")
 
     async def past(self, doing: str) -> None:
         """Wait, under the caller's deadline, until the beginning does something else."""

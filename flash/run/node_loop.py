@@ -26,11 +26,11 @@ from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError, EngineError, RunDirectoryError, TransportError
 from flash.hub import protocol as p
+from flash.hub.context import RunEnd
+from flash.hub.fleet import RunOrigin
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.nodes.members import Origin
-from flash.hub.parts import Inheritance, Records
-from flash.hub.progress import RunEnd
+from flash.hub.recovery import Persistence, RecoveredState
 from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.rollout.engine import Engine
@@ -110,7 +110,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         problems = Problems.of(config, env.kind_of, env.domains())
         config = await with_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
-        home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
+        home = RunOrigin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
         incarnation = recorder.directory.incarnations.begin()
         journal = None
         if config.checkpoint.journal != "off":
@@ -121,11 +121,11 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             recorder,
             now=now,
             problems=problems,
-            inherited=Inheritance(state, evaluated, kept.start, incarnation),
-            records=Records(
-                keep_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
+            recovered=RecoveredState(state, evaluated, kept.start, incarnation),
+            persistence=Persistence(
+                save_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
                 journal=journal or NO_JOURNAL,
-                past=RecordedHistory(config.run_dir, recorder),
+                history=RecordedHistory(config.run_dir, recorder),
             ),
             origin=home,
         )

@@ -15,10 +15,9 @@ from flash.config import waits
 from flash.config.tree import Config, ParallelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.hub import protocol as p
-from flash.hub.hub import Hub
-from flash.hub.in_process import InProcessCaller
-from flash.hub.parts import Inheritance
-from flash.hub.ranks.shards import fetch
+from flash.hub.hub import Hub, InProcessCaller
+from flash.hub.protocol import fetch_shard
+from flash.hub.recovery import RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -118,8 +117,8 @@ class _Guest:
         now = anyio.current_time
         # Rollouts want no evaluation before them.
         evaluated = (0,) if config.run.steps else ()
-        problems, inherited = Problems.of(config, env.kind_of, env.domains()), Inheritance(evaluated=evaluated)
-        self._hub = Hub(config, self.observer, now=now, problems=problems, inherited=inherited)
+        problems, recovered = Problems.of(config, env.kind_of, env.domains()), RecoveredState(evaluated=evaluated)
+        self._hub = Hub(config, self.observer, now=now, problems=problems, recovered=recovered)
         link = HubLink(0, 0, InProcessCaller(self._hub, self._saw))
         played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
         self._node = RolloutNode(config, link, engines(config), tokenizer, played, now=now)
@@ -147,9 +146,9 @@ class _Guest:
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):
-            await fetch(hub, 0, step, deadlines.batch)
+            await fetch_shard(hub, 0, step, deadlines.batch)
             await hub.call(p.Commit(step, {}), timeout=deadlines.request)
-        await fetch(hub, 0, self._config.run.steps, deadlines.batch)
+        await fetch_shard(hub, 0, self._config.run.steps, deadlines.batch)
         await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:

@@ -95,9 +95,9 @@ class RankHubClient:
 
     def fetch(self, step: int, did: list[Activity], timeout: float) -> BatchReply:
         """The whole shard of a step; the hub is also told what the rank was busy with."""
-        from flash.hub.ranks.shards import fetch_blocking
+        from flash.hub.protocol import fetch_shard_blocking
 
-        return fetch_blocking(self._hub, self._rank, step, did, timeout)
+        return fetch_shard_blocking(self._hub, self._rank, step, did, timeout)
 
 
 def beat(hub: BlockingClient, rank: int) -> None:

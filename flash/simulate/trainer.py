@@ -17,7 +17,7 @@ from flash.config import waits
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.hub.ranks.shards import fetch
+from flash.hub.protocol import fetch_shard
 from flash.types import Activity, Canary, Published, Shard
 
 
@@ -91,7 +91,7 @@ class SimTrainer:
 
     async def _next_shard(self) -> Shard | None:
         start = self._now()
-        reply = await fetch(self._hub, 0, self._version, waits.batch_s(self._config))
+        reply = await fetch_shard(self._hub, 0, self._version, waits.batch_s(self._config))
         self._waited = self._now() - start
         self._did("batch", start)
         return reply.shard

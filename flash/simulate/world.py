@@ -22,11 +22,9 @@ from flash.config.simulate import SimulateConfig
 from flash.config.tree import ClusterConfig, Config, ParallelConfig
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
-from flash.hub.hub import NOTHING, Hub
-from flash.hub.in_process import InProcessCaller
-from flash.hub.parts import Inheritance, Records
-from flash.hub.progress import RunEnd
-from flash.hub.state import KeepState, weigh
+from flash.hub.context import RunEnd
+from flash.hub.hub import NEW_RUN, Hub, InProcessCaller
+from flash.hub.recovery import Persistence, RecoveredState, SaveState, measure_state
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import response_key
@@ -118,8 +116,8 @@ class World:
     Args:
         config: the run, with its `[simulate]` table.
         observer: is told what the hub observes.
-        inherited: what a run before it has left, to go on from.
-        keep_state: is given the hub's state where the trainer has it kept.
+        recovered: state of an earlier run from which this one goes on.
+        save_state: receives the hub's state each time the trainer asks for a snapshot.
     """
 
     def __init__(
@@ -127,8 +125,8 @@ class World:
         config: Config,
         observer: SimObserver | None = None,
         *,
-        inherited: Inheritance = NOTHING,
-        keep_state: KeepState = weigh,
+        recovered: RecoveredState = NEW_RUN,
+        save_state: SaveState = measure_state,
     ) -> None:
         assert config.simulate is not None, "the configuration has a [simulate] table"
         self.settings = config.simulate
@@ -137,8 +135,9 @@ class World:
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
         self._now = anyio.current_time
         self._observer = observer or SimObserver()
-        records = Records(keep_state)
-        self.hub = Hub(self.config, self._observer, now=self._now, inherited=inherited, records=records)
+        self.hub = Hub(
+            self.config, self._observer, now=self._now, recovered=recovered, persistence=Persistence(save_state)
+        )
         count = self.settings.rollout_gpus // self.settings.gpus_per_engine
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)

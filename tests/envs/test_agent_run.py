@@ -14,7 +14,7 @@ import pytest
 from envs.agent import ENDPOINT
 from flash.branches import spans_by_turn
 from flash.environment import shared
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine
 from flash.samples.journal import Event, MemoryJournal
 from flash.samples.replay import Replay

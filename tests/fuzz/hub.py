@@ -22,9 +22,9 @@ from anyio.abc import SocketAttribute, SocketStream
 from flash.config.load import dump
 from flash.errors import FlashError, ProtocolError
 from flash.hub import protocol as p
+from flash.hub.fleet import config_digest
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.nodes.members import digest
 from flash.observe.observer import MemoryObserver
 from flash.transport import Client, Peer, Request, connect, new_token, serve
 from flash.transport.auth import MAGIC, prove_to_server
@@ -152,7 +152,7 @@ async def target(steps: int) -> AsyncGenerator[Target]:
             connect("127.0.0.1", port, token, "node-0", 5) as node,
             connect("127.0.0.1", port, token, "trainer-0", 5) as trainer,
         ):
-            join = p.JoinRequest(digest(dump(config)), 1)
+            join = p.JoinRequest(config_digest(dump(config)), 1)
             found = Target(port, token, hub, observer, node, trainer, join)
             async with anyio.create_task_group() as both:
                 both.start_soon(found.begin)
@@ -160,7 +160,7 @@ async def target(steps: int) -> AsyncGenerator[Target]:
         tasks.cancel_scope.cancel()
 
 
-DIGEST = digest(dump(make_config()))
+DIGEST = config_digest(dump(make_config()))
 NO_LEASES = (Lease(0, Task(0, 0, 0, 7), 0), Lease(1, Task(1, 0, 1, 7), 0))
 """Leases that nobody has."""
 

@@ -24,10 +24,10 @@ from flash.ages import window
 from flash.config.tree import Config
 from flash.environment.interface import Domain
 from flash.hub import protocol as p
+from flash.hub.context import SliceLimits
+from flash.hub.dealing import KEPT_S
 from flash.hub.hub import Hub
-from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.parts import Inheritance, Pieces, Records, Start
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
 from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_AT_ONCE
 from flash.samples.journal import MemoryJournal
@@ -238,16 +238,16 @@ class Recording(MemoryObserver):
 
 
 class RecordedHistory:
-    """See `flash.hub.parts.RunHistory`."""
+    """See `flash.hub.recovery.RunHistory`."""
 
     def __init__(self, recording: Recording, kept: KeptStates) -> None:
         self._recording = recording
         self._kept = kept
 
-    async def start(self, version: int) -> Start:
+    async def start(self, version: int) -> TrainerStart:
         await anyio.lowlevel.checkpoint()
         newest = max(self._kept.by_version, default=0)
-        return Start(newest, str(newest))
+        return TrainerStart(newest, str(newest))
 
     async def batch(self, step: int) -> Batch:
         await anyio.lowlevel.checkpoint()
@@ -272,7 +272,7 @@ class Schedule:
     def __init__(self, seed: int, members_at_once: int, laws: Laws) -> None:
         self.laws = laws
         self.dice = random.Random(seed)
-        self.pieces = Pieces(members_at_once)
+        self.limits = SliceLimits(members_at_once)
         self.calm = seed % 4 == 0
         """Every sample ends before the next version, and whole groups are admitted: nothing may be stale."""
         self.config = draw_config(self.dice, self.calm)
@@ -329,9 +329,9 @@ class Schedule:
                 lambda seed: list(self.domains)[seed % len(self.domains)] if self.domains else "",
                 self.domains,
             ),
-            inherited=Inheritance(state, evaluated, Start(held, str(held)), self.hubs),
-            records=Records(self.kept, self.journal, RecordedHistory(self.observer, self.kept)),
-            pieces=self.pieces,
+            recovered=RecoveredState(state, evaluated, TrainerStart(held, str(held)), self.hubs),
+            persistence=Persistence(self.kept, self.journal, RecordedHistory(self.observer, self.kept)),
+            limits=self.limits,
         )
 
     async def run(self) -> None:

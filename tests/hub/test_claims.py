@@ -11,8 +11,7 @@ from flash.errors import PeerLostError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.parts import Inheritance, Records
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import MemoryJournal, Revoked
 from flash.samples.replay import Replay
@@ -31,7 +30,7 @@ class Next:
         self.config, self.journal = make_config(), MemoryJournal()
 
     async def begin(self) -> None:
-        driver = Driver(self.config, journal=self.journal, inherited=Inheritance(incarnation=1))
+        driver = Driver(self.config, journal=self.journal, recovered=RecoveredState(hub_number=1))
         run = await driver.hub.handle(p.RunRequest(p.dialect()))
         await driver.hub.handle(p.JoinRequest(run.digest, 1))
         await driver.begin(0, 1)
@@ -50,8 +49,8 @@ class Next:
         self.hub = Hub(
             *(self.config, self.observer),
             now=anyio.current_time,
-            inherited=Inheritance(HubState(0, buffer, journal=0), {0}, incarnation=incarnation),
-            records=Records(journal=self.journal),
+            recovered=RecoveredState(HubState(0, buffer, journal=0), {0}, hub_number=incarnation),
+            persistence=Persistence(journal=self.journal),
         )
         self.gate, self.peer = Gate(self.hub, self.config), Peer(1, "guest-7", "127.0.0.1:1")
         self.gate.arrived(self.peer)
@@ -141,7 +140,7 @@ async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim()
 
 async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -> None:
     journal = MemoryJournal()
-    driver = Driver(make_config(), journal=journal, inherited=Inheritance(incarnation=1))
+    driver = Driver(make_config(), journal=journal, recovered=RecoveredState(hub_number=1))
     await driver.begin(0, 1)
     assert await driver.lease(1, 3)
     driver.hub.progress.fail(PeerLostError("a trainer rank is gone"))

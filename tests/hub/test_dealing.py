@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from flash.hub.nodes.dealing import LEASES_AT_ONCE, SLICE, Dealer
+from flash.hub.dealing import LEASES_AT_ONCE, SLICE, LeaseDealer
 from flash.types import Lease, Task
 
 
@@ -25,7 +25,7 @@ class Tasks:
 
 def test_a_burst_is_dealt_in_slices_after_which_whoever_was_dealt_to_has_its_share() -> None:
     tasks = Tasks(4_000)
-    dealer = Dealer(lambda: tasks.left, tasks.lease, 1)
+    dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
     replies = {node: dealer.asks(node, 100) for node in range(40)}
     slices = 0
     dealing = True
@@ -43,7 +43,7 @@ def test_a_burst_is_dealt_in_slices_after_which_whoever_was_dealt_to_has_its_sha
 
 def test_a_deal_that_nobody_waits_for_any_more_is_over() -> None:
     tasks = Tasks(1_000)
-    dealer = Dealer(lambda: tasks.left, tasks.lease, 1)
+    dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
     for node in range(5):
         dealer.asks(node, 200)
     dealer.deal(0.0)

@@ -13,9 +13,9 @@ from flash.config import waits
 from flash.config.tree import ClusterConfig, Config, DeadlinesConfig
 from flash.errors import DeadlineError, PeerLostError
 from flash.hub import protocol as p
-from flash.hub.progress import RunEnd
-from flash.hub.ranks.trainers import INCARNATION_OVER
+from flash.hub.context import RunEnd
 from flash.hub.stages import Stage
+from flash.hub.trainers import INCARNATION_OVER
 from flash.transport.request import Request
 from tests.hub.test_hub import make_config
 from tests.hub.test_trainers import Rank, World, tasks_of

@@ -14,12 +14,11 @@ from flash.config.tree import Config
 from flash.config.waits import LONG_POLL_S
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
-from flash.hub.hub import PIECES, Hub
-from flash.hub.in_process import InProcessCaller
-from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.parts import Inheritance, Pieces, Records
-from flash.hub.ranks.shards import fetch
-from flash.hub.state import HubState
+from flash.hub.context import SliceLimits
+from flash.hub.dealing import KEPT_S
+from flash.hub.hub import DEFAULT_LIMITS, Hub, InProcessCaller
+from flash.hub.protocol import fetch_shard
+from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ALIKE
@@ -50,7 +49,7 @@ class Driver:
         self,
         config: Config,
         kind_of: Callable[[int], str] = lambda seed: "",
-        pieces: Pieces = PIECES,
+        limits: SliceLimits = DEFAULT_LIMITS,
         journal: Journal = NO_JOURNAL,
         **more: Any,
     ) -> None:
@@ -62,8 +61,8 @@ class Driver:
             self.observer,
             now=anyio.current_time,
             problems=ALIKE._replace(kind_of=kind_of),
-            records=Records(self.kept, journal),
-            pieces=pieces,
+            persistence=Persistence(self.kept, journal),
+            limits=limits,
             **more,
         )
 
@@ -312,7 +311,7 @@ async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_it_is_ev
     await former.begin(0)
     await former.hub.handle(p.SnapshotRequest())
     state = msgspec.structs.replace(HubState.restore(former.kept.by_version[0], config), version=config.run.steps)
-    driver = Driver(config, inherited=Inheritance(state, {0}))
+    driver = Driver(config, recovered=RecoveredState(state, {0}))
     version, left = config.run.steps, anyio.Event()
     await driver.hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
 
@@ -380,7 +379,7 @@ async def test_others_are_served_while_a_large_batch_is_formed_and_committed() -
 
 
 async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it_is_fetched() -> None:
-    driver = Driver(make_config(), pieces=Pieces(part_bytes=1))
+    driver = Driver(make_config(), limits=SliceLimits(part_bytes=1))
     await driver.begin(0)
     leases = await driver.lease(0, 4)
     await driver.bring(0, *leases)
@@ -392,7 +391,7 @@ async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it
     for wrong in (-1, 4):
         with pytest.raises(ContractError, match=f"rank 0 asks for part {wrong} of the 4 of its shard"):
             await driver.hub.handle(p.BatchRequest(0, 0, [], wrong))
-    whole = await fetch(InProcessCaller(driver.hub), 0, 0, 1)
+    whole = await fetch_shard(InProcessCaller(driver.hub), 0, 0, 1)
     assert whole.shard is not None
     assert {sample.trajectory.task.task_id for sample in whole.shard.samples} == {one.task.task_id for one in leases}
     assert whole.shard.batch == first.shard.batch
@@ -421,8 +420,8 @@ async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_en
         for lease in leases[samples // 2 :]:
             await driver.bring(0, lease)
             await anyio.lowlevel.checkpoint()
-    inherited = Inheritance(HubState.restore(driver.kept.by_version[0], config))
-    again = Hub(config, MemoryObserver(), now=anyio.current_time, inherited=inherited)
+    recovered = RecoveredState(HubState.restore(driver.kept.by_version[0], config))
+    again = Hub(config, MemoryObserver(), now=anyio.current_time, recovered=recovered)
     again.samples.check()
     driver.hub.samples.check()
     assert again.samples.pool.ready_groups < driver.hub.samples.pool.ready_groups == samples

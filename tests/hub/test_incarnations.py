@@ -7,8 +7,8 @@ import random
 import pytest
 
 from flash.errors import ContractError
-from flash.hub.progress import RunProgress
-from flash.hub.ranks.incarnations import Incarnations
+from flash.hub.context import RunProgress
+from flash.hub.trainers import Incarnations
 
 RANKS = 3
 STEPS = 12

@@ -6,8 +6,7 @@ import anyio
 import pytest
 
 from flash.hub import protocol as p
-from flash.hub.parts import Inheritance
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, RecoveredState
 from flash.samples.journal import Committed, MemoryJournal
 from tests.hub.test_hub import Driver, make_config
 from tests.samples.test_replay import replayed
@@ -69,7 +68,7 @@ async def test_a_hub_that_starts_again_gives_the_trainers_their_batches_and_the_
 
     state = replayed(None, 0, journal.events).state(until=0)
     assert state is not None
-    again = Driver(config, inherited=Inheritance(HubState(0, state, journal=0), {0}))
+    again = Driver(config, recovered=RecoveredState(HubState(0, state, journal=0), {0}))
     await again.begin(0)
     assert await again.lease(0, 8) == []
     assert (await again.hub.handle(p.BatchRequest(0, 0, []))).shard == first.shard

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, PeerLostError, WeightsError
 from flash.hub import protocol as p
-from flash.hub.nodes.members import Members, Origin
+from flash.hub.fleet import NodeRegistry, RunOrigin
 from flash.types import Failure, Lease, Outcome
 from tests.hub.test_hub import Driver, all_leases, make_config
 from tests.hub.test_stages import Run, with_deadlines
@@ -31,7 +31,7 @@ def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config
     )
 
 
-def ask(members: Members, engines: int, own: int = 0) -> tuple[int | None, int]:
+def ask(members: NodeRegistry, engines: int, own: int = 0) -> tuple[int | None, int]:
     run = members.about(p.RunRequest(p.dialect()), 0, ending=False)
     reply = members.join(p.JoinRequest(run.digest, engines, own))
     return reply.node, reply.first_engine
@@ -41,7 +41,7 @@ def ask(members: Members, engines: int, own: int = 0) -> tuple[int | None, int]:
 def test_no_two_living_members_or_engines_have_the_same_number(
     events: list[tuple[bool, int]], trainer_nodes: int
 ) -> None:
-    members = Members(with_cluster(nodes=4, trainer_nodes=trainer_nodes), Origin())
+    members = NodeRegistry(with_cluster(nodes=4, trainer_nodes=trainer_nodes), RunOrigin())
     engines = {0: {0}}
     for joins, number in events:
         if joins:
@@ -59,7 +59,7 @@ def test_no_two_living_members_or_engines_have_the_same_number(
 
 
 def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
-    members = Members(with_cluster(), Origin())
+    members = NodeRegistry(with_cluster(), RunOrigin())
     assert [ask(members, engines) for engines in (2, 3, 2)] == [(1, 1), (2, 3), (3, 6)]
     members.left(2)
     assert ask(members, 3) == (2, 3)
@@ -68,7 +68,7 @@ def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
 
 
 def test_a_node_with_trainer_ranks_keeps_the_number_that_it_has_in_the_job() -> None:
-    members = Members(with_cluster(nodes=4, trainer_nodes=3), Origin())
+    members = NodeRegistry(with_cluster(nodes=4, trainer_nodes=3), RunOrigin())
     assert [ask(members, 1), ask(members, 1, own=2), ask(members, 1, own=1)] == [(3, 1), (2, 2), (1, 3)]
     assert ask(members, 1, own=2) == (4, 4), "the one before it is not gone yet"
     members.left(2)
@@ -77,28 +77,28 @@ def test_a_node_with_trainer_ranks_keeps_the_number_that_it_has_in_the_job() -> 
 
 def test_a_node_of_another_version_is_told_before_it_joins() -> None:
     with pytest.raises(ConfigError, match="install the same version of Flash on both"):
-        Members(with_cluster(), Origin()).about(p.RunRequest("older"), 0, ending=False)
+        NodeRegistry(with_cluster(), RunOrigin()).about(p.RunRequest("older"), 0, ending=False)
 
 
 def test_a_node_that_has_heard_of_another_incarnation_of_the_run_asks_again() -> None:
-    members = Members(with_cluster(), Origin())
+    members = NodeRegistry(with_cluster(), RunOrigin())
     with pytest.raises(PeerLostError, match="has started again, with another configuration"):
         members.join(p.JoinRequest("0" * 16, 1))
 
 
 def test_nodes_join_the_group_of_nccl_as_they_do_over_tcp() -> None:
-    members = Members(with_cluster(gpus=2, backend="nccl", nodes=2), Origin())
+    members = NodeRegistry(with_cluster(gpus=2, backend="nccl", nodes=2), RunOrigin())
     assert [ask(members, 1), ask(members, 2), ask(members, 4)] == [(1, 1), (2, 2), (3, 4)]
 
 
 def test_nodes_with_trainers_have_their_own_numbers() -> None:
-    members = Members(with_cluster(nodes=3, trainer_nodes=2), Origin())
+    members = NodeRegistry(with_cluster(nodes=3, trainer_nodes=2), RunOrigin())
     assert [ask(members, 2), ask(members, 1, own=1)] == [(2, 1), (1, 3)]
 
 
 def test_nobody_joins_engines_that_share_the_trainers_memory() -> None:
     with pytest.raises(ConfigError, match="ipc ends at the trainers' machine"):
-        ask(Members(with_cluster(gpus=1, backend="ipc"), Origin()), 1)
+        ask(NodeRegistry(with_cluster(gpus=1, backend="ipc"), RunOrigin()), 1)
 
 
 class Joined(Driver):

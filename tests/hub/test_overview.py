@@ -8,8 +8,7 @@ import pytest
 
 from flash.config.load import dump
 from flash.hub import protocol as p
-from flash.hub.nodes.fleet import CUT_OFF, IN_ORDER
-from flash.hub.nodes.members import digest
+from flash.hub.fleet import CUT_OFF, IN_ORDER, config_digest
 from flash.observe.cluster import MOST_GONE, MOST_LEASES, Cluster
 from flash.types import Failure, Outcome
 from tests.hub.test_hub import make_config
@@ -113,7 +112,7 @@ async def test_a_silent_node_is_shown_as_such_and_so_is_one_that_leaves() -> Non
 
     async def scenario() -> None:
         for _ in range(2):
-            await run.hub.handle(p.JoinRequest(digest(dump(config)), 1))
+            await run.hub.handle(p.JoinRequest(config_digest(dump(config)), 1))
         await run.begin(0, 1, 2)
         for node in (0, 1, 2):
             await tell(run, node)

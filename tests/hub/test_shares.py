@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.nodes.dealing import KEPT_S, Load, Shares, equal_loads
+from flash.hub.dealing import KEPT_S, NodeLoad, NodeShares, equal_loads
 
 NODES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
 """What each holds, and what it could start beside it."""
 
 
-def loads_of(nodes: list[tuple[int, int]]) -> list[Load]:
-    return [Load(node, held, held + free) for node, (held, free) in enumerate(nodes)]
+def loads_of(nodes: list[tuple[int, int]]) -> list[NodeLoad]:
+    return [NodeLoad(node, held, held + free) for node, (held, free) in enumerate(nodes)]
 
 
 @given(NODES, st.integers(0, 200))
@@ -46,7 +46,7 @@ def test_the_loads_that_many_tasks_make_equal_are_those_of_one_task_after_the_ot
     loads = loads_of(nodes)
     one_by_one = [0] * len(nodes)
     for _ in range(70):
-        now = [Load(load.node, load.held + got, load.room) for load, got in zip(loads, one_by_one, strict=True)]
+        now = [NodeLoad(load.node, load.held + got, load.room) for load, got in zip(loads, one_by_one, strict=True)]
         one_by_one = [got + more for got, more in zip(one_by_one, equal_loads(now, 1, 1), strict=True)]
     assert equal_loads(loads, 70, 1) == one_by_one
 
@@ -56,7 +56,7 @@ class Nodes:
 
     def __init__(self, **capacities: int) -> None:
         self.held = Counter[int]()
-        self.shares = Shares(lambda node: self.held[node], unit=1)
+        self.shares = NodeShares(lambda node: self.held[node], unit=1)
         for name, capacity in capacities.items():
             self.shares.asks(int(name[1:]), capacity)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from flash.hub.progress import RunProgress, Signal
+from flash.hub.context import RunProgress, Signal
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 

@@ -13,7 +13,7 @@ from flash.config import waits
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import DeadlineError
 from flash.hub import protocol as p
-from flash.hub.progress import RunEnd
+from flash.hub.context import RunEnd
 from flash.types import Canary, Lease, Published
 from tests.hub.test_hub import Driver, make_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState
 from tests.samples.cases import make_buffer
 
 

@@ -13,12 +13,11 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
+from flash.hub.context import RunEnd
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.parts import Inheritance, Records, Start
-from flash.hub.progress import RunEnd
-from flash.hub.ranks.shards import fetch
-from flash.hub.state import HubState
+from flash.hub.protocol import fetch_shard
+from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
@@ -39,9 +38,9 @@ class FakePast:
         self._kept = kept
         self.damaged: set[int] = set()
 
-    async def start(self, version: int) -> Start:
+    async def start(self, version: int) -> TrainerStart:
         newest = max(self._kept.by_version, default=0)
-        return Start(newest, f"step-{newest}")
+        return TrainerStart(newest, f"step-{newest}")
 
     async def batch(self, step: int) -> Batch:
         await anyio.sleep(0.1)
@@ -80,7 +79,7 @@ class Rank:
         await self.call(p.PublishRequest(made))
 
     async def fetch(self) -> p.BatchReply:
-        reply = await fetch(self, self.index, self.version, 60.0)
+        reply = await fetch_shard(self, self.index, self.version, 60.0)
         if reply.shard is not None:
             self.shards[self.version] = reply.shard
         return reply
@@ -106,16 +105,16 @@ class World:
         self.config = config or make_config()
         self.observer, self.kept, self.journal = MemoryObserver(), KeptStates(), MemoryJournal()
         self.past = FakePast(self.observer, self.kept)
-        self.open(self.past if past else None, None, Start(0, ""))
+        self.open(self.past if past else None, None, TrainerStart(0, ""))
 
-    def open(self, past: FakePast | None, state: HubState | None, start: Start, incarnation: int = 0) -> None:
+    def open(self, past: FakePast | None, state: HubState | None, start: TrainerStart, incarnation: int = 0) -> None:
         """A hub begins."""
         self.hub = Hub(
             self.config,
             self.observer,
             now=anyio.current_time,
-            inherited=Inheritance(state, {0}, start, incarnation),
-            records=Records(self.kept, self.journal, past),
+            recovered=RecoveredState(state, {0}, start, incarnation),
+            persistence=Persistence(self.kept, self.journal, past),
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0
@@ -131,7 +130,7 @@ class World:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        self.open(self.past, HubState(replay.reached, buffer, journal=0), Start(0, "step-0"), incarnation)
+        self.open(self.past, HubState(replay.reached, buffer, journal=0), TrainerStart(0, "step-0"), incarnation)
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1

@@ -19,11 +19,9 @@ from flash.environment.shared import shared
 from flash.environment.threaded import wrap
 from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
-from flash.hub.hub import Hub
-from flash.hub.in_process import InProcessCaller
-from flash.hub.parts import Inheritance, Records
-from flash.hub.progress import RunEnd
-from flash.hub.state import HubState
+from flash.hub.context import RunEnd
+from flash.hub.hub import Hub, InProcessCaller
+from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.fake_engine import FakeEngine, FakeLine
@@ -172,8 +170,8 @@ class World:
             self.observer,
             now=now,
             problems=ALIKE._replace(kind_of=self._kind_of),
-            inherited=Inheritance(self._state, self._evaluated, incarnation=self._incarnation),
-            records=Records(kept, self._journal),
+            recovered=RecoveredState(self._state, self._evaluated, hub_number=self._incarnation),
+            persistence=Persistence(kept, self._journal),
         )
         version = self._state.version if self._state is not None else 0
         self.trainer = FakeTrainer(self.hub, self._train_seconds, kept.by_version, version)

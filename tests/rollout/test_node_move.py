@@ -15,10 +15,9 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.errors import PeerLostError, TransportError
-from flash.hub.hub import Hub
-from flash.hub.in_process import InProcessCaller
-from flash.hub.progress import RunEnd
-from flash.hub.state import HubState
+from flash.hub.context import RunEnd
+from flash.hub.hub import Hub, InProcessCaller
+from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
-from flash.hub.progress import RunEnd
+from flash.hub.context import RunEnd
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.routing import MAX_DEATHS
 from flash.simulate.clock import run_virtual

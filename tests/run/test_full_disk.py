@@ -13,8 +13,7 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import FlashError
-from flash.hub.parts import Start
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import recorded_steps
 from flash.run.restart.hub_state import NOTHING, Restored, keep_hub_state, restored
@@ -133,7 +132,7 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         kept = await run_sync(restored, checkpoint, config)
         assert damaged == []
         assert not [note for note in kept.notes if "damaged" in note]
-        assert kept.start == Start(kept.start.version, str(checkpoint or ""))
+        assert kept.start == TrainerStart(kept.start.version, str(checkpoint or ""))
         reached = whole_since(kept.start.version, incarnation)
         again = Incarnation(config, kept, resumed=True)
         if not incarnation.notes:  # the journal has all that was written beside it, but perhaps the last commit

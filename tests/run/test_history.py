@@ -11,7 +11,7 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.parts import Start
+from flash.hub.recovery import TrainerStart
 from flash.observe.recorder import Recorder
 from flash.run.restart.history import Reach, RecordedHistory, reach
 from flash.trainer.state.stored import MANIFEST, Manifest, step_folder
@@ -48,13 +48,13 @@ async def test_ranks_start_from_the_newest_checkpoint_and_are_given_what_was_rec
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
         past = RecordedHistory(config.run_dir, recorder)
-        assert await past.start(0) == Start(0, "")
+        assert await past.start(0) == TrainerStart(0, "")
         batches = [Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []) for step in range(3)]
         for batch in batches:
             recorder.batch(batch)
-        assert await past.start(3) == Start(0, "")
+        assert await past.start(3) == TrainerStart(0, "")
         path = checkpoint(tmp_path, 2)
-        assert await past.start(3) == Start(2, str(path))
+        assert await past.start(3) == TrainerStart(2, str(path))
         assert await past.batch(2) == batches[2]
 
 

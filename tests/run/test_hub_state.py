@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from flash.errors import CheckpointError, RunDirectoryError
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState
 from flash.run.restart.hub_state import keep_hub_state, kept_state
 from flash.trainer.state.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
 from flash.transport.slices import SLICE_BYTES, encoded_pieces

@@ -15,9 +15,9 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, FlashError, TransportError
 from flash.hub import protocol as p
+from flash.hub.fleet import RunOrigin
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.nodes.members import Origin
 from flash.observe.observer import MemoryObserver
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.join import JoinedLoop, refuse_another
@@ -68,7 +68,7 @@ class Job:
 
     @asynccontextmanager
     async def hub(self, given: str | None = None, **more: Any) -> AsyncGenerator[Hub]:
-        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, origin=Origin(launch="7.1"), **more)
+        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, origin=RunOrigin(launch="7.1"), **more)
         gate = Gate(hub, self.config)
 
         async def handle(peer: Peer, request: Any) -> msgspec.Struct:

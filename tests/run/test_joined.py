@@ -15,10 +15,9 @@ from flash.config.tree import Config
 from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.hub import protocol as p
+from flash.hub.fleet import config_digest
 from flash.hub.hub import Hub as RealHub
-from flash.hub.nodes.members import digest
-from flash.hub.parts import Inheritance, Records
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
@@ -64,7 +63,7 @@ class Fakes(JoinedNode):
 def node_of(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
-    return Fakes(config, ProcessOrder(1, place=job.place, digest=digest(dump(job.config))), step_s)
+    return Fakes(config, ProcessOrder(1, place=job.place, config_digest=config_digest(dump(job.config))), step_s)
 
 
 async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
@@ -112,7 +111,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
         async with sharing("test"), anyio.create_task_group() as tasks:
             tasks.start_soon(one.heed_signals, tasks.cancel_scope)
             async with job.hub(
-                records=Records(journal=journal), inherited=Inheritance(None, {0}, incarnation=1)
+                persistence=Persistence(journal=journal), recovered=RecoveredState(None, {0}, hub_number=1)
             ) as hub:
                 tasks.start_soon(run, tasks.cancel_scope)
                 await serves(one, hub)
@@ -125,7 +124,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
             assert buffer is not None
             state = HubState(0, buffer, journal=0)
             async with job.hub(
-                inherited=Inheritance(state, {0}, incarnation=2), records=Records(journal=journal)
+                recovered=RecoveredState(state, {0}, hub_number=2), persistence=Persistence(journal=journal)
             ) as hub:
                 await serves(one, hub)
                 await said(capfd, f"1 engine, and {len(out)} of the {len(out)} samples that it had in hand")

@@ -15,8 +15,7 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError, RunDirectoryError
-from flash.hub.parts import Start
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.restart.hub_state import NOTHING, Restored, restored
 from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal
@@ -150,7 +149,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
         directory.write_batch(Batch(step, 0, [], []), keep_all=True)
     kept = restored(checkpoint, config)
     assert kept.state is not None
-    assert (kept.state.version, kept.start) == (3, Start(1, str(checkpoint)))
+    assert (kept.state.version, kept.start) == (3, TrainerStart(1, str(checkpoint)))
     assert kept.notes[-1] == (
         "the run goes back from version 4 to 3, and does these steps again: step 3 has no row in metrics.jsonl"
     )
@@ -164,7 +163,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     directory.write_batch(Batch(3, 0, [], []), keep_all=True)
     kept = restored(checkpoint, config)
     assert kept.state is not None
-    assert (kept.state.version, kept.start) == (4, Start(1, str(checkpoint)))
+    assert (kept.state.version, kept.start) == (4, TrainerStart(1, str(checkpoint)))
     assert kept.state.buffer.formed == []
     assert kept.state.buffer.ledger.trained == 4 * 4
     assert kept.state.buffer.ledger.generated_tokens == second.buffer.samples.ledger.generated_tokens

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flash.ages import max_age, window
-from flash.hub.nodes.claims import Claims
+from flash.hub.work import LeaseClaims
 from flash.samples.batches import deal, gather
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
@@ -277,7 +277,7 @@ class Incarnation(RuleBasedStateMachine):
                 generated,
             )
         out = {member.lease_id for member in self.buffer.samples.leases.out.values()}
-        claims = Claims(self.buffer.samples.leases, lambda node: True)
+        claims = LeaseClaims(self.buffer.samples.leases, lambda node: True)
         living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
         kept = [lease.lease_id for lease in claims.take([*living, *living])]
         unclaimed = claims.expire()

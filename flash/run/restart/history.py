@@ -1,5 +1,7 @@
-"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.parts.RunHistory`), alone or with the
-hub."""
+"""What a run has left on the disk, for trainer ranks that start again alone or with the hub.
+
+Implements `flash.hub.recovery.RunHistory`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from flash.config.load import dump, flat
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.parts import Start
-from flash.hub.ranks.trainers import why_not
+from flash.hub.recovery import TrainerStart
+from flash.hub.trainers import why_no_retraining
 from flash.observe.cluster import read_cluster
 from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder
@@ -44,7 +46,7 @@ class RecordedHistory:
         self._run_dir = run_dir
         self._recorder = recorder
 
-    async def start(self, version: int) -> Start:
+    async def start(self, version: int) -> TrainerStart:
         """The newest whole checkpoint, whose every byte is read. Errors as of `choose`.
 
         Raises:
@@ -60,7 +62,7 @@ class RecordedHistory:
             raise RecordingError(
                 f"the newest checkpoint is of version {held}, and no batch of step {steps} is recorded"
             )
-        return Start(held, str(checkpoint or ""))
+        return TrainerStart(held, str(checkpoint or ""))
 
     async def batch(self, step: int) -> Batch:
         """What a step has trained. Raises RecordingError."""
@@ -87,7 +89,7 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     if held == reached:
         return Reach(reached)
     directory = RunDirectory(config.run_dir)
-    if (why := why_not(config)) is not None:
+    if (why := why_no_retraining(config)) is not None:
         return Reach(held, why)
     if changed := _changed(directory, config):
         return Reach(held, f"the configuration has changed since: {changed}")

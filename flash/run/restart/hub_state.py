@@ -20,9 +20,8 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ContractError, RecordingError
-from flash.hub.parts import Start
 from flash.hub.protocol import SnapshotReply
-from flash.hub.state import HubState
+from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import writing
 from flash.run.restart.history import booked_version, reach
 from flash.run.restart.journal import JournalPlace, forget_journal, journal_folder, replay_journal, set_journal_aside
@@ -65,7 +64,7 @@ class Restored(msgspec.Struct, frozen=True):
 
     state: HubState | None
     """None: nothing was ever begun."""
-    start: Start
+    start: TrainerStart
     """What the trainer ranks begin with."""
     place: JournalPlace
     """Where its journal goes on."""
@@ -73,7 +72,7 @@ class Restored(msgspec.Struct, frozen=True):
     """What people should know."""
 
 
-NOTHING = Restored(None, Start(0, ""), JournalPlace(0, 0), [])
+NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
 """Of a new run."""
 
 
@@ -87,7 +86,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
     """
     kept = None if checkpoint is None else kept_state(checkpoint, config)
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
-    begin = Start(version, str(checkpoint or ""))
+    begin = TrainerStart(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
     try:
         place, notes = replay_journal(config.run_dir, version, number, replay)

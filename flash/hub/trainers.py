@@ -1,6 +1,6 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
-An incarnation of theirs (`flash.hub.ranks.incarnations`) that is lost does not end the run: its calls are ended,
+An incarnation of theirs (`flash.hub.trainers`) that is lost does not end the run: its calls are ended,
 and so are its ranks, by their node's launcher, which asks here. The engines go on with what they have.
 The next incarnation is told which checkpoint to load, and trains again what the run has trained since; so does the
 first one of a hub that has started again. Where that cannot be, the run ends with an error after which all processes
@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import anyio
+import msgspec
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, IncarnationOverError, PeerLostError, error_of
+from flash.errors import CollectiveError, ContractError, FlashError, IncarnationOverError, PeerLostError, error_of
 from flash.hub import protocol as p
-from flash.hub.parts import HubPart, Parts, Start
-from flash.hub.ranks.incarnations import Incarnations
+from flash.hub.context import HubContext, HubPart, RunProgress
+from flash.hub.recovery import TrainerStart
 from flash.types import Published
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of the
 """What a rank of it is told."""
 
 
-class Trainers(HubPart):
+class TrainerRanks(HubPart):
     """See the module's docstring.
 
     Args:
@@ -37,11 +38,11 @@ class Trainers(HubPart):
         number: of the first incarnation.
     """
 
-    def __init__(self, parts: Parts, start: Start, number: int) -> None:
+    def __init__(self, parts: HubContext, start: TrainerStart, number: int) -> None:
         super().__init__(parts)
-        self._why_not = "" if self._past is None else why_not(self._config)
+        self._why_not = "" if self._past is None else why_no_retraining(self._config)
         self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
-        self._start: Start | None = start
+        self._start: TrainerStart | None = start
         """What the newest incarnation begins with, once that is known."""
         self._choosing = False
         self._store: str | None = None
@@ -94,7 +95,7 @@ class Trainers(HubPart):
         checkpoint = self._start.checkpoint if self._start is not None and not self.incarnations.finished else None
         return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
-    async def _choose(self) -> Start:
+    async def _choose(self) -> TrainerStart:
         assert self._past is not None, "without a past no incarnation follows the first"
         version = self._progress.version
         try:
@@ -296,8 +297,142 @@ class Trainers(HubPart):
         return words + "the run goes on from here"
 
 
-def why_not(config: Config) -> str | None:
+def why_no_retraining(config: Config) -> str | None:
     """Why ranks that start again cannot come to the run's version from a checkpoint before it; None: they can."""
     if config.checkpoint.batches == "none":
         return 'checkpoint.batches = "none" leaves nothing to train again'
     return None
+
+
+class RankState(msgspec.Struct):
+    """A trainer rank, as it was last heard of. Times are the caller's."""
+
+    here: bool = False
+    """Whether it is of the newest incarnation, and has come."""
+    process: int | None = None
+    """Its process id on its own node, while its incarnation lasts."""
+    ended: int | None = None
+    """That of its last process whose incarnation is over; it may hang."""
+    host: str = ""
+    """Of its node; empty before it has first come."""
+    since: float | None = None
+    """When it came."""
+    beat: float | None = None
+    """When it has last shown that its process runs, whatever it waits for."""
+    fetched: bool = False
+    """Whether it has all of its shard."""
+    saved: bool = False
+    """True if it has done all of its work, and waits for the end of the run."""
+    left: bool = False
+    """Whether it has left in order, or after one that has."""
+
+
+class Incarnations:
+    """See the module's docstring.
+
+    Args:
+        ranks: how many make an incarnation.
+        progress: the versions of the run.
+        held: what the first incarnation begins with.
+        number: of the first incarnation.
+    """
+
+    def __init__(self, ranks: int, progress: RunProgress, held: int, number: int = 1) -> None:
+        self.ranks = [RankState() for _ in range(ranks)]
+        self._progress = progress
+        self._first = self.number = number
+        """Of the newest incarnation."""
+        self.repeated = 0
+        """Steps that it has trained again."""
+        self.begins_at(held)
+        self.away = progress.behind
+        """Whether an incarnation was lost, be it with a former hub, and the next one has published nothing yet."""
+        self._over = False
+        """Whether the newest incarnation is over, and nobody of the next one is here."""
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def followed(self) -> int:
+        """Incarnations that were lost under this hub, and followed by another one."""
+        return self.number - self._first
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks of this incarnation that have come."""
+        return [number for number, rank in enumerate(self.ranks) if rank.here]
+
+    @property
+    def saved(self) -> bool:
+        """True if all ranks have done all of their work."""
+        return all(rank.saved for rank in self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks have left in order."""
+        return all(rank.left for rank in self.ranks)
+
+    def counts(self, number: int) -> bool:
+        """Whether the ranks of this incarnation are still listened to."""
+        return number == self.number and not self._over
+
+    def arrives(self, rank: int) -> int:
+        """A rank is there; the incarnation that it belongs to."""
+        if self._over:
+            self._over = False
+            self.number += 1
+        self.ranks[rank].here = True
+        return self.number
+
+    def silent(self, seconds: float, now: float) -> dict[int, float]:
+        """The ranks of this incarnation whose last beat is so long ago, each with the seconds."""
+        quiet = {number: now - rank.beat for number, rank in enumerate(self.ranks) if rank.beat is not None}
+        return {number: since for number, since in quiet.items() if since >= seconds}
+
+    def leaves(self, rank: int) -> None:
+        """A rank has said goodbye."""
+        self.ranks[rank].left = True
+        self.ranks[rank].process = self.ranks[rank].beat = None
+
+    def ends_by(self, ranks: Iterable[int]) -> bool:
+        """These ranks of this incarnation are gone, or hang; whether that ends the incarnation.
+
+        Not when any has said goodbye: by then all have saved what there was to save.
+        """
+        if any(rank.left for rank in self.ranks):
+            for number in ranks:
+                self.leaves(number)
+            return False
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """This incarnation is over."""
+        self._over = self.away = True
+        for rank in self.ranks:
+            rank.ended = rank.ended if rank.process is None else rank.process
+            rank.here, rank.process, rank.beat, rank.fetched, rank.saved = False, None, None, False, False
+
+    # -- how far they are --------------------------------------------------------------------------------------------
+
+    def begins_at(self, held: int) -> None:
+        """All ranks of this incarnation start from this version. Raises ContractError: the run has not reached it."""
+        if held > self._progress.version:
+            raise ContractError(
+                f"the trainers would start from version {held} of a run that is at {self._progress.version}"
+            )
+        self._progress.held, self.repeated = held, 0
+
+    def publishes(self) -> bool:
+        """The ranks have a version ready; whether it is the one that the engines are to have."""
+        self.away = False
+        return not self._progress.behind
+
+    def commits(self) -> bool:
+        """The ranks have trained a step; whether that is news, and to be booked."""
+        news = not self._progress.behind
+        self._progress.held += 1
+        for rank in self.ranks:
+            rank.fetched = False
+        self.repeated += not news
+        return news

@@ -11,8 +11,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from hashlib import sha256
+from itertools import count
 
-from flash.hub.progress import RunProgress
+import msgspec
+
+from flash.config.load import dump
+from flash.config.tree import Config
+from flash.errors import ConfigError, PeerLostError
+from flash.hub import protocol as p
 from flash.hub.protocol import EngineReport, EngineStatus
 from flash.observe.cluster import EVENT_TEXT, MOST_GONE, NodeNow, NodeStatus, shortened
 
@@ -28,10 +36,9 @@ class _Node:
 
 
 class Fleet:
-    """The engines. `progress` says which version is the newest."""
+    """The engines."""
 
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
+    def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
         """Those that have reported."""
         self._joining: set[int] = set()
@@ -94,18 +101,17 @@ class Fleet:
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
-    @property
-    def up_to_date(self) -> bool:
-        """Whether no engine needs the trainers' weights any more."""
-        return not self._joining and all(node.oldest >= self._progress.newest for node in self._nodes.values())
+    def up_to_date(self, newest: int) -> bool:
+        """Return True if no engine needs the trainers' weights any more: all of them have version `newest`."""
+        return not self._joining and all(node.oldest >= newest for node in self._nodes.values())
 
-    def behind(self) -> str:
-        """Which engines have not loaded the newest version."""
+    def behind(self, newest: int) -> str:
+        """Name the engines that have not loaded version `newest`, for people."""
         late = [
             f"engine {engine.index} of node {number} (it has version {engine.version})"
             for number, node in self._nodes.items()
             for engine in node.engines
-            if engine.version < self._progress.newest
+            if engine.version < newest
         ]
         return ", ".join([*late, *(f"the engines of node {node} (they have none)" for node in sorted(self._joining))])
 
@@ -155,7 +161,7 @@ SILENT = "it was silent, and its connection ended then"
 IN_ORDER = "it left in order"
 
 
-class Statuses:
+class NodeStatuses:
     """See the module's docstring. Times are Unix seconds."""
 
     def __init__(self) -> None:
@@ -191,3 +197,115 @@ class Statuses:
             )
         )
         return "" if leaving == "" else f"node {node}: {why}"
+
+
+HUB_NODE = 0
+"""The node whose loop shares the hub's process."""
+
+
+class RunOrigin(msgspec.Struct, frozen=True):
+    """Where a run was started: what its paths and import paths are relative to."""
+
+    folder: str = ""
+    imports: tuple[str, ...] = ()
+    """Folders of the user's modules."""
+    launch: str = ""
+    """The launch of the first node, as in `error.json`."""
+
+
+def config_digest(config_text: str) -> str:
+    """Tells one configuration from another."""
+    return sha256(config_text.encode()).hexdigest()[:16]
+
+
+class NodeRegistry:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        origin: where it was started.
+    """
+
+    def __init__(self, config: Config, origin: RunOrigin) -> None:
+        self._config = config
+        self._origin = origin
+        self._engines = {HUB_NODE: range(config.engines_on(HUB_NODE))}
+        """The numbers of each member's engines."""
+
+    @cached_property
+    def _text(self) -> str:
+        return dump(self._config)
+
+    def has_joined(self, node: int) -> bool:
+        """Whether this number is that of a node which came by itself, and may go."""
+        return node != HUB_NODE
+
+    @property
+    def engines(self) -> int:
+        """Engines of all members, started or not."""
+        return sum(map(len, self._engines.values()))
+
+    @property
+    def numbers(self) -> list[int]:
+        """All members, whether they have come yet or not."""
+        return sorted(self._engines)
+
+    @property
+    def joined(self) -> list[int]:
+        """The nodes that have come by themselves."""
+        return [node for node in self._engines if self.has_joined(node)]
+
+    def about(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
+        """What a node has to know to become a member.
+
+        Raises:
+            ConfigError: it runs another version of Flash.
+        """
+        if request.code != p.dialect():
+            raise ConfigError(
+                f"the hub speaks version {p.dialect()} of the messages, and this node version {request.code}: install "
+                "the same version of Flash on both"
+            )
+        return p.RunReply(
+            self._text,
+            config_digest(self._text),
+            self._origin.folder,
+            list(self._origin.imports),
+            self._origin.launch,
+            ending,
+            version,
+        )
+
+    def join(self, request: p.JoinRequest) -> p.JoinReply:
+        """Number a new member and its engines.
+
+        Raises:
+            ConfigError: there is no room for it.
+            PeerLostError: it has heard of another incarnation of this run.
+        """
+        if request.digest != config_digest(self._text):
+            raise PeerLostError("the hub has started again, with another configuration")
+        cluster = self._config.cluster
+        if self._config.weights_backend == "ipc":
+            raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp or nccl")
+        free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
+        own = request.node
+        node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)
+        first = 0
+        for taken in sorted(self._engines.values(), key=lambda engines: engines.start):
+            if first + request.engines <= taken.start:
+                break
+            first = max(first, taken.stop)
+        self._engines[node] = range(first, first + request.engines)
+        return p.JoinReply(node, first)
+
+    def may_leave(self, node: int) -> None:
+        """Raises ConfigError: the run has no such node."""
+        if node not in self.joined:
+            known = ", ".join(map(str, self.joined)) or "none"
+            raise ConfigError(f"no node {node} has joined this run (those that have: {known})")
+
+    def left(self, node: int) -> None:
+        """A member is gone; its numbers are free. The hub's own node ends with the hub."""
+        if self.has_joined(node):
+            self._engines.pop(node, None)

@@ -6,7 +6,7 @@ It owns no task: its methods run in the tasks of the nodes' requests, and `catch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 
 import anyio
@@ -15,17 +15,17 @@ from anyio.lowlevel import checkpoint
 from flash.config import waits
 from flash.errors import FlashError
 from flash.hub import protocol as p
+from flash.hub.context import HubContext, HubPart
+from flash.hub.dealing import LeaseDealer
 from flash.hub.metrics import FAILURES
-from flash.hub.nodes.claims import Claims
-from flash.hub.nodes.dealing import Dealer
-from flash.hub.parts import HubPart, Parts
+from flash.samples.leases import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
 """Results taken before others are served: each costs some 30 microseconds."""
 
 
-class Work(HubPart):
+class NodeWork(HubPart):
     """See the module's docstring. `holders` knows who has which lease, `shares` who gets the next ones.
 
     Args:
@@ -34,14 +34,14 @@ class Work(HubPart):
         survives: whether this node may have outlived a hub.
     """
 
-    def __init__(self, parts: Parts, leaving: AbstractSet[int], survives: Callable[[int], bool]) -> None:
+    def __init__(self, parts: HubContext, leaving: AbstractSet[int], survives: Callable[[int], bool]) -> None:
         super().__init__(parts)
         self._leaving = leaving
         rollout = self._config.rollout
         together = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
-        self._dealer = Dealer(self._tasks_at_hand, self._next_leases, together)
+        self._dealer = LeaseDealer(self._tasks_at_hand, self._next_leases, together)
         self.holders, self.shares = self._dealer.holders, self._dealer.shares
-        self.claims = Claims(self._samples.leases, survives)
+        self.claims = LeaseClaims(self._samples.leases, survives)
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)
@@ -246,3 +246,39 @@ class Work(HubPart):
         self._buffer.revoke(training)
         self._progress.send("run", "batches", "engines", "put off")
         self.offer()
+
+
+class LeaseClaims:
+    """See the module's docstring.
+
+    Args:
+        leases: of training, as the former incarnations have left them.
+        survives: whether this node may have outlived the hub.
+    """
+
+    def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
+        self._leases = leases
+        self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
+        """Those that nobody has claimed yet."""
+        self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
+        """Those whose nodes have ended with the hub."""
+
+    def __bool__(self) -> bool:
+        """Whether there is something to claim."""
+        return bool(self._open)
+
+    def take(self, presented: Iterable[Lease]) -> list[Lease]:
+        """A node presents leases; those that it may keep. All others are of no use to anybody."""
+        kept: list[Lease] = []
+        for lease in presented:
+            member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
+            if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
+                self._open.discard(lease.lease_id)
+                kept.append(lease)
+        return kept
+
+    def expire(self) -> list[int]:
+        """It is too late to claim anything; what nobody has claimed."""
+        left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
+        self._open.clear()
+        return left

@@ -15,12 +15,12 @@ import msgspec
 
 from flash.errors import ContractError, FlashError
 from flash.hub import protocol as p
+from flash.hub.context import HubContext, HubPart
 from flash.hub.metrics import Branches
-from flash.hub.nodes.versions import Versions
-from flash.hub.nodes.work import Work
-from flash.hub.parts import HubPart, Parts
-from flash.hub.ranks.trainers import Trainers
-from flash.hub.state import HubState
+from flash.hub.nodes import WeightVersions
+from flash.hub.recovery import HubState
+from flash.hub.trainers import TrainerRanks
+from flash.hub.work import NodeWork
 from flash.samples.batches import cut, deal, gather
 from flash.samples.measures import means, measured
 from flash.samples.slices import forgotten, in_slices
@@ -39,7 +39,7 @@ class _Again(msgspec.Struct):
     """In parts; empty while they are read."""
 
 
-class Steps(HubPart):
+class TrainingSteps(HubPart):
     """See the module's docstring.
 
     Args:
@@ -50,7 +50,9 @@ class Steps(HubPart):
         part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(self, parts: Parts, work: Work, versions: Versions, trainers: Trainers, part_bytes: int) -> None:
+    def __init__(
+        self, parts: HubContext, work: NodeWork, versions: WeightVersions, trainers: TrainerRanks, part_bytes: int
+    ) -> None:
         super().__init__(parts)
         self._work = work
         self._versions = versions
@@ -228,7 +230,7 @@ class Steps(HubPart):
         progress = self._progress
         if self._incarnations.publishes():
             if progress.reachable:
-                await self._until_engines(lambda: self._fleet.up_to_date)
+                await self._until_engines(lambda: self._fleet.up_to_date(progress.newest))
             self._again = None
             self._trainers.returned(published)
             news = progress.published_version < published.version

@@ -45,7 +45,7 @@ class _Seat(msgspec.Struct):
     """Its share is kept till then, unless it asks earlier."""
 
 
-class Shares:
+class NodeShares:
     """See the module's docstring. Times are seconds on the caller's clock.
 
     Args:
@@ -116,11 +116,11 @@ class Shares:
             now: the time.
             passed: nodes that can run none of those that are left.
         """
-        loads: list[Load] = []
+        loads: list[NodeLoad] = []
         for node, seat in self._seats.items():
             tries = seat.waits and node not in passed
             if tries or now < max(seat.loads_until, seat.asks_until):
-                loads.append(Load(node, self._held(node), seat.room, tries))
+                loads.append(NodeLoad(node, self._held(node), seat.room, tries))
         if not any(load.tries for load in loads):
             return {}
         shares = equal_loads(loads, tasks, self._unit)
@@ -132,7 +132,7 @@ class Shares:
         return {node: share for _, node, share in given}
 
 
-class Load(msgspec.Struct, frozen=True):
+class NodeLoad(msgspec.Struct, frozen=True):
     """What a node holds of what it could hold."""
 
     node: int
@@ -142,7 +142,7 @@ class Load(msgspec.Struct, frozen=True):
     """Whether it takes its share at once; of nodes that are equal otherwise these come first."""
 
 
-def equal_loads(loads: Sequence[Load], tasks: int, unit: int) -> list[int]:
+def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
     """How many of the tasks each node gets, so that the loads become as equal as they can.
 
     They are given in whole units, all of them as long as there is room. A node's last unit may be larger than its room.
@@ -167,7 +167,7 @@ def equal_loads(loads: Sequence[Load], tasks: int, unit: int) -> list[int]:
     return shares
 
 
-def _level(loads: Sequence[Load], tasks: int) -> float:
+def _level(loads: Sequence[NodeLoad], tasks: int) -> float:
     """The load, at most 1, that the less loaded nodes have when they have got the tasks."""
     room, wanted = 0, float(tasks)
     level = 0.0
@@ -186,7 +186,7 @@ SLICE = 128
 """Leases after which a slice ends; the last reply is filled first."""
 
 
-class Dealer:
+class LeaseDealer:
     """See the module's docstring.
 
     Args:
@@ -199,7 +199,7 @@ class Dealer:
         self._at_hand = at_hand
         self._lease = lease
         self.holders = Holders()
-        self.shares = Shares(self.holders.held, unit)
+        self.shares = NodeShares(self.holders.held, unit)
         self._replies: dict[int, list[Lease]] = {}
         """What the nodes that wait have got."""
         self._kept = self.shares.kept_until

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator
+from typing import NamedTuple, Protocol
 
 import msgspec
 from anyio.lowlevel import checkpoint
@@ -10,14 +11,16 @@ from anyio.lowlevel import checkpoint
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
 from flash.hub.protocol import SnapshotReply
+from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.state import BufferState
+from flash.types import Batch, Published
 
-KeepState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
+SaveState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
 """Writes an encoded state into the checkpoint of a version. Each piece takes a millisecond or two to make, so that
 others are to be served after each, and is gone when the next one is asked for."""
 
 
-async def weigh(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
     """Keeps nothing: for a hub whose trainers write no checkpoints."""
     size = 0
     for piece in pieces:
@@ -64,3 +67,55 @@ class HubState(msgspec.Struct):
                     f"groups are counted by it; got {wanted}. Go on with {held}, or start a new run"
                 )
         return self
+
+
+class TrainerStart(msgspec.Struct, frozen=True):
+    """What an incarnation of the trainer ranks begins with."""
+
+    version: int
+    checkpoint: str
+    """The folder that all of them load; empty: version 0, the model as it was."""
+
+
+class RunHistory(Protocol):
+    """Reads what the run has left on the disk, beside the event loop."""
+
+    async def start(self, version: int) -> TrainerStart:
+        """The newest whole checkpoint from which the run's version can be reached.
+
+        Raises:
+            FlashError: there is none, or a batch since then is missing.
+        """
+        ...
+
+    async def batch(self, step: int) -> Batch:
+        """What a step has trained. Raises RecordingError."""
+        ...
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        """Whether two publications hold the same weights, bit for bit."""
+        ...
+
+
+class RecoveredState(NamedTuple):
+    """What the hubs before this one have left of the run."""
+
+    state: HubState | None = None
+    evaluated: Collection[int] = ()
+    """Versions whose evaluations stand."""
+    start: TrainerStart | None = None
+    """What the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
+    checkpoint."""
+    hub_number: int = 0
+    """The number of this hub: no other one of the run has it, and those before it have lower ones."""
+
+
+class Persistence(NamedTuple):
+    """Where the run keeps what is to be known after a restart."""
+
+    save_state: SaveState = measure_state
+    """Writes the hub's state into the checkpoint of a version."""
+    journal: Journal = NO_JOURNAL
+    """Keeps what happens between two checkpoints."""
+    history: RunHistory | None = None
+    """What trainer ranks that start again train again; None: when one is lost, the run ends."""

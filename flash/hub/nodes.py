@@ -1,7 +1,7 @@
 """Nodes: the hub's side of the rollout nodes' coming and going. They join, tell how they are, fall silent and leave.
 
-What they are given to do is in `flash.hub.nodes.work`, what they and their engines are told of weights in
-`flash.hub.nodes.versions`. It owns no task: its methods run in the tasks of the nodes' requests, and `watch` in one of
+What they are given to do is in `flash.hub.work`, what they and their engines are told of weights in
+`flash.hub.nodes`. It owns no task: its methods run in the tasks of the nodes' requests, and `watch` in one of
 the run.
 """
 
@@ -12,10 +12,9 @@ import anyio
 from flash.config import waits
 from flash.errors import ContractError, DeadlineError, FlashError, WeightsError, error_of
 from flash.hub import protocol as p
-from flash.hub.nodes.fleet import Attendance, Statuses
-from flash.hub.nodes.members import HUBS_OWN, Members
-from flash.hub.nodes.work import Work
-from flash.hub.parts import HubPart, Parts
+from flash.hub.context import HubContext, HubPart
+from flash.hub.fleet import HUB_NODE, Attendance, NodeRegistry, NodeStatuses
+from flash.hub.work import NodeWork
 
 OF_ALL = (WeightsError, ContractError)
 """Errors that end the run whoever has them: what was sent to all engines, or the books, may be wrong."""
@@ -24,7 +23,7 @@ OF_ALL = (WeightsError, ContractError)
 class Nodes(HubPart):
     """See the module's docstring. `members` tell nodes that come and go from the hub's own."""
 
-    def __init__(self, parts: Parts, members: Members) -> None:
+    def __init__(self, parts: HubContext, members: NodeRegistry) -> None:
         super().__init__(parts)
         self._members = members
         self.leaving: dict[int, str] = {}
@@ -34,8 +33,8 @@ class Nodes(HubPart):
         self.silent: set[int] = set()
         """Nodes that have lost their work for their silence, and have not spoken since."""
         self._attendance = Attendance(self._config.deadlines.request)
-        self.statuses = Statuses()
-        self.work = Work(parts, self.leaving.keys(), members.has_joined)
+        self.statuses = NodeStatuses()
+        self.work = NodeWork(parts, self.leaving.keys(), members.has_joined)
         self.holders = self.work.holders
         self._poll_s = waits.long_poll_s(self._config)
 
@@ -135,7 +134,7 @@ class Nodes(HubPart):
             said = "" if stopping else leaving
             if why := self.statuses.left(node, self._now(), silent=node in self.silent, leaving=said):
                 self._observer.failure("node_lost", why)
-        if node not in (HUBS_OWN, *self.silent) and not self._progress.done and not stopping:
+        if node not in (HUB_NODE, *self.silent) and not self._progress.done and not stopping:
             # With its own node's loop the hub ends itself, and the error says why. Of a silent one all is said.
             self._note_loss(node)
         self.silent.discard(node)
@@ -164,3 +163,71 @@ class Nodes(HubPart):
     def _give_up(self, node: int) -> None:
         self._attendance.lost(node)
         self.work.lost(node)
+
+
+class WeightVersions(HubPart):
+    """See the module's docstring. A node that loads is given its share of the `work` later."""
+
+    def __init__(self, parts: HubContext, work: NodeWork) -> None:
+        super().__init__(parts)
+        self._work, self._shares = work, work.shares
+
+    def published(self, version: int) -> None:
+        """There is a version for all nodes to load."""
+        self._progress.newest = version
+        self._shares.loading(self._now())
+        self._progress.send("versions")
+        self._work.offer()
+
+    async def newer(self, request: p.VersionRequest) -> p.VersionReply:
+        """Give an engine the newest version. Waits for one that it does not have, at most one long poll."""
+        with anyio.move_on_after(waits.long_poll_s(self._config)):
+            await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
+        if not self._has_newer(request):
+            return p.VersionReply(None, done=self._progress.done)
+        self._fleet.given(request.node)
+        return p.VersionReply(self._progress.published, done=self._progress.done)
+
+    def _has_newer(self, request: p.VersionRequest) -> bool:
+        return self._progress.reachable and self._progress.newest > request.after
+
+    async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
+        """Reply whether an engine could not load because its publisher is gone, which it may notice before the hub."""
+
+        def gone() -> bool:
+            published = self._progress.published
+            return (
+                self._progress.done
+                or not self._progress.reachable
+                or published is None
+                or published.incarnation != request.incarnation
+            )
+
+        with anyio.move_on_after(waits.echo_s(self._config)):
+            await self._progress.until("run", gone)
+        return p.LoadFailedReply(gone())
+
+    def engines_changed(self, request: p.EngineReport) -> p.Ack:
+        """A node tells of its engines."""
+        self._metrics.canaries(request.engines)
+        self._metrics.restarted(request.restarts)
+        self._metrics.misbehaved(request.blocked_s, request.abandoned)
+        self._observer.activities(request.activities)
+        if self._progress.stopping != "interrupted":  # its engines may end before their node
+            for note in request.notes:
+                self._observer.note(note)
+        before = self._fleet.versions(request.node)
+        if self._fleet.report(request):
+            self._progress.send("run", "engines")
+            self._loaded(request.node, max(before, default=-1))
+        return p.Ack()
+
+    def _loaded(self, node: int, before: int) -> None:
+        """A node has told its versions; `before` was the newest of them."""
+        newest = max(self._fleet.versions(node), default=-1)
+        if newest < 0:
+            self._shares.away(node)
+        elif newest >= self._progress.newest:
+            self._shares.loaded(node)
+        if newest != before:
+            self._work.offer()

@@ -7,12 +7,21 @@ waiters, those whom it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import anyio
 import msgspec
 
+from flash.config.tree import Config
 from flash.errors import FlashError, PeerLostError
+from flash.hub.fleet import Fleet
+from flash.hub.metrics import StepMetrics
+from flash.hub.recovery import Persistence
+from flash.observe.observer import Observer
+from flash.samples.batches import PART_BYTES
+from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
+from flash.samples.evaluation import Evaluations
+from flash.samples.rules import AgeContract
 from flash.types import Published
 
 
@@ -116,3 +125,44 @@ class RunProgress:
 Signal = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
 """What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
 what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""
+
+
+class SliceLimits(NamedTuple):
+    """How much the hub does in one go."""
+
+    members: int = MEMBERS_AT_ONCE
+    """Samples whose groups are dealt with in one slice."""
+    part_bytes: int = PART_BYTES
+    """Of a trainer rank's shard, what one message may hold."""
+
+
+class HubContext(NamedTuple):
+    """What all parts of the hub are given."""
+
+    config: Config
+    observer: Observer
+    """Is told of everything."""
+    now: Callable[[], float]
+    """Gives Unix seconds on the loop's clock."""
+    progress: RunProgress
+    """How far the run has come."""
+    contract: AgeContract
+    buffer: SampleBuffer
+    """The training tasks."""
+    evaluations: Evaluations
+    """The others."""
+    persistence: Persistence
+    metrics: StepMetrics
+    fleet: Fleet
+    """The engines."""
+
+
+class HubPart:
+    """One part of the hub, with what all of them are given."""
+
+    def __init__(self, parts: HubContext) -> None:
+        self._config, self._observer, self._now = parts.config, parts.observer, parts.now
+        self._progress, self._fleet, self._metrics = parts.progress, parts.fleet, parts.metrics
+        self._contract, self._buffer, self._samples = parts.contract, parts.buffer, parts.buffer.samples
+        self._evaluations = parts.evaluations
+        self._keep_state, self._journal, self._past = parts.persistence
