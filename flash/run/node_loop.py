@@ -103,7 +103,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
     version = state.version if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version if resume else None, restarts=restarts) as recorder:
-        ends = await anyio.to_thread.run_sync(tokenizer.ends_told)
+        ends = await anyio.to_thread.run_sync(tokenizer.missing_ends)
         for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)

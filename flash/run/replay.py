@@ -171,7 +171,7 @@ def replay(
                 comparison(_compare(trainer, course.compared[trainer.version], begun))
         if export is not None:
             tokenizer = HfTokenizer(config.model)
-            tokenizer.name_ends(trainer.model.generation_config)
+            tokenizer.add_ends(trainer.model.generation_config)
             checkpoint.export_hf(trainer.model, tokenizer.inner, export)
 
 

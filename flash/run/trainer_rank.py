@@ -196,7 +196,7 @@ def _train(
     # Steps recorded before an error are written too. The stack is closed only after the error is reported.
     stack.callback(profiler.close)
     tokenizer = HfTokenizer(config.model)
-    tokenizer.name_ends(trainer.model.generation_config)
+    tokenizer.add_ends(trainer.model.generation_config)
     loop = TrainerLoop(config, index, trainer, publisher, hub, tokenizer.inner, profiler)
     gc.freeze()
     gc.enable()

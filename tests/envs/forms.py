@@ -244,7 +244,7 @@ class HarmonyTokenizer(HfTokenizer):
     def check_calls(self) -> None:
         """They are read here."""
 
-    def read(
+    def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
     ) -> Spoken:
         text = self.inner.decode(list(token_ids), skip_special_tokens=False)

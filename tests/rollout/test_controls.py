@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
-from flash.rollout.episode.controls import Controls
+from flash.rollout.episode.controls import ControlTokens
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message, Tool, ToolCall
 from tests.envs.forms import FORMS, SHOWN, SPECIAL
@@ -359,4 +359,4 @@ def test_a_tokenizer_written_in_python_is_refused_with_what_is_expected() -> Non
         pass
 
     with pytest.raises(ConfigError, match=r"tokenizer of here is a Written.*expected one with a tokenizer\.json"):
-        Controls(Written(), "here")
+        ControlTokens(Written(), "here")

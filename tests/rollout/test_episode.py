@@ -804,7 +804,7 @@ class Argued(CharTokenizer):
     def __init__(self, shown: str = "") -> None:
         self._shown = shown
 
-    def under(self, arguments: Any) -> Tokenizer:
+    def with_arguments(self, arguments: Any) -> Tokenizer:
         return Argued(str(dict(arguments)))
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:

@@ -234,13 +234,13 @@ def text_of(tokenizer: HfTokenizer, tokens: list[int]) -> str:
 
 def test_arguments_of_the_chat_template_reach_prompts_what_follows_and_what_is_learned(make: Make) -> None:
     plain = make(BASE)
-    under = plain.under(NO_THINKING)
-    assert plain.under({}) is plain
-    assert under is plain.under(dict(NO_THINKING))
+    under = plain.with_arguments(NO_THINKING)
+    assert plain.with_arguments({}) is plain
+    assert under is plain.with_arguments(dict(NO_THINKING))
     for tokenizer, begun in ((plain, "assistant\n"), (under, "assistant\n(no)")):
         assert text_of(tokenizer, tokenizer.render([user("one")])).endswith(begun)
         assert text_of(tokenizer, tokenizer.follow([user("two")], tokenizer.end[0])).endswith(begun)
-    prompt, answer = under.said([user("one"), Message("assistant", "(no)two")])
+    prompt, answer = under.prompt_and_answer([user("one"), Message("assistant", "(no)two")])
     assert text_of(under, prompt).endswith("(no)")
     assert text_of(under, answer) == "two<|im_end|>"
 
@@ -250,7 +250,7 @@ def test_arguments_of_the_run_come_behind_those_of_a_row(make: Make, tmp_path: P
     config = ModelConfig(path=str(tmp_path / "model"), chat_template_kwargs=NO_THINKING)
     tokenizer = HfTokenizer(config).ready()
     assert text_of(tokenizer, tokenizer.render([user("one")])).endswith("(no)")
-    thinking = tokenizer.under({"enable_thinking": True})
+    thinking = tokenizer.with_arguments({"enable_thinking": True})
     assert text_of(thinking, thinking.render([user("one")])).endswith("assistant\n")
 
 
@@ -259,7 +259,7 @@ def test_an_argument_that_the_template_never_reads_is_an_error_of_the_run_and_a_
 ) -> None:
     tokenizer = make(BASE)
     for _ in range(2):
-        tokenizer.under({"enable_thinkin": False})
+        tokenizer.with_arguments({"enable_thinkin": False})
     assert [record.message for record in caplog.records] == [
         f"the chat template of {tmp_path / 'model'} never reads enable_thinkin: without effect"
     ]
@@ -270,7 +270,7 @@ def test_an_argument_that_the_template_never_reads_is_an_error_of_the_run_and_a_
 
 def test_what_is_set_by_the_caller_is_no_argument_of_the_template(make: Make) -> None:
     with pytest.raises(EnvError, match="must not have add_generation_prompt, tools"):
-        make(BASE).under({"tools": [], "add_generation_prompt": False})
+        make(BASE).with_arguments({"tools": [], "add_generation_prompt": False})
 
 
 def test_the_policy_goes_on_with_a_last_message_of_the_assistant(make: Make) -> None:
@@ -283,7 +283,7 @@ def test_the_policy_goes_on_with_a_last_message_of_the_assistant(make: Make) -> 
 def test_an_answer_is_learned_to_the_first_end_of_its_turn(make: Make) -> None:
     tokenizer = make(BASE.replace("{% endfor %}", "{% endfor %}{{ eos_token if not add_generation_prompt }}"), "<eos>")
     assert sorted(tokenizer.token_texts(tokenizer.ends)) == ["<eos>", "<|im_end|>"]
-    _, answer = tokenizer.said([user("one"), Message("assistant", "two")])
+    _, answer = tokenizer.prompt_and_answer([user("one"), Message("assistant", "two")])
     assert text_of(tokenizer, answer) == "two<|im_end|>"
 
 
@@ -306,7 +306,7 @@ def test_tools_that_a_template_leaves_out_are_refused_and_reasoning_is_reported_
     with pytest.raises(EnvError, match="shows nothing of a system message"):
         silent.render([Message("system", "be brief"), user("one")])
     for text in ("one", "two"):
-        tokenizer.said([user(text), Message("assistant", "two", "in thought")])
+        tokenizer.prompt_and_answer([user(text), Message("assistant", "two", "in thought")])
     assert [record.message.partition("shows ")[2] for record in caplog.records] == [
         "nothing of an assistant's reasoning, where a conversation has some: it is neither shown nor learned"
     ]
@@ -325,9 +325,9 @@ def test_a_models_generation_config_is_told_the_ends_that_it_does_not_name(make:
     end, eos = tokenizer.inner.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     for named, then in ((eos, [eos, end]), ([eos, 3], [eos, 3, end]), (None, sorted([eos, end]))):
         generation = GenerationConfig(eos_token_id=named)
-        tokenizer.name_ends(generation)
+        tokenizer.add_ends(generation)
         assert generation.eos_token_id == then
-    assert tokenizer.name_ends(generation) == []
-    assert tokenizer.ends_told() == "", "the model is still to be made"
+    assert tokenizer.add_ends(generation) == []
+    assert tokenizer.missing_ends() == "", "the model is still to be made"
     GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path / "model")
-    assert "ends turns with '<|im_end|>', which the model's generation_config does not name" in tokenizer.ends_told()
+    assert "ends turns with '<|im_end|>', which the model's generation_config does not name" in tokenizer.missing_ends()

@@ -199,7 +199,7 @@ def outcome(tokenizer: HfTokenizer, case: str) -> str:
     messages = messages_of(msgspec.convert(conversation, list[Spoken]))
     tokenizer._reported.clear()
     given = {"enable_thinking": False} if case == "no thinking" else {}
-    tokenizer = tokenizer.under(given)
+    tokenizer = tokenizer.with_arguments(given)
     if given and tokenizer._reported:
         return "told: never reads enable_thinking"
     answers = [place for place, one in enumerate(conversation) if one["role"] == "assistant"]
@@ -211,7 +211,7 @@ def outcome(tokenizer: HfTokenizer, case: str) -> str:
             return "equal"
         for place in answers:
             shown = tokenizer.render(messages[:place], tools)
-            prompt, answer = tokenizer.said(messages[: place + 1], tools)
+            prompt, answer = tokenizer.prompt_and_answer(messages[: place + 1], tools)
             asked = rendered(tokenizer, conversation[:place], tools, add_generation_prompt=True, **given)
             assert shown == asked, "the prompt of an episode"
             assert prompt == asked, "the prompt of what is learned"

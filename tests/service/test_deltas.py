@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flash.rollout.episode.reading import UNKNOWN, PlainReading
+from flash.rollout.episode.tokenizer import INCOMPLETE, ResponseReader
 from flash.service.deltas import AnswerDeltas
 from flash.service.fields import before
 from flash.types import Message, Piece
@@ -71,11 +71,11 @@ def test_a_piece_of_text_ends_where_a_character_does(seed: int) -> None:
     tokens = [*"".join(dice.choices(LETTERS, k=20)).encode()]
     if seed % 2:  # what is sampled need not be text
         tokens = [token if dice.random() < 0.8 else dice.randrange(256) for token in tokens]
-    reading, told, at = PlainReading(BYTES.decode), "", 0
+    reading, told, at = ResponseReader(BYTES.decode), "", 0
     while at < len(tokens):
         size = dice.randrange(1, 5)
         told += reading.add(tokens[at : at + size]).content
         at += size
         assert BYTES.decode(tokens).startswith(told), "what was read stays"
-        if not (text := BYTES.decode(tokens[:at])).endswith(UNKNOWN):
+        if not (text := BYTES.decode(tokens[:at])).endswith(INCOMPLETE):
             assert told == text

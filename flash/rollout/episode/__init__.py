@@ -1,5 +1,9 @@
-"""Episodes: one environment's life each, the texts and tokens that pass between it and the policy.
+"""Episodes: the life of one environment, and the tokens that pass between it and the policy.
 
-`episode` is the way in; `transcript` keeps the tokens, `view` shows them to the environment, `tokenizer` makes them,
-`phases` says who may step when.
+The scheduler calls `Episode.run` in `episode` for each lease; the episode asks the node's proxy for responses.
+
+- `transcript` keeps the tokens of an episode, `view` shows them to the environment.
+- `tokenizer` makes the tokens, with `chat_template` for chat messages and `controls` for control tokens.
+- `phases` decides when environments may step and when episodes may generate.
+- `rehearsal` plays one turn before any engine starts.
 """

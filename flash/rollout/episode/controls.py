@@ -1,10 +1,17 @@
-"""Which tokens of a prompt are the chat template's own, and which only text that looks like them.
+"""Control tokens: tell those that the chat template writes from text that only looks like them.
 
-Law: a control token comes from the chat template alone. What a user, a data set, a tool or an agent writes is text,
-whatever it says: `<|im_end|>` in it is some characters. The template's own text is written in characters that no
-text from outside can have, lone surrogates, one for each, so that the template sees no other text and decides nothing
-else than it would (`flash.foreign.chat_templates`). A tokenizer in which control tokens bear secret names reads the
-result at once, and so splits, pads and normalizes it as the model's own tokenizer does.
+Law: a control token comes from the chat template alone. Text of a user, a data set, a tool or an agent stays text:
+`<|im_end|>` in it becomes some ordinary characters. `ChatTemplate` renders with this class, and `HfTokenizer` encodes
+all text with it.
+
+Two steps keep the law:
+
+1. The template is compiled so that the characters of its own control tokens are written as lone surrogates, called
+   marks here. Text from outside cannot have any. The template still decides as it would without marks
+   (`flash.foreign.chat_templates`).
+2. A copy of the tokenizer, in which control tokens have secret names, encodes the result: marked control tokens are
+   replaced by their secret names, and all other marks by the characters that they stand for. The copy splits, pads and
+   normalizes text as the model's own tokenizer does.
 """
 
 from __future__ import annotations
@@ -18,67 +25,71 @@ from functools import lru_cache
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
-from flash.errors import ConfigError
+from flash.errors import ConfigError, EnvError
 from flash.foreign.chat_templates import compile_marked
 
 STAND_IN = "\udfff"
-"""Stands for a response: no text from outside and no template has it, and nothing trims it."""
-FIRST, LAST = 0xD800, 0xDFFE
-"""The characters that a template's own text is written in."""
-SECRET = 24
-"""Letters of a secret: nobody guesses it."""
+"""A character that takes the place of a response in a conversation: no text from outside and no template has it, and
+no template strips it."""
+FIRST_MARK, LAST_MARK = 0xD800, 0xDFFE
+"""Range of the marks: lone surrogates, one for each character that occurs in a control token."""
+SECRET_LETTERS = 24
+"""Letters of the secret with which the names of control tokens begin: too many to guess."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""What a template may put between its own characters to write a control token, such as `<|user|>`."""
+"""Roles that a template may put between its own characters to write a control token, such as `<|user|>`."""
 
-_OWN = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]+")
+_MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]+")
 
 
-class Shown(NamedTuple):
-    """What a template writes."""
+class TemplateText(NamedTuple):
+    """Text that a chat template has written, or a part of it."""
 
     text: str
-    named: str | None
-    """The same, with secret names for its own control tokens; None where they need not be told apart."""
+    guarded: str | None
+    """The same text with secret names in place of the template's own control tokens; None if `text` can be encoded as
+    it is, because nothing in it only looks like a control token."""
 
-    def after(self, text: str) -> Shown | None:
-        """What stands behind the first of this text, if it is there."""
-        _, found, tail = self.text.partition(text)
-        if self.named is None:
-            return Shown(tail, None) if found else None
-        _, also, named = self.named.partition(text)
-        return Shown(tail, named) if found and also else None
+    def after(self, part: str) -> TemplateText | None:
+        """Return the text behind the first occurrence of `part`; None if it does not occur."""
+        _, found, tail = self.text.partition(part)
+        if self.guarded is None:
+            return TemplateText(tail, None) if found else None
+        _, found_guarded, guarded = self.guarded.partition(part)
+        return TemplateText(tail, guarded) if found and found_guarded else None
 
-    def before(self, text: str) -> Shown | None:
-        """Return what stands before the last of this text, if it is there."""
-        head, found, _ = self.text.rpartition(text)
-        if self.named is None:
-            return Shown(head, None) if found else None
-        named, also, _ = self.named.rpartition(text)
-        return Shown(head, named) if found and also else None
+    def before(self, part: str) -> TemplateText | None:
+        """Return the text before the last occurrence of `part`; None if it does not occur."""
+        head, found, _ = self.text.rpartition(part)
+        if self.guarded is None:
+            return TemplateText(head, None) if found else None
+        guarded, found_guarded, _ = self.guarded.rpartition(part)
+        return TemplateText(head, guarded) if found and found_guarded else None
 
-    def behind(self, before: Shown) -> Shown | None:
-        """What stands behind another one, if all of that is how it begins."""
-        if not self.text.startswith(before.text):
+    def without_prefix(self, prefix: TemplateText) -> TemplateText | None:
+        """Return the text behind `prefix`; None if the text does not begin with all of it."""
+        if not self.text.startswith(prefix.text):
             return None
-        tail = self.text[len(before.text) :]
-        if self.named is None:
-            return Shown(tail, None)
-        if before.named is None or not self.named.startswith(before.named):
+        tail = self.text[len(prefix.text) :]
+        if self.guarded is None:
+            return TemplateText(tail, None)
+        if prefix.guarded is None or not self.guarded.startswith(prefix.guarded):
             return None
-        return Shown(tail, self.named[len(before.named) :])
+        return TemplateText(tail, self.guarded[len(prefix.guarded) :])
 
 
-class Controls:
-    """The control tokens of a Hugging Face tokenizer.
+class ControlTokens:
+    """The control tokens of a Hugging Face tokenizer, and encoding that makes them only where a template wrote them.
 
-    Those are its added tokens, special or not, but for words and white space that were added to its vocabulary.
+    The control tokens are the tokenizer's added tokens, special or not, except words and white space that were added to
+    the vocabulary.
 
     Args:
-        tokenizer: with a backend of the `tokenizers` package.
-        path: names it.
+        tokenizer: a transformers tokenizer with a backend of the `tokenizers` package.
+        path: the model's path, for error messages.
 
     Raises:
-        ConfigError: it has no such backend, or one that cannot be taken apart.
+        ConfigError: the tokenizer has no such backend, numbers its added tokens in an unusual order, or has too many
+            different characters in them.
     """
 
     def __init__(self, tokenizer: Any, path: str) -> None:
@@ -90,84 +101,123 @@ class Controls:
                 "`AutoTokenizer.from_pretrained(…).save_pretrained(…)` writes for most models"
             )
         self._tokenizer = tokenizer
+        self._path = path
         contents = {
             token.content: number for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)
         }
-        secret = "".join(secrets.choice(ascii_lowercase) for _ in range(SECRET))
-        names = {content: secret + _letters(place) for place, content in enumerate(contents)}
-        self._before = secret + _letters(len(names))
-        """The name of a token that stands before a text that goes on."""
-        self._backend = _renamed(backend, names, self._before)
+        secret = "".join(secrets.choice(ascii_lowercase) for _ in range(SECRET_LETTERS))
+        names = {content: secret + _five_letters(place) for place, content in enumerate(contents)}
+        self._predecessor = secret + _five_letters(len(names))
+        """Secret name of a token that is put before text which continues other text: a tokenizer may treat the
+        beginning of a text differently."""
+        self._backend = _with_secret_names(backend, names, self._predecessor)
         if any(self._backend.token_to_id(names[content]) != number for content, number in contents.items()):
-            raise ConfigError(f"the tokenizer of {path} numbers its added tokens in an order of its own; save it anew")
+            raise ConfigError(
+                f"the tokenizer of {path} does not number its added tokens in the order in which its tokenizer.json "
+                "lists them; load it with `AutoTokenizer.from_pretrained(…)` and save it with `save_pretrained(…)`"
+            )
         self.ids = frozenset(contents.values())
-        """The control tokens."""
-        alphabet = sorted({one for content in contents for one in content if not one.isspace()})
-        if len(alphabet) > LAST - FIRST:
-            raise ConfigError(f"the added tokens of {path} have {len(alphabet)} different characters: too many")
-        self._marks = {ord(one): chr(FIRST + place) for place, one in enumerate(alphabet)}
-        self._plain = {ord(mark): chr(one) for one, mark in self._marks.items()}
-        self._contents = _Contents(contents)
-        self._named = {form: names[content] for content in contents for form in self._forms(content)}
-        forms = sorted(self._named, key=len, reverse=True)
+        """Ids of the control tokens."""
+        alphabet = sorted({letter for content in contents for letter in content if not letter.isspace()})
+        if len(alphabet) > LAST_MARK - FIRST_MARK:
+            raise ConfigError(
+                f"the added tokens of the tokenizer of {path} have {len(alphabet)} different characters; expected at "
+                f"most {LAST_MARK - FIRST_MARK}: remove the tokens that the chat template does not write"
+            )
+        self._marks = {ord(letter): chr(FIRST_MARK + place) for place, letter in enumerate(alphabet)}
+        self._letters = {ord(mark): chr(letter) for letter, mark in self._marks.items()}
+        self._finder = _ControlTextFinder(contents)
+        self._names = {form: names[content] for content in contents for form in self._marked_forms(content)}
+        """Secret names by the marked forms in which a template may write a control token."""
+        forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms)) or r"(?!)")
-        names_of: dict[str, Any] = tokenizer.special_tokens_map
-        self._given = {name: self._mark(one) if isinstance(one, str) else one for name, one in names_of.items()}
-        """The special tokens by the names that templates have for them."""
-        self._compiled = lru_cache(maxsize=8)(lambda source: compile_marked(source, self._mark, self._unmarked))  # pyright: ignore[reportUnknownLambdaType]
+        named_tokens: dict[str, Any] = tokenizer.special_tokens_map
+        self._template_globals = {
+            name: self._mark(token) if isinstance(token, str) else token for name, token in named_tokens.items()
+        }
+        """Special tokens, marked, under the names that templates have for them, such as `eos_token`."""
+        self._compiled = lru_cache(maxsize=8)(lambda source: compile_marked(source, self._mark, self._unmark))  # pyright: ignore[reportUnknownLambdaType]
 
-    def template(self, messages: Sequence[Mapping[str, Any]], *, prompting: bool, **given: Any) -> Shown:
-        """What the tokenizer's chat template writes. Raises whatever it does."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, prompting: bool, **arguments: Any) -> TemplateText:
+        """Return the text that the chat template writes for messages.
+
+        Args:
+            messages: as the template takes them.
+            prompting: True if the text ends with the beginning of an assistant's answer.
+            arguments: further arguments of the template, such as `tools`.
+
+        Raises:
+            Exception: anything that the template raises.
+        """
         tokenizer = self._tokenizer
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=prompting, tokenize=False, **given))
-        template = self._compiled(tokenizer.get_chat_template(None, given.get("tools")))
-        asked = {"tools": None, "documents": None} | given | {"add_generation_prompt": prompting}
-        marked = template.render(messages=messages, **self._given, **asked)
-        named = self._unmarked(self._pattern.sub(lambda found: self._named[found[0]], marked))
-        if self._unmarked(marked) == text or not self._harmless([messages, given], text, named):
-            return Shown(text, named)
-        return Shown(text, None)
+        text = str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=prompting, tokenize=False, **arguments)
+        )
+        template = self._compiled(tokenizer.get_chat_template(None, arguments.get("tools")))
+        variables = {"tools": None, "documents": None} | arguments | {"add_generation_prompt": prompting}
+        marked = template.render(messages=messages, **self._template_globals, **variables)
+        guarded = self._unmark(self._pattern.sub(lambda found: self._names[found[0]], marked))
+        # A template that inspects its own output, by slicing for example, sees the marks and may write another text.
+        if self._unmark(marked) != text and self._is_safe_unguarded([messages, arguments], text, guarded):
+            return TemplateText(text, None)
+        return TemplateText(text, guarded)
 
-    def encode(self, text: str, *, follows: bool = False) -> list[int]:
-        """Tokens of a text from outside; `follows`: others stand before it. Raises whatever the tokenizer does."""
-        # In a batch, which other threads need not wait for.
-        (encoded,) = self._backend.encode_batch([self._before * follows + text], add_special_tokens=False)
+    def encode(self, text: str | TemplateText, *, follows: bool = False) -> list[int]:
+        """Return the tokens of a text from outside, or of text that a template wrote.
+
+        `follows`: True if the text continues other text.
+
+        Raises:
+            EnvError: the tokenizer cannot take the text, for example because its vocabulary lacks a character.
+        """
+        try:
+            if not isinstance(text, TemplateText):
+                return self._encode_guarded(text, follows=follows)
+            if text.guarded is None:
+                return self._encode_unguarded(text.text)
+            return self._encode_guarded(text.guarded, follows=follows)
+        except Exception as error:  # each tokenizer raises errors of its own
+            plain = text.text if isinstance(text, TemplateText) else text
+            raise EnvError(f"the tokenizer of {self._path} cannot take {plain[:80]!r}: {error}") from error
+
+    def _encode_guarded(self, text: str, *, follows: bool = False) -> list[int]:
+        """Return the tokens of a text in which only secret names become control tokens."""
+        # A batch is encoded without Python's global lock, so that other threads need not wait.
+        (encoded,) = self._backend.encode_batch([self._predecessor * follows + text], add_special_tokens=False)
         ids: list[int] = encoded.ids
         return ids[follows:]
 
-    def encode_shown(self, shown: Shown, *, follows: bool = False) -> list[int]:
-        """Tokens of what a template writes."""
-        return self._unguarded(shown.text) if shown.named is None else self.encode(shown.named, follows=follows)
-
-    def _harmless(self, given: Any, text: str, named: str) -> bool:
-        """Whether a template that reads its own marks, and does something else for them, can be left without them.
-
-        It can where nothing that it is given holds a control token, and it puts none together from that.
-        """
-        outside = json.dumps(given, ensure_ascii=False)
-        if self._counted(self._unguarded(outside)):
-            return False
-        return self._counted(self._unguarded(text)) <= self._counted(self.encode(named.replace(STAND_IN, "")))
-
-    def _counted(self, tokens: Sequence[int]) -> Counter[int]:
-        return Counter(token for token in tokens if token in self.ids)
-
-    def _unguarded(self, text: str) -> list[int]:
-        """Tokens as transformers gives them."""
+    def _encode_unguarded(self, text: str) -> list[int]:
+        """Return the tokens that transformers gives, in which any text may become a control token."""
         return list(self._tokenizer.encode(text.replace(STAND_IN, ""), add_special_tokens=False))
 
+    def _is_safe_unguarded(self, given: Any, text: str, guarded: str) -> bool:
+        """Return True if `text` may be encoded as transformers does it.
+
+        That is safe if nothing that the template was given holds a control token, and if `text` has no control token
+        more than the guarded text: then the template has put none together from what it was given.
+        """
+        if self._count_controls(self._encode_unguarded(json.dumps(given, ensure_ascii=False))):
+            return False
+        written = self._count_controls(self._encode_guarded(guarded.replace(STAND_IN, "")))
+        return self._count_controls(self._encode_unguarded(text)) <= written
+
+    def _count_controls(self, tokens: Sequence[int]) -> Counter[int]:
+        return Counter(token for token in tokens if token in self.ids)
+
     def _mark(self, text: str) -> str:
-        """A text of the template's, with the characters marked that are, or may become, a control token's."""
+        """Return a text of the template with marks in place of characters that are, or may become, a control token."""
         marked = list(text)
-        for start, stop in self._contents.parts(text):
+        for start, stop in self._finder.spans(text):
             marked[start:stop] = text[start:stop].translate(self._marks)
         return "".join(marked)
 
-    def _unmarked(self, text: str) -> str:
-        return text if text.isascii() else _OWN.sub(lambda found: found[0].translate(self._plain), text)
+    def _unmark(self, text: str) -> str:
+        """Return a text with the characters that its marks stand for."""
+        return text if text.isascii() else _MARKS.sub(lambda found: found[0].translate(self._letters), text)
 
-    def _forms(self, content: str) -> Iterator[str]:
-        """How a template writes a control token: all by itself, or around a role."""
+    def _marked_forms(self, content: str) -> Iterator[str]:
+        """Yield the forms in which a template writes a control token: marked as a whole, or marked around a role."""
         yield content.translate(self._marks)
         for role in ROLES:
             before, _, after = content.partition(role)
@@ -175,42 +225,46 @@ class Controls:
                 yield before.translate(self._marks) + role + after.translate(self._marks)
 
 
-class _Contents:
-    """What control tokens are written as, and the parts that a template may put one together from."""
+class _ControlTextFinder:
+    """Finds control tokens, and pieces from which a template may put one together, in the text of a template."""
 
     def __init__(self, contents: Mapping[str, int]) -> None:
-        self._contents = "\0".join(contents)
-        whole = sorted(contents, key=len, reverse=True)
+        self._joined = "\0".join(contents)
+        longest_first = sorted(contents, key=len, reverse=True)
         self._longest = max(map(len, contents), default=0)
-        self._whole = re.compile("|".join(map(re.escape, whole)) or r"(?!)")
+        self._complete = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._beginnings = {content[:length] for content in contents for length in range(1, len(content))}
         self._ends = {content[-length:] for content in contents for length in range(1, len(content))}
 
-    def parts(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where they stand in a text of the template's."""
-        if text in self._contents:
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of each such piece in a text of the template."""
+        if text in self._joined:
             yield 0, len(text)
             return
-        yield from (found.span() for found in self._whole.finditer(text))
+        yield from (found.span() for found in self._complete.finditer(text))
         size = len(text)
-        longest = range(1, min(size, self._longest))
-        yield from ((0, length) for length in longest if text[:length] in self._ends)
-        yield from ((size - length, size) for length in longest if text[-length:] in self._beginnings)
+        lengths = range(1, min(size, self._longest))
+        yield from ((0, length) for length in lengths if text[:length] in self._ends)
+        yield from ((size - length, size) for length in lengths if text[-length:] in self._beginnings)
 
 
 def _is_control(token: Any) -> bool:
-    """Not a word or white space, which have tokens of their own in some vocabularies; `▁` is a space in these."""
-    letters = token.content.replace("▁", "").strip()
-    return bool(letters) and (token.special or not all(one.isalnum() or one.isspace() for one in letters))
+    """Return True unless an added token is a word or white space, which some vocabularies add as ordinary text."""
+    letters = token.content.replace("▁", "").strip()  # "▁" is a space in SentencePiece's vocabularies
+    return bool(letters) and (token.special or not all(letter.isalnum() or letter.isspace() for letter in letters))
 
 
-def _letters(number: int) -> str:
-    """A number in letters, five for each."""
+def _five_letters(number: int) -> str:
+    """Return a number in base 26, written in five letters."""
     return "".join(ascii_lowercase[number // 26**place % 26] for place in range(5))
 
 
-def _renamed(backend: Any, names: Mapping[str, str], before: str) -> Any:
-    """The tokenizer with other names for these tokens, of the same numbers, and with no other way to make them."""
+def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str) -> Any:
+    """Return a copy of a tokenizer in which the tokens of `names` have other names and the same ids.
+
+    Their old names become ordinary text, which no merge joins into such a token. `predecessor` is added as one more
+    token.
+    """
     from tokenizers import Tokenizer
 
     form: dict[str, Any] = json.loads(backend.to_str())
@@ -228,5 +282,5 @@ def _renamed(backend: Any, names: Mapping[str, str], before: str) -> Any:
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if not any(one in names for one in (*pair, "".join(pair)))]
     renamed = Tokenizer.from_str(json.dumps(form))
-    renamed.add_special_tokens([before])
+    renamed.add_special_tokens([predecessor])
     return renamed

@@ -150,7 +150,9 @@ class Transcript:
 
     def _least(self, observation: Observation) -> int:
         tools = () if self._responses else self._form.tools
-        return least_tokens(observation, tools, self.tokenizer.least_message if self._slow(observation, tools) else 1)
+        return least_tokens(
+            observation, tools, self.tokenizer.min_message_tokens if self._slow(observation, tools) else 1
+        )
 
     def _slow(self, observation: Observation, tools: Sequence[Tool]) -> bool:
         """Return True if a thread should render this."""
@@ -170,7 +172,7 @@ class Transcript:
 
     def template(self, arguments: Mapping[str, Any]) -> None:
         """Give the chat template these arguments in branches that begin from nothing. Raises EnvError."""
-        self._form, self._rendered = self._form._replace(tokenizer=self.tokenizer.under(arguments)), None
+        self._form, self._rendered = self._form._replace(tokenizer=self.tokenizer.with_arguments(arguments)), None
 
     @property
     def _begins(self) -> bool:

@@ -12,8 +12,7 @@ import anyio.to_thread
 from flash.environment.interface import Expected, Said, Spoken
 from flash.errors import EnvError
 from flash.rollout.episode.asking import Asking, Wanted
-from flash.rollout.episode.reading import PlainReading
-from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.rollout.episode.transcript import (
     Branch,
     BranchForm,
@@ -85,7 +84,7 @@ class TranscriptView(Transcript):
         branch, span = self._spoke()
         said, before = branch.tokens[span.start : span.stop], branch.tokens[: span.start]
         form = branch.form
-        return form.tokenizer.read(said, branch.ends[-1].ended, before, form.tools, calling=calling)
+        return form.tokenizer.read_response(said, branch.ends[-1].ended, before, form.tools, calling=calling)
 
     def _spoke(self) -> tuple[Branch, Span]:
         assert self.spoke is not None, "nothing was said yet"
@@ -127,7 +126,7 @@ class TranscriptView(Transcript):
         if self._asking is None or not self._may_expect(self._asking):
             return
         if self._slow(expected.observation, expected.tools):
-            least = least_tokens(expected.observation, expected.tools, self.tokenizer.least_message)
+            least = least_tokens(expected.observation, expected.tools, self.tokenizer.min_message_tokens)
             if least <= self.limits.max_length:
                 self._expected.add(expected.name)
                 self._asking.start(self._expect_large, expected)
@@ -180,7 +179,7 @@ class TranscriptView(Transcript):
         if not expected.responses:
             if tools:
                 self.tokenizer.check_calls()
-            tokenizer = self.tokenizer.under(expected.template)
+            tokenizer = self.tokenizer.with_arguments(expected.template)
             form = BranchForm(not isinstance(observation, str), tokenizer, list(tools))
             return tokenizer.render(observation, tools), form
         branch = self.branches[expected.branch]
@@ -201,9 +200,9 @@ class TranscriptView(Transcript):
         self, prompt: Sequence[int], form: BranchForm, hear: Callable[[Piece], None], calling: bool
     ) -> Callable[[Sequence[int]], None]:
         if form.chat:
-            reading = form.tokenizer.reading(prompt, form.tools, calling=calling)
+            reading = form.tokenizer.start_reading(prompt, form.tools, calling=calling)
         else:
-            reading = PlainReading(self.tokenizer.decode)
+            reading = ResponseReader(self.tokenizer.decode)
 
         def hears(tokens: Sequence[int]) -> None:
             piece = reading.add(tokens)

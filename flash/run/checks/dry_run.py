@@ -59,7 +59,7 @@ def dry_run(config: Config) -> list[str]:
         if tokenizer is None:
             told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
             return told
-        if ends := tokenizer.ends_told():
+        if ends := tokenizer.missing_ends():
             told.append(f"model: {ends}")
         played, own = run_watched(say, _play, config, tokenizer)
     (turn,) = played.turns

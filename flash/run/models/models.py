@@ -242,7 +242,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             model = load_model(config.model)
             # Into the model's own tensors.
             _read(checkpoint, model.state_dict(), config)
-            tokenizer.name_ends(model.generation_config)
+            tokenizer.add_ends(model.generation_config)
             model.save_pretrained(folder)
         else:
             adapted = add_adapters(empty_model(config.model), config.model, config.lora)
@@ -252,7 +252,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
                 model = load_model(config.model)
                 _check_base(checkpoint, model, config)
                 merge(model, tensors, config.lora)
-                tokenizer.name_ends(model.generation_config)
+                tokenizer.add_ends(model.generation_config)
                 model.save_pretrained(folder)
             else:
                 write_adapters(folder, described_in(adapted), tensors)

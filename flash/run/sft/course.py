@@ -63,7 +63,7 @@ class CourseTokens(NamedTuple):
     def described(self, tokenizer: HfTokenizer) -> Iterator[str]:
         """Yield lines for people: how many rows there are, and the first one."""
         yield from self.lines
-        if ends := tokenizer.ends_told():
+        if ends := tokenizer.missing_ends():
             yield f"model: {ends}"
         first = self.data.row(0).sequences[0]
         texts = tokenizer.token_texts(first.tokens)

@@ -84,7 +84,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
         stack.enter_context(recorder)
         if chosen[0]:
             notes.append(other_rows(Path(chosen[0]), course))
-        for note in filter(None, (tokenizer.ends_told(), *notes)):
+        for note in filter(None, (tokenizer.missing_ends(), *notes)):
             recorder.note(note)
     profiler = StepProfiler(config.train.profiled_steps, config.run_dir, order.local, cuda=config.gpus_per_node > 0)
     stack.callback(profiler.close)
@@ -163,7 +163,7 @@ class SftLoop:
         self._profiler.close()
         finished = trainer.version >= steps
         if finished and self._config.checkpoint.export:
-            self._tokenizer.name_ends(trainer.model.generation_config)
+            self._tokenizer.add_ends(trainer.model.generation_config)
             checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
         return self._end(interrupted=not finished)
 

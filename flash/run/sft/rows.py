@@ -391,7 +391,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         offered = tools.offered(msgspec.convert(example.tools, list[tools.GivenTool]))
     except (ApiError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {error}") from None
-    growing, tokenizer = Learned([], []), tokenizer.under(example.template)
+    growing, tokenizer = Learned([], []), tokenizer.with_arguments(example.template)
     # An engine is asked behind some message: one that begins a conversation is shown, and not learned.
     for index in range(max(example.shown, 1), len(messages)):
         given = example.messages[index]
@@ -401,7 +401,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
             or _is_empty(messages[index])
         ):
             continue
-        prompt, answer = tokenizer.said(messages[: index + 1], offered)
+        prompt, answer = tokenizer.prompt_and_answer(messages[: index + 1], offered)
         if prompt[: len(growing.tokens)] != growing.tokens:
             yield growing
             growing = Learned([], [])

@@ -1,0 +1,544 @@
+"""Chat templates: turn a conversation into tokens, and later messages into the tokens that follow a response.
+
+`HfTokenizer` calls `ChatTemplate` for observations that are chat messages. The first observation is rendered as a
+whole (`prompt`). A later one is never rendered together with the responses before it, because a template may show these
+differently than they were sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the place of the
+response (`follow`): the text behind the stand-in closes the turn and shows the new messages.
+
+Templates take some parts of a message in different forms, and leave out others. Both are found by rendering short
+trials, once for each template.
+
+Law: a part of a conversation that the template leaves out is never lost silently. A template that leaves out tools,
+calls, results of calls or system messages is refused with an `EnvError`; reasoning that it leaves out is reported once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from flash.errors import EnvError
+from flash.foreign.chat_templates import arguments_of
+from flash.rollout.episode.controls import STAND_IN, ControlTokens, TemplateText
+from flash.types import ASSISTANT, RESERVED_ARGUMENTS, TOOL, Message, Tool, ToolCall
+
+log = logging.getLogger("flash")
+
+QUESTION = Message("user", "flash-question")
+"""A message that stands for all that came before a response: many templates want a user to speak first."""
+RESPONSE = Message(ASSISTANT, STAND_IN)
+"""A message that stands for a response without calls."""
+TOOL_NAME = "flash_tool"
+"""Name of the function in trial calls."""
+TRIAL_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": TOOL_NAME, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+"""Tool that is offered in trials of a chat template."""
+CALL_ID = "flashcall"
+"""Id of trial calls: some templates want ids of nine letters."""
+MARKED_CALL = ToolCall(CALL_ID, TOOL_NAME, json.dumps({"flash": STAND_IN}, ensure_ascii=False))
+"""Trial call whose arguments hold the stand-in."""
+EMPTY_CALL = ToolCall(CALL_ID, TOOL_NAME, "{}")
+"""Trial call without arguments."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which chat templates read the reasoning of a message: those of Qwen, Gemma and GPT-OSS."""
+THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+"""Arguments of chat templates that change how an answer begins."""
+
+
+class _Part(NamedTuple):
+    """A part of a conversation that a chat template may leave out, and the conversation that tries it."""
+
+    words: str
+    """The part as an error message names it."""
+    messages: list[Message]
+    tools: list[Tool]
+    expected: str
+    """Text that the template writes if it shows the part."""
+
+
+PARTS = {
+    "system": _Part("a system message", [Message("system", STAND_IN), QUESTION], [], STAND_IN),
+    "assistant": _Part("an assistant's message", [QUESTION, RESPONSE], [], STAND_IN),
+    "tools": _Part("tools", [QUESTION], [TRIAL_TOOL], TOOL_NAME),
+    "calls": _Part(
+        "an assistant's calls of tools",
+        [QUESTION, Message(ASSISTANT, "", tool_calls=(MARKED_CALL,))],
+        [TRIAL_TOOL],
+        STAND_IN,
+    ),
+    "parallel": _Part(
+        "a second call in one message",
+        [QUESTION, Message(ASSISTANT, "", tool_calls=(EMPTY_CALL, MARKED_CALL))],
+        [TRIAL_TOOL],
+        STAND_IN,
+    ),
+    "results": _Part(
+        "the results of tools",
+        [
+            QUESTION,
+            Message(ASSISTANT, "", tool_calls=(EMPTY_CALL,)),
+            Message(TOOL, STAND_IN, tool_call_id=CALL_ID, name=TOOL_NAME),
+        ],
+        [TRIAL_TOOL],
+        STAND_IN,
+    ),
+    "reasoning": _Part("an assistant's reasoning", [QUESTION, Message(ASSISTANT, "flash", STAND_IN)], [], STAND_IN),
+}
+"""Parts of a conversation that chat templates may leave out. The first one that is missing is reported."""
+
+TemplateMessage = dict[str, Any]
+"""A message as a chat template takes it."""
+
+
+class _MessageForm(NamedTuple):
+    """The form in which a chat template takes messages, where templates differ."""
+
+    content_as_parts: bool = False
+    """True if the template reads the content as a list of parts, and shows nothing of a text."""
+    empty_content: str | None = ""
+    """Content of a message that has calls and no text."""
+    arguments_as_text: bool = False
+    """True if the template takes the arguments of a call as JSON text, not as an object."""
+
+
+class ChatTemplate:
+    """The chat template of a model, with the arguments that it is given.
+
+    Args:
+        tokenizer: the transformers tokenizer that has the template.
+        controls: the control tokens of the tokenizer.
+        path: the model's path, for error messages.
+        arguments: arguments of the template, such as `enable_thinking`.
+        reported: warnings that were logged already; each is logged once.
+    """
+
+    def __init__(
+        self, tokenizer: Any, controls: ControlTokens, path: str, arguments: Mapping[str, Any], reported: set[str]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._controls = controls
+        self._path = path
+        self._arguments = arguments
+        self._reported = reported
+        self._left_out: dict[str, bool] = {}
+        """For each part of `PARTS` that was tried: True if the template leaves it out."""
+
+    # -- tokens of conversations -------------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of the first observation, up to the beginning of the assistant's answer.
+
+        If the last message is the assistant's, the policy continues that message.
+
+        Raises:
+            EnvError: the chat template is missing, refuses the messages, or leaves out a part of them.
+        """
+        text = self._prompt_text(messages, tools)
+        self._refuse_left_out(messages, tools)
+        return self._controls.encode(text)
+
+    def follow(self, messages: Sequence[Message], end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens that show messages after a response, to be appended to the response as it was sampled.
+
+        `end`: the token with which the model ended the response; None if a limit cut it, and then the tokens that end
+        the turn are part of the result.
+
+        Raises:
+            EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
+                the response unchanged.
+        """
+        self.json_of(messages, tools)
+        self._refuse_left_out(messages, tools)
+        results = 0
+        while tools and results < len(messages) and messages[results].role == TOOL:
+            results += 1
+        responses = _responses_with_calls(messages[:results]) if results else [RESPONSE]
+        alone, tokens = self._behind_response(responses, messages, tools)
+        # The tokens up to here close the response, whatever comes next; those behind it show the messages.
+        closing = _common_prefix(alone, tokens)
+        controls = [at for at in range(closing) if tokens[at] in self._control_ids]
+        if end is None:
+            if not (controls and results):
+                return tokens
+            # The response has calls, so it was sampled at least up to the token that ends the last call.
+            last = controls[-1]
+            return tokens[last if tokens[last] in self.turn_ends else last + 1 :]
+        if end in tokens[:closing]:
+            return tokens[max(at for at in range(closing) if tokens[at] == end) + 1 :]
+        first = next((at for at in range(closing, len(tokens)) if tokens[at] in self._control_ids), None)
+        if first is not None and tokens[first] == end:
+            # Some templates write no end of a turn: their models end a turn with the first token of the next one.
+            return tokens[first + 1 :]
+        # The model has ended its turn with a token that the template does not write here: leave out the template's end.
+        if controls:
+            return tokens[controls[-1] + 1 :]
+        return tokens[closing if results else 0 :]
+
+    def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
+        """Return the prompt before the last message, which is an assistant's, and the answer that this message is.
+
+        Both are in tokens. The answer ends with a token that ends a turn, whatever the template writes behind it.
+
+        Raises:
+            EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
+                its prompt, or ends the turn in the middle of the answer.
+        """
+        self.json_of(messages, tools)
+        shown = list(map(self._in_form, messages))
+        prompt = self._render(shown[:-1], tools, prompting=True)
+        conversation = self._render(shown, tools, prompting=False)
+        self._refuse_left_out(messages, tools)
+        self._refuse_left_out_of_last(messages, shown, tools, conversation)
+        answer = conversation.without_prefix(prompt) or self._answer_to_question(shown[-1], tools, conversation)
+        if answer is None:
+            known = sorted(self.read_arguments & THINKING)
+            change = f"; set chat_template_kwargs ({', '.join(known)}) as the answer has it" if known else ""
+            raise EnvError(
+                f"the chat template of {self._path} does not show an assistant's message behind the prompt for it, so "
+                f"that it cannot be learned as it would be said{change}; or give prompt and completion as text"
+            )
+        tokens = self._controls.encode(answer, follows=True)
+        end = next((at for at, token in enumerate(tokens) if token in self.turn_ends), None)
+        if end is None:
+            return self._controls.encode(prompt), [*tokens, *end_of_text(self._tokenizer)]
+        if self._tokenizer.decode(tokens[end + 1 :], skip_special_tokens=True).strip():
+            raise EnvError(
+                f"the chat template of {self._path} ends the turn in the middle of this message, where an engine would "
+                "stop: give its parts as messages of their own, or use a model with another template"
+            )
+        return self._controls.encode(prompt), tokens[: end + 1]
+
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Tokens that end a response: the end of text, and the tokens with which the template ends answers and calls.
+
+        Raises:
+            EnvError: the chat template is missing, or does not show an assistant's message unchanged.
+        """
+        ends = set(end_of_text(self._tokenizer))
+        answer = self._last_control([RESPONSE], [QUESTION], ())
+        if answer is not None:
+            ends.add(answer)
+        result = Message(TOOL, "flash", tool_call_id=CALL_ID, name=TOOL_NAME)
+        call, two_calls = None, None
+        try:
+            call = self._last_control(_responses_with_calls([result]), [result], [TRIAL_TOOL])
+            two_calls = self._text_behind(
+                _response_with_calls([result, result], marked=0), [], [TRIAL_TOOL], prompting=False
+            )
+        except EnvError:  # the template shows no calls, or refuses two calls at once
+            pass
+        # A token that stands behind each of two calls ends a call, and not the turn.
+        if call is not None and (two_calls is None or self._controls.encode(two_calls, follows=True).count(call) == 1):
+            ends.add(call)
+        return frozenset(ends)
+
+    @cached_property
+    def min_message_tokens(self) -> int:
+        """Lower bound on the tokens that one more message takes, results of tools excepted."""
+        count, least = 8, list[int]()
+        for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
+            more = [Message(role, "") for role in roles]
+            try:
+                once, often = (len(self.prompt([QUESTION, *more * times])) for times in (1, 1 + count))
+            except EnvError:
+                continue  # the template refuses such messages, however many there are
+            least.append((often - once) // (count * len(roles)))
+        return max(1, min(least, default=1))
+
+    # -- arguments of the template -----------------------------------------------------------------------------------
+
+    @cached_property
+    def read_arguments(self) -> frozenset[str]:
+        """Names of the arguments that the chat template reads, apart from those that Flash and transformers set."""
+        template = self._tokenizer.chat_template
+        sources = template.values() if isinstance(template, dict) else [template] if template else []
+        given = RESERVED_ARGUMENTS | set(self._tokenizer.special_tokens_map)
+        return frozenset(name for source in sources for name in arguments_of(source)) - given
+
+    def unread(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the names of arguments that the chat template never reads, sorted."""
+        return sorted(set(arguments) - self.read_arguments)
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning, unless the same text was logged before."""
+        if text not in self._reported:
+            self._reported.add(text)
+            log.warning("%s", text)
+
+    def json_of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Return messages and tools as JSON, which identifies them.
+
+        Raises:
+            EnvError: a text has a lone surrogate. These are characters that mark the template's own text, so that text
+                from outside must have none.
+        """
+        try:
+            return msgspec.json.encode((messages, tools))
+        except UnicodeEncodeError as error:
+            raise EnvError(
+                f"the tokenizer of {self._path} cannot take {error.object[:80]!r}: it has a lone surrogate at "
+                f'{error.start}; show text.encode("utf-8", "replace").decode()'
+            ) from None
+
+    # -- parts that a template leaves out ----------------------------------------------------------------------------
+
+    def _refuse_left_out(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raise EnvError if the template leaves out a part of a conversation; only log it if that is reasoning."""
+        present = {message.role if message.role != TOOL else "results" for message in messages}
+        present |= {"tools"} if tools else set()
+        for message in messages:
+            if message.tool_calls:
+                present |= {"calls", "parallel"} if len(message.tool_calls) > 1 else {"calls"}
+            if message.reasoning:
+                present.add("reasoning")
+        for part in PARTS:
+            if part in present and self._leaves_out(part):
+                if part != "reasoning":
+                    raise EnvError(self._left_out_message(part))
+                self.warn_once(self._left_out_message(part))
+
+    def _leaves_out(self, part: str) -> bool:
+        """Return True if the template accepts a part, a key of `PARTS`, and shows nothing of it."""
+        if part not in self._left_out:
+            trial = PARTS[part]
+            try:
+                shown = self._render(list(map(self._in_form, trial.messages)), trial.tools, prompting=False)
+                self._left_out[part] = trial.expected not in shown.text
+            except EnvError:
+                # The template refuses such messages: rendering the real ones raises that error.
+                self._left_out[part] = False
+        return self._left_out[part]
+
+    def _left_out_message(self, part: str) -> str:
+        shows_nothing = f"the chat template of {self._path} shows nothing of {PARTS[part].words}"
+        if part == "reasoning":
+            return f"{shows_nothing}, where a conversation has some: it is neither shown nor learned"
+        return (
+            f"{shows_nothing}, so that the model would never see it; leave it out, or use a model with another template"
+        )
+
+    def _refuse_left_out_of_last(
+        self,
+        messages: Sequence[Message],
+        shown: Sequence[TemplateMessage],
+        tools: Sequence[Tool],
+        conversation: TemplateText,
+    ) -> None:
+        """Raise EnvError if the template leaves out a call of the last message; only log it if it is the reasoning.
+
+        Some templates show these parts in one place and not in another, so that a trial does not tell. `shown` are the
+        messages as the template takes them, `conversation` is the text of all of them.
+        """
+        last, calls = shown[-1], messages[-1].tool_calls
+        if calls:
+            fewer = {key: value for key, value in last.items() if key != "tool_calls"}
+            if len(calls) > 1:
+                fewer["tool_calls"] = last["tool_calls"][:-1]
+            elif fewer["content"] is None:
+                fewer["content"] = ""
+            if self._render([*shown[:-1], fewer], tools, prompting=False).text == conversation.text:
+                raise EnvError(self._left_out_message("parallel" if len(calls) > 1 else "calls"))
+        if messages[-1].reasoning:
+            without = {key: value for key, value in last.items() if key not in REASONING}
+            if self._render([*shown[:-1], without], tools, prompting=False).text == conversation.text:
+                self.warn_once(self._left_out_message("reasoning"))
+
+    # -- texts of the template ---------------------------------------------------------------------------------------
+
+    def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateText:
+        """Return the text of messages up to the place where the policy speaks."""
+        last = messages[-1] if messages else None
+        if last is None or last.role != ASSISTANT or last.tool_calls:
+            return self._render(list(map(self._in_form, messages)), tools, prompting=True)
+        # The policy continues this message: cut the text before the end of the turn that the template writes.
+        open_ended = [*messages[:-1], msgspec.structs.replace(last, content=last.content + STAND_IN)]
+        shown = self._render(list(map(self._in_form, open_ended)), tools, prompting=False).before(STAND_IN)
+        if shown is None:
+            raise EnvError(
+                f"the chat template of {self._path} does not show an assistant's message as it is, so that the model "
+                "cannot go on with one: let a user's message be the last"
+            )
+        return shown
+
+    def _text_behind(
+        self, response: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool
+    ) -> TemplateText:
+        """Return the text behind the stand-in in `response`, if these messages follow the response."""
+        conversation = [QUESTION, response, *messages]
+        if prompting:
+            text = self._prompt_text(conversation, tools)
+        else:
+            text = self._render(list(map(self._in_form, conversation)), tools, prompting=False)
+        tail = text.after(STAND_IN)
+        if tail is None:
+            raise EnvError(
+                f"the chat template of {self._path} does not show an assistant's message as it is, so that no message "
+                "can follow one; let the environment show text, or use a model with another template"
+            )
+        return tail
+
+    def _behind_response(
+        self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens behind a response at the end of a conversation, and those behind one that messages follow.
+
+        `responses`: messages that may stand for the response; the first one that the template accepts is used.
+        """
+        for response in responses:
+            try:
+                alone = self._text_behind(response, [], tools, prompting=False)
+                followed = self._text_behind(response, messages, tools, prompting=True)
+                return self._controls.encode(alone, follows=True), self._controls.encode(followed, follows=True)
+            except EnvError:
+                if response is responses[-1]:
+                    raise
+        raise AssertionError("at least one response is tried")
+
+    def _last_control(
+        self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> int | None:
+        """Return the last control token with which the template closes a response; None if it writes none."""
+        alone, followed = self._behind_response(responses, messages, tools)
+        closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
+        if closing:
+            return closing[-1]
+        # Some templates end the last turn of a conversation with another token than earlier turns.
+        return next((token for token in alone if token in self._control_ids), None)
+
+    def _answer_to_question(
+        self, answer: TemplateMessage, tools: Sequence[Tool], conversation: TemplateText
+    ) -> TemplateText | None:
+        """Return the text of an answer to a question alone, if the conversation ends with just that text.
+
+        GPT-OSS's template drops the reasoning of earlier calls once a final answer is there. The conversation then does
+        not begin with the prompt for its last answer, although the answer is shown in the same way.
+        """
+        question = self._in_form(QUESTION)
+        prompt = self._render([question], tools, prompting=True)
+        text = self._render([question, answer], tools, prompting=False).without_prefix(prompt)
+        return text if text is not None and text.text and conversation.text.endswith(text.text) else None
+
+    def _render(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], *, prompting: bool) -> TemplateText:
+        """Return the text that the template writes. Raises EnvError if it refuses the messages."""
+        arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
+        try:
+            return self._controls.render(shown, prompting=prompting, **arguments)
+        except Exception as error:  # a template is code of the model's author and raises what it likes
+            roles = ", ".join(message["role"] for message in shown)
+            raise EnvError(
+                f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
+                'show text (a data set with template = "plain") or other messages, or use a model with another template'
+            ) from error
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return self._controls.ids | set(self._tokenizer.all_special_ids)
+
+    # -- forms of messages -------------------------------------------------------------------------------------------
+
+    def _in_form(self, message: Message) -> TemplateMessage:
+        """Return a message in the form in which the template takes it."""
+        return _formed(message, self._form_with_calls if message.tool_calls else self._form)
+
+    @cached_property
+    def _form(self) -> _MessageForm:
+        """Form of messages without calls."""
+        for form in (_MessageForm(), _MessageForm(content_as_parts=True)):
+            if self._shows([_formed(QUESTION, form)], (), QUESTION.content):
+                return form
+        return _MessageForm()
+
+    @cached_property
+    def _form_with_calls(self) -> _MessageForm:
+        """Form of messages with calls."""
+        calling = Message(ASSISTANT, "", tool_calls=(MARKED_CALL,))
+        for arguments_as_text in (False, True):
+            for empty_content in ("", None):
+                form = self._form._replace(empty_content=empty_content, arguments_as_text=arguments_as_text)
+                if self._shows([_formed(QUESTION, form), _formed(calling, form)], [TRIAL_TOOL], STAND_IN):
+                    return form
+        return self._form
+
+    def _shows(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], text: str) -> bool:
+        """Return True if the template accepts messages and shows a text that is in them."""
+        try:
+            return text in self._render(shown, tools, prompting=False).text
+        except EnvError:
+            return False
+
+
+def end_of_text(tokenizer: Any) -> list[int]:
+    """Return the token with which a transformers tokenizer ends a text; empty if it has none."""
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def _response_with_calls(results: Sequence[Message], marked: int) -> Message:
+    """Return a message that stands for the response whose calls had these results.
+
+    `marked`: index of the call whose arguments hold the stand-in.
+    """
+    calls: list[ToolCall] = []
+    for index, result in enumerate(results):
+        arguments = json.dumps({"flash": STAND_IN if index == marked else "flash"}, ensure_ascii=False)
+        calls.append(ToolCall(result.tool_call_id or CALL_ID, result.name or TOOL_NAME, arguments))
+    return Message(ASSISTANT, "", tool_calls=tuple(calls))
+
+
+def _responses_with_calls(results: Sequence[Message]) -> list[Message]:
+    """Return messages that may stand for the response whose calls had these results: all calls, or the first alone.
+
+    A model may make two calls at once under a template that refuses more than one.
+    """
+    alternatives = [_response_with_calls(results, marked=len(results) - 1)]
+    if len(results) > 1:
+        alternatives.append(_response_with_calls(results[:1], marked=0))
+    return alternatives
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _formed(message: Message, form: _MessageForm) -> TemplateMessage:
+    """Return a message in a form of chat templates."""
+    content: Any = form.empty_content if message.tool_calls and not message.content else message.content
+    if form.content_as_parts and content is not None:
+        content = [{"type": "text", "text": content}]
+    shown: TemplateMessage = {"role": message.role, "content": content}
+    if message.reasoning:
+        shown |= dict.fromkeys(REASONING, message.reasoning)
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": call.arguments if form.arguments_as_text else _arguments_object(call),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == TOOL:
+        shown |= {key: value for key in ("tool_call_id", "name") if (value := getattr(message, key))}
+    return shown
+
+
+def _arguments_object(call: ToolCall) -> Any:
+    """Return the arguments of a call as an object, which most templates expect; as text if they are no object."""
+    try:
+        # msgspec refuses the stand-in, which is a lone surrogate.
+        value: Any = json.loads(call.arguments) if STAND_IN in call.arguments else msgspec.json.decode(call.arguments)
+    except (ValueError, RecursionError):
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
