@@ -1,14 +1,15 @@
-"""Phases: when an episode may step its environment, and when it may generate again.
+"""Phases: when an episode may step its environment, and when it may ask for its next response.
 
-Normally at once: environments are independent of each other. Two switches of `[rollout]` tie the episodes of a node
-together, so that what independence gains can be measured:
+Normally at once: episodes are independent of each other (`FreePhases`). Two switches of `[rollout]` tie the episodes of
+a node together, so that the gain of independence can be measured:
 
-    env_async = false          `LockStep`: no environment steps before all responses are there, and none is asked for
-                               a next one before all environments have stepped
-    replicate_prompts = false  `GroupBarrier`: the responses of a group come home together
+    env_async = false          `LockStep`: no environment steps before all responses are complete, and no response is
+                               asked for before all environments have stepped
+    replicate_prompts = false  `GroupBarrier`: environments of a group step when all its responses are complete
 
-Who may go on is decided by pure rules, which return the leases that they release; who leaves holds
-nobody.
+`Episode.run` reports each change of phase and waits for permission (`RuledPhases`). A rule decides which episodes may
+continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
+continue now. An episode that leaves never blocks another one.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from flash.config.tree import Config
 from flash.types import Lease
 
 GroupKey = tuple[str, int]
-"""Split and group id: evaluations count their groups on their own."""
+"""Split and group id: evaluations count their groups separately."""
 
 
 class FreePhases:
-    """Every episode on its own: nothing is kept, and nobody waits."""
+    """Independent episodes: every call returns at once."""
 
     free = True
-    """Whether nobody ever waits."""
+    """True if no episode ever waits for another one."""
 
     def enter(self, lease: Lease) -> None:
-        """An episode begins; its environment resets."""
+        """Report that an episode begins; its environment resets next."""
 
     def leave(self, lease: Lease) -> None:
-        """It ended, in whatever way; called once for each `enter`."""
+        """Report that an episode has ended in any way. Called once for each `enter`."""
 
     async def generated(self, lease: Lease) -> None:
-        """Its response is complete. Returns when its environment may step."""
+        """Report that a response is complete, and wait until the environment may step."""
 
     async def stepped(self, lease: Lease) -> None:
-        """Its environment has reset or stepped. Returns when it may generate."""
+        """Report that the environment has reset or stepped, and wait until the next response may be asked for."""
 
 
 class PhaseRule(Protocol):
-    """Decides who may go on, as pure state; each answer is the leases that go on now."""
+    """Decides which episodes may continue. Methods return the ids of the leases that may continue now."""
 
     def enter(self, lease: Lease) -> None: ...
 
@@ -57,7 +58,7 @@ class PhaseRule(Protocol):
 
 
 class RuledPhases(FreePhases):
-    """Who waits does so until the rule lets it go on, when others do or leave; the episode's deadline bounds it."""
+    """Episodes that wait until a rule lets them continue. The deadline of the episode bounds the wait."""
 
     free = False
 
@@ -66,24 +67,24 @@ class RuledPhases(FreePhases):
         self._waiting: dict[int, anyio.Event] = {}
 
     def enter(self, lease: Lease) -> None:
-        """See `FreePhases`."""
+        """Report that an episode begins; its environment resets next."""
         self.rule.enter(lease)
 
     def leave(self, lease: Lease) -> None:
-        """See `FreePhases`. It holds nobody any more."""
-        self._open(self.rule.leave(lease))
+        """Report that an episode has ended in any way. Episodes that waited for it alone continue."""
+        self._release(self.rule.leave(lease))
 
     async def generated(self, lease: Lease) -> None:
-        """See `FreePhases`."""
-        await self._arrive(lease.lease_id, self.rule.generated(lease))
+        """Report that a response is complete, and wait until the environment may step."""
+        await self._wait(lease.lease_id, self.rule.generated(lease))
 
     async def stepped(self, lease: Lease) -> None:
-        """See `FreePhases`."""
-        await self._arrive(lease.lease_id, self.rule.stepped(lease))
+        """Report that the environment has reset or stepped, and wait until the next response may be asked for."""
+        await self._wait(lease.lease_id, self.rule.stepped(lease))
 
-    async def _arrive(self, lease: int, released: set[int]) -> None:
-        """Open for the others, and wait unless the lease itself is among the released."""
-        self._open(released - {lease})
+    async def _wait(self, lease: int, released: set[int]) -> None:
+        """Release the other leases, and wait unless `lease` is among the released ones."""
+        self._release(released - {lease})
         if lease in released:
             return
         event = self._waiting[lease] = anyio.Event()
@@ -92,16 +93,18 @@ class RuledPhases(FreePhases):
         finally:
             del self._waiting[lease]
 
-    def _open(self, released: Iterable[int]) -> None:
-        """Let them go on. One that was cancelled waits no more, and is released until it has left."""
+    def _release(self, released: Iterable[int]) -> None:
+        """Let episodes continue."""
         for lease in released:
+            # A cancelled episode waits no more, but the rule names it until it has left.
             if (event := self._waiting.get(lease)) is not None:
                 event.set()
 
 
 def phases(config: Config) -> FreePhases:
-    """The phases of one node. Lock-step holds a group's responses until all are there, so it serves both switches."""
+    """Return the phases that the configuration asks for; the episodes of one node share them."""
     if not config.rollout.env_async:
+        # Lock-step also holds the responses of a group until all are complete, so it serves both switches.
         return RuledPhases(LockStep())
     return FreePhases() if config.rollout.replicate_prompts else RuledPhases(GroupBarrier())
 
@@ -109,41 +112,44 @@ def phases(config: Config) -> FreePhases:
 class LockStep:
     """All episodes of a node generate together, then step together.
 
-    Invariant: whoever waits, waits for someone who holds the phase, that is, has something left to do in it. When the
-    last holder is done the phase changes, all who waited are released, and all that are alive hold the new phase.
+    Invariant: a waiting episode always waits for one that holds the phase, which means that it still has something to
+    do in this phase. When the last holder is done the phase changes: all waiting episodes are released, and all
+    episodes that are alive hold the new phase.
     """
 
     def __init__(self) -> None:
         self._stepping = False
+        """True while environments step, False while responses are generated."""
         self._alive: set[int] = set()
         self._holding: set[int] = set()
         self._waiting: set[int] = set()
 
     def enter(self, lease: Lease) -> None:
-        """One more. While environments step it holds nobody: it will generate in the next phase."""
+        """Add an episode. If environments step now, it holds up nobody: it generates in the next phase."""
         self._alive.add(lease.lease_id)
         if not self._stepping:
             self._holding.add(lease.lease_id)
 
     def leave(self, lease: Lease) -> set[int]:
-        """One fewer. Returns whom that releases."""
+        """Remove an episode. Return the leases that may continue."""
         self._alive.discard(lease.lease_id)
         self._waiting.discard(lease.lease_id)
-        return self._done(lease.lease_id)
+        return self._finish(lease.lease_id)
 
     def generated(self, lease: Lease) -> set[int]:
-        """A response is complete. Returns who may step."""
+        """Record a complete response. Return the leases whose environments may step."""
         self._waiting.add(lease.lease_id)
-        return self._done(lease.lease_id)
+        return self._finish(lease.lease_id)
 
     def stepped(self, lease: Lease) -> set[int]:
-        """An environment has reset or stepped. Returns who may generate."""
+        """Record that an environment has reset or stepped. Return the leases that may generate."""
         if not self._stepping:
             return {lease.lease_id}
         self._waiting.add(lease.lease_id)
-        return self._done(lease.lease_id)
+        return self._finish(lease.lease_id)
 
-    def _done(self, lease: int) -> set[int]:
+    def _finish(self, lease: int) -> set[int]:
+        """Record that an episode has done its part of the phase; change the phase if it was the last one."""
         self._holding.discard(lease)
         if self._holding:
             return set()
@@ -154,42 +160,45 @@ class LockStep:
 
 
 class GroupBarrier:
-    """The members of a group on a node wait for each other's responses: while another one alive has fewer.
+    """The members of a group on a node wait for each other's responses.
 
-    Invariant: the members with the fewest responses never wait.
+    A member waits before a step while another member that is alive has fewer responses. Invariant: the members with
+    the fewest responses never wait.
     """
 
     def __init__(self) -> None:
         self._responses: dict[GroupKey, dict[int, int]] = {}
+        """Complete responses of each member, by lease id."""
         self._waiting: dict[GroupKey, set[int]] = {}
 
     def enter(self, lease: Lease) -> None:
-        """One more member, without a response yet."""
+        """Add a member without a response."""
         self._responses.setdefault(_group(lease), {})[lease.lease_id] = 0
         self._waiting.setdefault(_group(lease), set())
 
     def leave(self, lease: Lease) -> set[int]:
-        """One member fewer. Returns whom that releases."""
+        """Remove a member. Return the leases that may continue."""
         group = _group(lease)
         del self._responses[group][lease.lease_id]
         self._waiting[group].discard(lease.lease_id)
         if self._responses[group]:
-            return self._released(group)
+            return self._release(group)
         del self._responses[group], self._waiting[group]
         return set()
 
     def generated(self, lease: Lease) -> set[int]:
-        """A response is complete. Returns who may step."""
+        """Record a complete response. Return the leases whose environments may step."""
         group = _group(lease)
         self._responses[group][lease.lease_id] += 1
         self._waiting[group].add(lease.lease_id)
-        return self._released(group)
+        return self._release(group)
 
     def stepped(self, lease: Lease) -> set[int]:
-        """It may generate at once: only responses are waited for."""
+        """Return the lease itself, which may generate at once: only responses are waited for."""
         return {lease.lease_id}
 
-    def _released(self, group: GroupKey) -> set[int]:
+    def _release(self, group: GroupKey) -> set[int]:
+        """Return the waiting members with the fewest responses, which wait no more."""
         responses, waiting = self._responses[group], self._waiting[group]
         fewest = min(responses.values())
         released = {lease for lease in waiting if responses[lease] <= fewest}
