@@ -161,12 +161,12 @@ def measured(case: Case) -> Measured:
 
 def stored(trainer: Trainer, folder: Path) -> dict[str, int]:
     """Bytes for a checkpoint, and for an export."""
-    from flash.trainer.state import checkpoint
-    from flash.trainer.state.stored import describe
+    from flash.trainer import checkpoint
+    from flash.trainer.checkpoint_files import file_entry
 
     def keep_nothing(file: Path) -> Any:
         file.write_bytes(b"")
-        return describe(file, file.parent)
+        return file_entry(file, file.parent)
 
     return {
         "saving": beyond(lambda: checkpoint.save(folder, trainer, keep_nothing, keep=1)),

@@ -35,7 +35,7 @@ from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models.models import make_missing_model
-from flash.trainer.state.stored import complete_checkpoints
+from flash.trainer.checkpoint_files import complete_checkpoints
 
 CASES = {
     "short": Case(title="answers of 16 tokens", accuracy=0.8, goal=1.25),

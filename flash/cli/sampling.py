@@ -26,7 +26,7 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.rundir.samples import Sample, readable
 from flash.run.models.models import chosen_model, make_missing_model, model_folder
 from flash.text import harmless, one_line
-from flash.trainer.state.stored import MANIFEST
+from flash.trainer.checkpoint_files import MANIFEST
 
 if TYPE_CHECKING:
     from flash.run.sampling import Sampled

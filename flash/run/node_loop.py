@@ -53,7 +53,7 @@ from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster, with_held_out_problems
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
-from flash.trainer.state.stored import Choice, choose, newest_complete
+from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
 from flash.transport.server import serve
@@ -95,7 +95,9 @@ def unix_clock() -> Callable[[], float]:
 async def _first_node(restarts: int, config: Config, token: str | None) -> None:
     now = unix_clock()
     resume = config.run.resume or restarts > 0
-    checkpoint, notes = await anyio.to_thread.run_sync(choose, config.run_dir) if resume else Choice(None, [])
+    checkpoint, notes = (
+        await anyio.to_thread.run_sync(choose_checkpoint, config.run_dir) if resume else ChosenCheckpoint(None, [])
+    )
     kept = NOTHING
     if resume:
         kept = await anyio.to_thread.run_sync(restored, checkpoint, config)

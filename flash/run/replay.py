@@ -27,7 +27,7 @@ from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
-from flash.trainer.state.stored import complete_checkpoints, damaged_checkpoints, read_manifest
+from flash.trainer.checkpoint_files import complete_checkpoints, damaged_checkpoints, read_manifest
 
 if TYPE_CHECKING:
     from flash.trainer.step import Trainer
@@ -155,7 +155,7 @@ def replay(
     import transformers
 
     from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.trainer.state import checkpoint
+    from flash.trainer import checkpoint
     from flash.trainer.step import Trainer
 
     transformers.utils.logging.disable_progress_bar()
@@ -197,7 +197,7 @@ def _weights(trainer: Trainer) -> dict[str, Any]:
 
 
 def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
-    from flash.trainer.state import checkpoint
+    from flash.trainer import checkpoint
 
     ours, theirs = _weights(trainer), checkpoint.read_weights(path, trainer)
     return Comparison(trainer.version, path, _largest_gap(ours, theirs), _largest_gap(ours, begun))

@@ -180,9 +180,9 @@ def _train(
     # Until what stays for good is there: looking for garbage in between takes a fifth of a start.
     gc.disable()
     from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.trainer import checkpoint
     from flash.trainer.loop import TrainerLoop
     from flash.trainer.performance import StepProfiler
-    from flash.trainer.state import checkpoint
     from flash.trainer.step import Trainer
     from flash.weights.publisher import make_publisher
 

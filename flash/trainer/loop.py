@@ -18,10 +18,10 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
+from flash.trainer import checkpoint
+from flash.trainer.checkpoint_files import FileEntry
 from flash.trainer.model.adapters import engine_tensors
 from flash.trainer.performance import StepProfiler
-from flash.trainer.state import checkpoint
-from flash.trainer.state.stored import FileEntry
 from flash.trainer.step import Trainer
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Published, Shard

@@ -15,7 +15,7 @@ from flash.observe.rundir.frames import append_frame, read_frames
 from flash.observe.rundir.recording import forget_before, read_batch, recorded_steps, write_batch
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import plan, refuse_idle
-from flash.trainer.state.stored import MANIFEST, FileEntry, Manifest, step_folder
+from flash.trainer.checkpoint_files import MANIFEST, FileEntry, Manifest, step_folder
 from flash.types import Batch, BatchSample, Task
 from tests.samples.cases import trajectory
 

@@ -20,18 +20,18 @@ from flash.run.restart.hub_state import NOTHING, Restored, keep_hub_state, resto
 from flash.run.restart.journal import FileJournal
 from flash.samples.batches import gather
 from flash.samples.buffer import SampleBuffer
-from flash.trainer.state.stored import (
+from flash.trainer.checkpoint_files import (
     HUB_STATE,
     MANIFEST,
     FileEntry,
     Manifest,
-    aside_of,
-    choose,
-    prepare,
+    choose_checkpoint,
+    make_empty,
+    move_into_place,
     prune,
-    replace,
     step_folder,
-    sync,
+    sync_to_disk,
+    temporary_of,
 )
 from flash.transport.slices import encoded_pieces
 from flash.waiting import unwrapped_group
@@ -96,18 +96,18 @@ class Incarnation:
 
     async def checkpoint(self) -> None:
         folder = step_folder(self.run_dir, self.version)
-        aside = aside_of(folder)
+        aside = temporary_of(folder)
         self.recorder.ledger(self.buffer.samples.totals())
         state = HubState(self.version, self.buffer.samples.snapshot(), self.journal.begin(self.version))
         try:
-            prepare(aside)
+            make_empty(aside)
             kept = await keep_hub_state(
                 self.run_dir, self.recorder.batches.written, self.version, encoded_pieces(state)
             )
             manifest = Manifest(self.version, 0, [FileEntry(HUB_STATE, kept.size, kept.crc32)])
             (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-            sync(aside / MANIFEST)
-            replace(aside, folder)
+            sync_to_disk(aside / MANIFEST)
+            move_into_place(aside, folder)
         except (OSError, FlashError):
             shutil.rmtree(aside)
             raise
@@ -128,7 +128,7 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         disk.clear()
         assert not told or "No space left on device" in told
         assert [file for file in config.run_dir.rglob("*") if "tmp" in file.name] == []
-        checkpoint, damaged = await run_sync(choose, config.run_dir)
+        checkpoint, damaged = await run_sync(choose_checkpoint, config.run_dir)
         kept = await run_sync(restored, checkpoint, config)
         assert damaged == []
         assert not [note for note in kept.notes if "damaged" in note]

@@ -14,7 +14,7 @@ from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart
 from flash.observe.recorder import Recorder
 from flash.run.restart.history import Reach, RecordedHistory, reach
-from flash.trainer.state.stored import MANIFEST, Manifest, step_folder
+from flash.trainer.checkpoint_files import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.update import UpdateInfo, encode_update
 from tests.samples.cases import trajectory

@@ -14,7 +14,15 @@ import pytest
 from flash.errors import CheckpointError, RunDirectoryError
 from flash.hub.recovery import HubState
 from flash.run.restart.hub_state import keep_hub_state, kept_state
-from flash.trainer.state.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
+from flash.trainer.checkpoint_files import (
+    HUB_STATE,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    move_into_place,
+    step_folder,
+    temporary_of,
+)
 from flash.transport.slices import SLICE_BYTES, encoded_pieces
 from tests.hub.test_state import make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
@@ -40,7 +48,7 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
     tmp_path: Path,
 ) -> None:
     state, folder = large_state(), step_folder(tmp_path, 3)
-    aside_of(folder).mkdir(parents=True)
+    temporary_of(folder).mkdir(parents=True)
     lengths: list[int] = []
 
     def watched() -> Generator[bytearray]:
@@ -54,8 +62,8 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
     assert len(lengths) > 5
     assert max(lengths) < 4 * SLICE_BYTES
     entry = FileEntry(HUB_STATE, kept.size, kept.crc32)
-    (aside_of(folder) / MANIFEST).write_bytes(msgspec.json.encode(Manifest(3, 0, [entry])))
-    replace(aside_of(folder), folder)
+    (temporary_of(folder) / MANIFEST).write_bytes(msgspec.json.encode(Manifest(3, 0, [entry])))
+    move_into_place(temporary_of(folder), folder)
     assert kept_state(folder, make_config()) == state
 
 
@@ -64,7 +72,7 @@ async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Pa
         CheckpointError, match=r"the hub cannot write its state to .*\.tmp-step-000003/hub\.bin: .*No such"
     ):
         await keep_hub_state(tmp_path, at_once, 3, encoded_pieces(large_state()))
-    aside_of(step_folder(tmp_path, 3)).mkdir(parents=True)
+    temporary_of(step_folder(tmp_path, 3)).mkdir(parents=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A file may not grow beyond this: writes fail in the middle, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLICE_BYTES, hard))
@@ -78,7 +86,7 @@ async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Pa
 
 
 async def test_a_checkpoint_waits_for_what_belongs_to_the_steps_before_and_fails_with_it(tmp_path: Path) -> None:
-    aside = aside_of(step_folder(tmp_path, 3))
+    aside = temporary_of(step_folder(tmp_path, 3))
     aside.mkdir(parents=True)
 
     def full() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flash.config.tree import CheckpointConfig, Config
 from flash.run.node_loop import cut_short, interrupt_on_signal
-from flash.trainer.state.stored import Manifest
+from flash.trainer.checkpoint_files import Manifest
 from tests.hub.test_hub import Driver, make_config
 
 

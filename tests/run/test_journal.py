@@ -22,7 +22,7 @@ from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder,
 from flash.samples.buffer import SampleBuffer
 from flash.samples.replay import Replay
 from flash.samples.state import BufferState
-from flash.trainer.state.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
+from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
 from tests.full_disk import small_disk
 from tests.hub.test_state import make_config

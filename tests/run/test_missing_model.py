@@ -110,8 +110,8 @@ def test_what_a_killed_maker_left_beside_the_model_goes_and_nothing_else(tmp_pat
     program = f"""
 import os, signal
 from pathlib import Path
-from flash.trainer.state.aside import replacing
-with replacing(Path({str(tmp_path / "tiny")!r})) as folder:
+from flash.trainer.checkpoint_files import atomic_folder
+with atomic_folder(Path({str(tmp_path / "tiny")!r})) as folder:
     (folder / "config.json").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 """

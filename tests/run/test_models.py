@@ -11,7 +11,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models.models import chosen_model, model_folder
-from flash.trainer.state import stored
+from flash.trainer import checkpoint_files
 
 CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)
 
@@ -41,13 +41,13 @@ def test_a_hub_id_that_leads_to_no_model_is_refused_before_it_is_loaded() -> Non
 
 
 def test_of_a_run_without_a_model_of_its_own_the_newest_whole_checkpoint_is_meant(tmp_path: Path) -> None:
-    whole = stored.Manifest(version=3, skipped_steps=0, files=[])
-    torn = stored.Manifest(version=6, skipped_steps=0, files=[stored.FileEntry("gone", 1, 0)])
+    whole = checkpoint_files.Manifest(version=3, skipped_steps=0, files=[])
+    torn = checkpoint_files.Manifest(version=6, skipped_steps=0, files=[checkpoint_files.FileEntry("gone", 1, 0)])
     for manifest in (whole, torn):
-        folder = stored.step_folder(tmp_path, manifest.version)
+        folder = checkpoint_files.step_folder(tmp_path, manifest.version)
         folder.mkdir(parents=True)
-        (folder / stored.MANIFEST).write_bytes(msgspec.json.encode(manifest))
-    newest = str(stored.step_folder(tmp_path, 3))
+        (folder / checkpoint_files.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    newest = str(checkpoint_files.step_folder(tmp_path, 3))
     assert chosen_model(str(tmp_path)) == newest
     assert chosen_model(newest) == newest
 

@@ -26,7 +26,7 @@ from flash.observe.trackers.trackers import not_installed
 from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models.models import make_missing_model
 from flash.run.processes.locks import run_lock
-from flash.trainer.state.stored import MANIFEST, step_folder
+from flash.trainer.checkpoint_files import MANIFEST, step_folder
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
 

@@ -12,7 +12,7 @@ from flash.config.tree import Config
 from flash.errors import RequeueError
 from flash.observe.recorder import Recorder
 from flash.run.processes.requeue import refuse_idle_requeues
-from flash.trainer.state.stored import MANIFEST, Manifest
+from flash.trainer.checkpoint_files import MANIFEST, Manifest
 from flash.types import Batch, Task
 from tests.samples.cases import trajectory
 

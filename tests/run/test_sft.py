@@ -20,7 +20,7 @@ from flash.run.checks.preflight import sft_problems
 from flash.run.sft.course import Course, CourseTokens
 from flash.run.sft.rank import other_rows
 from flash.run.sft.rows import ALONE, TokenRow, TokenTable, read_tokens, tokenized
-from flash.trainer.state.stored import HUB_STATE, MANIFEST, Manifest, describe
+from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, Manifest, file_entry
 from flash.types import Message
 from tests.rollout.families import FAMILIES, family
 
@@ -293,7 +293,7 @@ def test_a_run_that_goes_on_with_other_rows_says_so(tmp_path: Path) -> None:
 
     def keep(content: bytes) -> None:
         (folder / HUB_STATE).write_bytes(content)
-        files = [describe(folder / HUB_STATE, folder)]
+        files = [file_entry(folder / HUB_STATE, folder)]
         (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(1, 0, files)))
 
     keep(b"sft " + course.digest().encode())

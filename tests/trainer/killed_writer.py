@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flash.trainer.state import checkpoint
+from flash.trainer import checkpoint
 from tests.trainer.test_checkpoint import HUB, train, trained
 from tests.trainer.trainer_cases import kept
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from flash.config.tree import Config
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.memory import rank_memory
 from flash.trainer.model.model import DIVIDED, MIXTURES, named_full_tensors
-from flash.trainer.state import checkpoint, stored
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (
     Trainer,
@@ -146,7 +146,7 @@ def saved_and_loaded(folder: Path, name: str, trainer: Trainer) -> dict[str, Any
     (folder / name).mkdir(exist_ok=True)
     checkpoint.save(folder / name, trainer, kept(b"hub"), keep=1)
     seen: dict[str, Any] = {"saved": state_of_all(trainer)}
-    alone = stored.newest_complete(folder / f"{ALONE} {SAVED[name]}")
+    alone = checkpoint_files.newest_complete(folder / f"{ALONE} {SAVED[name]}")
     assert alone is not None
     checkpoint.load(alone, trainer)
     return seen | {"loaded": state_of_all(trainer)}

@@ -17,10 +17,10 @@ from flash.config.learning import LoraConfig
 from flash.config.tree import ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.run.models.models import export_model
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.model.adapters import add_adapters, engine_tensors, merge
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained
-from flash.trainer.state import checkpoint, stored
 from tests.trainer.packed_cases import tiny
 from tests.trainer.test_checkpoint import HUB, TOKENIZER, same_weights, train
 from tests.trainer.trainer_cases import (
@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_identically(tied_model:
     original = adapted(tied_model, **tables)
     train(original, 2)
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
-    manifest = stored.read_manifest(path)
+    manifest = checkpoint_files.read_manifest(path)
     assert manifest.extras == ("lora", "critic", "ewma")
     assert manifest.base == original.base != (0, 0)
     restored = adapted(tied_model, **tables)
@@ -164,7 +164,7 @@ def test_adapters_go_with_the_weights_that_they_were_trained_on(tied_model: Path
 
 def test_adapters_count_as_they_were_trained_or_are_refused(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
-    assert stored.read_manifest(path).alpha == LORA.alpha
+    assert checkpoint_files.read_manifest(path).alpha == LORA.alpha
     doubled = {"lora": {"rank": LORA.rank, "alpha": 2 * LORA.alpha}}
     told = r"trained with lora\.alpha = 6: expected that, got 12"
     with pytest.raises(CheckpointError, match=told):

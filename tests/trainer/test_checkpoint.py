@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from flash.config.tree import ModelConfig
 from flash.errors import CheckpointError, PeerLostError
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.model import shard_model
-from flash.trainer.state import checkpoint, stored
 from tests.full_disk import small_disk
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import Trainer, kept, make_config, moments_of, random_shard, state_of, weights_of
@@ -148,7 +148,7 @@ def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identi
 ) -> None:
     original = trained(tied_model, 2, **KEPT[extra])
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
-    assert stored.read_manifest(path).extras == (("critic", "critic") if extra == "critics" else (extra,))
+    assert checkpoint_files.read_manifest(path).extras == (("critic", "critic") if extra == "critics" else (extra,))
     restored = trained(tied_model, 1, **KEPT[extra])
     before, saved = extras_of(restored), extras_of(original)
     assert any(not torch.equal(value, before[name]) for name, value in saved.items())
@@ -211,13 +211,13 @@ def test_saving_before_the_first_step_does_not_change_the_run(
 
 
 def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_model: Path, tmp_path: Path) -> None:
-    assert stored.newest_complete(tmp_path) is None
+    assert checkpoint_files.newest_complete(tmp_path) is None
     trainer = trained(tied_model, 0)
     path = tmp_path
     for _ in range(3):
         train(trainer, 1)
         path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
-        assert stored.newest_complete(tmp_path) == path
+        assert checkpoint_files.newest_complete(tmp_path) == path
     assert names(tmp_path) == ["step-000002", "step-000003"]
     checkpoint.save(tmp_path, trainer, kept(b"again"), keep=2)
     assert names(tmp_path) == ["step-000002", "step-000003"]
@@ -228,10 +228,10 @@ def test_what_others_keep_beside_checkpoints_is_neither_chosen_nor_deleted(tmp_p
     for name in ("step-000010", "step-000010-best", "step-999999", "step-1000000", "step-1000000.replaced", "step-x"):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
-        manifest = stored.Manifest(version=0, skipped_steps=0, files=[])
-        (folder / stored.MANIFEST).write_bytes(msgspec.json.encode(manifest))
-    assert stored.newest_complete(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
-    stored.prune(tmp_path, keep=1)
+        manifest = checkpoint_files.Manifest(version=0, skipped_steps=0, files=[])
+        (folder / checkpoint_files.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    assert checkpoint_files.newest_complete(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
+    checkpoint_files.prune(tmp_path, keep=1)
     assert names(tmp_path) == ["step-000010-best", "step-1000000", "step-x"]
 
 
@@ -241,16 +241,16 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp
     good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
     train(trainer, 1)
     bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
-    assert stored.newest_complete(tmp_path) == bad
+    assert checkpoint_files.newest_complete(tmp_path) == bad
     shard = next((bad / checkpoint.STATE).glob("__0_*"))
     if damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "missing":
         shard.unlink()
     else:
-        (bad / stored.MANIFEST).unlink()
+        (bad / checkpoint_files.MANIFEST).unlink()
     (tmp_path / "checkpoints" / ".tmp-step-000009").mkdir()
-    assert stored.newest_complete(tmp_path) == good
+    assert checkpoint_files.newest_complete(tmp_path) == good
 
 
 def flip(file: Path) -> None:
@@ -268,18 +268,18 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a
     good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
     train(trainer, 1)
     bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
-    assert stored.choose(tmp_path) == (bad, [])
+    assert checkpoint_files.choose_checkpoint(tmp_path) == (bad, [])
     shard = next((bad / checkpoint.STATE).glob("__0_*"))
     if damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "manifest":
-        (bad / stored.MANIFEST).write_bytes(b"\xff{")
+        (bad / checkpoint_files.MANIFEST).write_bytes(b"\xff{")
     else:
-        flip(shard if damage == "weights" else bad / stored.HUB_STATE)
-    chosen, (note,) = stored.choose(tmp_path)
+        flip(shard if damage == "weights" else bad / checkpoint_files.HUB_STATE)
+    chosen, (note,) = checkpoint_files.choose_checkpoint(tmp_path)
     assert chosen is not None
     assert chosen == good
-    name = {"hub": stored.HUB_STATE, "manifest": stored.MANIFEST}.get(damage, shard.name)
+    name = {"hub": checkpoint_files.HUB_STATE, "manifest": checkpoint_files.MANIFEST}.get(damage, shard.name)
     assert f"{name} is damaged" in note
     assert "goes on from step-000001, and the damaged checkpoint is kept as damaged-step-000002" in note
     restored = trained(tied_model, 0)
@@ -291,14 +291,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a
 
 
 def test_where_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(tied_model: Path, tmp_path: Path) -> None:
-    assert stored.choose(tmp_path) == (None, [])
+    assert checkpoint_files.choose_checkpoint(tmp_path) == (None, [])
     trainer = trained(tied_model, 1)
     for _ in range(2):
-        flip(checkpoint.save(tmp_path, trainer, kept(HUB), keep=2) / stored.HUB_STATE)
+        flip(checkpoint.save(tmp_path, trainer, kept(HUB), keep=2) / checkpoint_files.HUB_STATE)
         train(trainer, 1)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step-000002/hub\.bin is damaged: CRC .*"
                        r"step-000001/hub\.bin is damaged.*start a new run"):  # fmt: skip
-        stored.choose(tmp_path)
+        checkpoint_files.choose_checkpoint(tmp_path)
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
@@ -328,7 +328,7 @@ def test_a_version_that_is_written_again_is_there_at_every_moment(
         with pytest.raises(KilledError):
             checkpoint.save(tmp_path, trainer, kept(b"again"), keep=1)
     assert len(renamed) == after
-    chosen, notes = stored.choose(tmp_path)
+    chosen, notes = checkpoint_files.choose_checkpoint(tmp_path)
     assert chosen is not None
     assert notes == []
     restored = trained(tied_model, 0)
@@ -346,10 +346,10 @@ def test_a_version_that_is_written_again_is_there_at_every_moment(
 def test_a_flipped_bit_is_refused_by_name(tied_model: Path, tmp_path: Path) -> None:
     trainer = trained(tied_model, 1)
     path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
-    (path / stored.HUB_STATE).write_bytes(b"the hub's stata")
+    (path / checkpoint_files.HUB_STATE).write_bytes(b"the hub's stata")
     with pytest.raises(CheckpointError, match=r"hub\.bin is damaged"):
         state_of(path)
-    (path / stored.HUB_STATE).write_bytes(HUB)
+    (path / checkpoint_files.HUB_STATE).write_bytes(HUB)
     shard = next((path / checkpoint.STATE).glob("__0_*"))
     flip(shard)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
@@ -376,7 +376,7 @@ def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
 
     def watched(descriptor: int) -> None:
         sync(descriptor)
-        seen.append(stored.newest_complete(tmp_path))
+        seen.append(checkpoint_files.newest_complete(tmp_path))
 
     monkeypatch.setattr(os, "fsync", watched)
     newest = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
@@ -413,7 +413,7 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-000001"]
-    assert stored.newest_complete(tmp_path) == previous
+    assert checkpoint_files.newest_complete(tmp_path) == previous
     assert {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()} == before
     assert checkpoint.save(tmp_path, trainer, kept(HUB), keep=1).name == "step-000002"
 
@@ -448,7 +448,7 @@ def test_a_disk_that_takes_no_writes_is_not_said_to_be_full(untied_model: Path, 
 
 
 def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_path: Path) -> None:
-    def lost(file: Path) -> stored.FileEntry:
+    def lost(file: Path) -> checkpoint_files.FileEntry:
         raise PeerLostError("the connection to hub ended")
 
     with pytest.raises(PeerLostError, match="the connection to hub ended"):
@@ -496,7 +496,7 @@ def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -
     checkpoint.save(tmp_path, trained(tied_model, 0), kept(HUB), keep=1)
     code = (
         "import sys, pathlib\n"
-        "from flash.trainer.state.stored import hub_state, newest_complete\n"
+        "from flash.trainer.checkpoint_files import hub_state, newest_complete\n"
         "with hub_state(newest_complete(pathlib.Path(sys.argv[1]))) as data:\n"
         "    assert data == sys.argv[2].encode()\n"
         "assert 'torch' not in sys.modules"
@@ -513,7 +513,7 @@ def test_kill_9_during_a_write_leaves_the_previous_checkpoint_usable(tied_model:
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(timeout=30) == -signal.SIGKILL
     assert names(tmp_path) == [".tmp-step-000002", "step-000001"]
-    previous = stored.newest_complete(tmp_path)
+    previous = checkpoint_files.newest_complete(tmp_path)
     assert previous is not None
     assert previous.name == "step-000001"
     trainer = trained(tied_model, 0)

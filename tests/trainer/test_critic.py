@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from flash.errors import ConfigError, ContractError
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
 from flash.trainer.mesh import trainer_mesh
-from flash.trainer.state import checkpoint, stored
 from tests.trainer import two_critic_ranks
 from tests.trainer.critic_cases import (
     Reference,
@@ -340,7 +340,7 @@ def test_two_ranks_load_the_critic_that_they_saved_and_so_does_one(ranks: dict[s
     for results in ranks["results"]:
         assert same(results["restored"], results["saved"])
     trainer = Trainer(critic_config(ranks["model"]))
-    path = stored.newest_complete(ranks["folder"])
+    path = checkpoint_files.newest_complete(ranks["folder"])
     assert path is not None
     assert not same(critic_weights(trainer.critics[0]), ranks["results"][0]["saved"])
     checkpoint.load(path, trainer)

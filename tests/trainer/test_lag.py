@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from algorithms.lag import Lag
 from flash.config.learning import AlgorithmConfig
-from flash.trainer.state import checkpoint
+from flash.trainer import checkpoint
 from flash.types import Shard
 from tests.trainer.trainer_cases import (
     Trainer,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flash.errors import ContractError
+from flash.trainer import checkpoint
 from flash.trainer.optimizer import FIRST_SCALE, GROW_AFTER, MOST_SCALE, LossScale
-from flash.trainer.state import checkpoint
 from tests.trainer.trainer_cases import Trainer, aged_shard, gradient_of, kept, make_config, relative_error, weights_of
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from flash.trainer import checkpoint
 from flash.trainer.mesh import backend, trainer_mesh
 from flash.trainer.model.model import named_full_tensors
-from flash.trainer.state import checkpoint
 from tests.trainer import card_ranks
 from tests.trainer.critic_cases import set_head
 from tests.trainer.trainer_cases import (

@@ -14,8 +14,8 @@ import torch
 
 from flash.config.tree import ParallelConfig
 from flash.errors import ConfigError
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.model.model import check_divisible
-from flash.trainer.state import checkpoint, stored
 from tests.trainer import parallel_ranks
 from tests.trainer.packed_cases import tiny
 from tests.trainer.parallel_ranks import (
@@ -112,7 +112,7 @@ def test_checkpoints_load_in_another_layout(
     for seen in of_ranks:
         assert_equal(seen["loaded"], alone(kind)["state"])
         assert_equal(seen["saved"], of_ranks[0]["saved"])
-    trainer, path = Trainer(configured(folder, kind)), stored.newest_complete(folder / name)
+    trainer, path = Trainer(configured(folder, kind)), checkpoint_files.newest_complete(folder / name)
     assert path is not None
     shards = layout.ranks // ParallelConfig(**layout.parallel).ranks_per_shard
     assert sorted(file.name for file in path.glob("rng-*")) == [f"rng-{shard:05d}.pt" for shard in range(shards)]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.model.canary import canary_logprobs
-from flash.trainer.state import checkpoint, stored
 from tests.trainer import two_ranks
 from tests.trainer.critic_cases import critic_gradient
 from tests.trainer.packed_cases import tiny
@@ -121,7 +121,7 @@ def test_both_ranks_load_what_they_saved(ranks: dict[str, Any]) -> None:
 
 def test_one_rank_loads_a_checkpoint_of_two(ranks: dict[str, Any]) -> None:
     trainer = Trainer(case_config(ranks["model"], {}))
-    path = stored.newest_complete(ranks["folder"])
+    path = checkpoint_files.newest_complete(ranks["folder"])
     assert path is not None
     checkpoint.load(path, trainer)
     assert state_of(path) == b"hub"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from algorithms.rhythm import Rhythm
 from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
+from flash.trainer import checkpoint
 from flash.trainer.firstpass import Models, attend, first_pass
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.attention import ROWS, attention_rows, blocks, make_scratch
@@ -25,7 +26,6 @@ from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
 from flash.trainer.rhythm import RhythmPass, responses
-from flash.trainer.state import checkpoint
 from flash.types import Shard, VersionRun
 from tests.algorithms import rhythm_reference as reference
 from tests.trainer.packed_cases import tiny

@@ -16,11 +16,10 @@ from flash.branches import trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
-from flash.trainer import step
+from flash.trainer import checkpoint, checkpoint_files, step
 from flash.trainer.model.model import trained
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone
-from flash.trainer.state import checkpoint, stored
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 
@@ -51,16 +50,16 @@ class Trainer(step.Trainer):
 def kept(content: bytes) -> checkpoint.KeepHubState:
     """Writes this as the hub's state."""
 
-    def write(file: Path) -> stored.FileEntry:
+    def write(file: Path) -> checkpoint_files.FileEntry:
         file.write_bytes(content)
-        return stored.describe(file, file.parent)
+        return checkpoint_files.file_entry(file, file.parent)
 
     return write
 
 
 def state_of(path: Path) -> bytes:
     """The hub's state in a checkpoint."""
-    with stored.hub_state(path) as data:
+    with checkpoint_files.hub_state(path) as data:
         return bytes(data)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flash.trainer import checkpoint
 from flash.trainer.critic import critic_metrics
-from flash.trainer.state import checkpoint
 from tests.trainer.critic_cases import (
     critic_config,
     critic_gradient,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from flash.errors import CheckpointError, ContractError
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
+from flash.trainer import checkpoint
 from flash.trainer.critic import Critic
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.packing import MicroBatch
-from flash.trainer.state import checkpoint
 from flash.types import Batch, Shard
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (

@@ -14,7 +14,7 @@ from flash.config.load import load
 from flash.errors import ConfigError
 from flash.run.models.models import Dtype, export_model, own_dtype
 from flash.text import one_line
-from flash.trainer.state.stored import MANIFEST
+from flash.trainer.checkpoint_files import MANIFEST
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:

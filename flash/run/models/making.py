@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flash.errors import ConfigError, DeadlineError
 from flash.run.processes.locks import Busy, in_turn
-from flash.trainer.state.aside import remove_leftovers
+from flash.trainer.checkpoint_files import remove_leftovers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

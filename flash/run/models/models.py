@@ -24,17 +24,17 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models.fetch import fetch, source_of
 from flash.run.models.hugging_face import CONFIG, hub_fault
 from flash.run.models.making import making
-from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
-from flash.trainer.state.stored import (
+from flash.trainer.checkpoint_files import (
     MANIFEST,
-    aside_of,
+    alpha_mismatch,
+    make_empty,
+    move_into_place,
     newest_complete,
-    other_scale,
-    prepare,
     read_manifest,
-    replace,
-    sync,
+    sync_to_disk,
+    temporary_of,
 )
+from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,9 +153,9 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
         ConfigError: as `model_folder`.
     """
-    chosen, aside = Path(chosen_model(named)), aside_of(folder)
+    chosen, aside = Path(chosen_model(named)), temporary_of(folder)
     try:
-        prepare(aside)
+        make_empty(aside)
         if (chosen / MANIFEST).is_file():
             _write_out(chosen, config, aside, merged=merged)
         else:
@@ -163,8 +163,8 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
         if dtype is not None and (merged or config.lora is None):
             _round(aside, dtype)
         for file in aside.iterdir():
-            sync(file)
-        replace(aside, folder)
+            sync_to_disk(file)
+        move_into_place(aside, folder)
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error}") from error
     finally:
@@ -236,7 +236,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
         if ("lora" in held.extras) != (config.lora is not None):
             what, wanted = ("adapters", "an") if "lora" in held.extras else ("a whole model", "no")
             raise CheckpointError(f"{checkpoint} holds {what}: expected {wanted} [lora] table in the configuration")
-        if fault := other_scale(checkpoint, held, config.lora and config.lora.alpha):
+        if fault := alpha_mismatch(checkpoint, held, config.lora and config.lora.alpha):
             raise CheckpointError(fault)
         if config.lora is None:
             model = load_model(config.model)
@@ -276,7 +276,7 @@ def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from flash.trainer.state.checkpoint import STATE
+    from flash.trainer.checkpoint import STATE
 
     try:
         dcp.load({"model": tensors}, checkpoint_id=checkpoint / STATE, no_dist=True)

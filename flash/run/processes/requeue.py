@@ -14,7 +14,7 @@ from flash.config.tree import Config
 from flash.errors import RequeueError
 from flash.observe.rundir.rundir import write_atomically
 from flash.run.restart.history import booked_version, reach
-from flash.trainer.state.stored import newest_complete, read_manifest
+from flash.trainer.checkpoint_files import newest_complete, read_manifest
 
 MOST_IDLE = 2
 """Incarnations of a requeued job, one after the other, that may begin where the one before began."""

@@ -22,7 +22,7 @@ from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import read_batch
 from flash.observe.rundir.rundir import RunDirectory
-from flash.trainer.state.stored import choose, read_manifest
+from flash.trainer.checkpoint_files import choose_checkpoint, read_manifest
 from flash.types import Batch, Published
 from flash.weights.update import decode_update
 
@@ -47,12 +47,12 @@ class RecordedHistory:
         self._recorder = recorder
 
     async def start(self, version: int) -> TrainerStart:
-        """The newest whole checkpoint, whose every byte is read. Errors as of `choose`.
+        """The newest whole checkpoint, whose every byte is read. Errors as of `choose_checkpoint`.
 
         Raises:
             RecordingError: batches since then are missing.
         """
-        checkpoint, notes = await run_sync(choose, self._run_dir)
+        checkpoint, notes = await run_sync(choose_checkpoint, self._run_dir)
         for note in notes:
             self._recorder.note(note)
         held = read_manifest(checkpoint).version if checkpoint is not None else 0

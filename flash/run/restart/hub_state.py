@@ -26,7 +26,7 @@ from flash.observe.rundir.rundir import writing
 from flash.run.restart.history import booked_version, reach
 from flash.run.restart.journal import JournalPlace, forget_journal, journal_folder, replay_journal, set_journal_aside
 from flash.samples.replay import Replay
-from flash.trainer.state.stored import HUB_STATE, aside_of, hub_state, step_folder
+from flash.trainer.checkpoint_files import HUB_STATE, hub_state, step_folder, temporary_of
 
 
 async def keep_hub_state(
@@ -46,7 +46,7 @@ async def keep_hub_state(
         FlashError: of `written`.
     """
     await run_sync(written)
-    file = aside_of(step_folder(run_dir, version)) / HUB_STATE
+    file = temporary_of(step_folder(run_dir, version)) / HUB_STATE
     try:
         with await run_sync(_open, file) as stream:
             size, crc32 = 0, 0

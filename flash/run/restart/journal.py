@@ -28,7 +28,7 @@ from flash.observe.rundir.recording import checkpointed
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.journal import Event
 from flash.samples.replay import Replay
-from flash.trainer.state.stored import sync
+from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
 _DAMAGED = "damaged-"
@@ -180,7 +180,7 @@ class _Files:
         # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
         self._out = (self._folder / f"{part.number:06d}-step-{part.version:06d}.log").open("wb", buffering=0)
         if self._to_disk:
-            sync(self._folder)
+            sync_to_disk(self._folder)
 
     def _forget(self) -> None:
         """Delete what no checkpoint needs."""

@@ -27,9 +27,9 @@ from flash.run.sft.course import ROWS, Course, CourseTokens
 from flash.run.trainer_rank import meet, others
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
+from flash.trainer import checkpoint
+from flash.trainer.checkpoint_files import FileEntry, choose_checkpoint, file_entry, hub_state
 from flash.trainer.performance import StepProfiler
-from flash.trainer.state import checkpoint
-from flash.trainer.state.stored import FileEntry, choose, describe, hub_state
 from flash.trainer.step import Trainer
 from flash.types import Batch, Shard
 
@@ -70,7 +70,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
     tokenizer = HfTokenizer(config.model)
     notes: list[str] = []
     if resumes and first:
-        newest, notes = choose(config.run_dir)
+        newest, notes = choose_checkpoint(config.run_dir)
         chosen = [str(newest or "")]
     dist.broadcast_object_list(chosen, src=0)
     course, trainer = Course(config, CourseTokens.load(Path(os.environ[SCRATCH]) / ROWS)), Trainer(config)
@@ -218,7 +218,7 @@ class SftLoop:
     def _checkpoint(self) -> None:
         def no_hub(file: Path) -> FileEntry:
             file.write_bytes(MARK + b" " + self._course.digest().encode())
-            return describe(file, file.parent)
+            return file_entry(file, file.parent)
 
         checkpoint.save(self._config.run_dir, self._trainer, no_hub, keep=self._config.checkpoint.keep)
 

@@ -29,7 +29,7 @@ from flash.environment.calls import told_of
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.environment.results import check_letters, check_solved_examples
 from flash.errors import ConfigError, EnvError
-from flash.trainer.state.aside import replacing
+from flash.trainer.checkpoint_files import atomic_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,7 @@ def make_tiny_model(
     made_from = _fingerprint(config, env, env_options)
 
     def save() -> None:
-        with replacing(path) as folder:
+        with atomic_folder(path) as folder:
             with without_bars():
                 model.save_pretrained(folder)
             open_weights(folder)

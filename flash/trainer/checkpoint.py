@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from flash.errors import CheckpointError, TransportError
-from flash.trainer.state.stored import (
+from flash.trainer.checkpoint_files import (
     EXTRAS,
     HUB_STATE,
     MANIFEST,
     TMP,
     FileEntry,
     Manifest,
-    aside_of,
-    describe,
-    lacking_extras,
-    other_scale,
-    prepare,
+    alpha_mismatch,
+    check_files,
+    extras_mismatch,
+    file_entry,
+    make_empty,
+    move_into_place,
     prune,
     read_manifest,
-    replace,
     step_folder,
-    sync,
-    verify,
+    sync_to_disk,
+    temporary_of,
 )
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
 
     rank = dist.get_rank()
     folder = step_folder(run_dir, trainer.version)
-    aside = aside_of(folder)
+    aside = temporary_of(folder)
     try:
-        _together(lambda: prepare(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
+        _together(lambda: make_empty(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
         _together(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads else None, aside)
         _write_state(aside / STATE, trainer)
         hub_state = _together(lambda: [keep_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
@@ -118,7 +118,7 @@ def load(path: Path, trainer: Trainer) -> None:
             f"{path} holds adapters of another model than model.path names now: go on with the one that they were "
             "trained on, or start a new run"
         )
-    if fault := other_scale(path, manifest, trainer.alpha):
+    if fault := alpha_mismatch(path, manifest, trainer.alpha):
         raise CheckpointError(fault)
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
@@ -165,9 +165,9 @@ def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = No
 
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = _together(lambda: read_manifest(path), path)[rank]
-    if extras is not None and (fault := lacking_extras(path, manifest.extras, extras)):
+    if extras is not None and (fault := extras_mismatch(path, manifest.extras, extras)):
         raise CheckpointError(fault)
-    _together(lambda: verify(path, manifest.files[rank::world]), path)
+    _together(lambda: check_files(path, manifest.files[rank::world]), path)
     try:
         dcp.load(state, checkpoint_id=path / STATE)
     except CheckpointException as error:
@@ -193,7 +193,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     if (adapters := described_in(model)) is not None:
         _export_adapters(model, adapters, tokenizer, folder)
         return
-    first, aside = dist.get_rank() == 0, aside_of(folder)
+    first, aside = dist.get_rank() == 0, temporary_of(folder)
     named: chain[tuple[str, Tensor]] = chain(trained(model), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
     files = _weight_files(sizes, most_bytes)
@@ -211,11 +211,11 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
             (aside / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
         open_weights(aside)
         for file in _files(aside):
-            sync(file)
-        replace(aside, folder)
+            sync_to_disk(file)
+        move_into_place(aside, folder)
 
     try:
-        _together(lambda: prepare(aside) if first else None, folder)
+        _together(lambda: make_empty(aside) if first else None, folder)
         for file, names in files.items():
             # Every rank takes part in the gathering; only the first keeps the tensors, on the CPU, of a file at a time.
             held = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, len(names)) if first}
@@ -250,16 +250,16 @@ def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, fol
     from flash.trainer.model.adapters import write_adapters
     from flash.trainer.model.model import named_full_tensors
 
-    rank, aside = dist.get_rank(), aside_of(folder)
+    rank, aside = dist.get_rank(), temporary_of(folder)
     tensors = {name: tensor.cpu() for name, tensor in named_full_tensors(model) if rank == 0}
 
     def write() -> None:
-        prepare(aside)
+        make_empty(aside)
         tokenizer.save_pretrained(aside)
         write_adapters(aside, described, tensors)
         for file in _files(aside):
-            sync(file)
-        replace(aside, folder)
+            sync_to_disk(file)
+        move_into_place(aside, folder)
 
     try:
         _together(lambda: write() if rank == 0 else None, folder)
@@ -412,16 +412,16 @@ def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
     if rank == 0:
         mine.append(aside / STATE / ".metadata")
     for file in mine:
-        sync(file)
-    return [describe(file, aside) for file in mine]
+        sync_to_disk(file)
+    return [file_entry(file, aside) for file in mine]
 
 
 def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
     """The manifest, then the name that makes the checkpoint count."""
     (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (aside / MANIFEST, aside / STATE, aside):
-        sync(path)
-    replace(aside, folder)
+        sync_to_disk(path)
+    move_into_place(aside, folder)
 
 
 def _files(folder: Path) -> list[Path]:

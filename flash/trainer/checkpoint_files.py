@@ -7,10 +7,12 @@ again; it counts while the new one is missing. `damaged-step-000020` is one that
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,8 @@ TMP = ".tmp-"
 REPLACED = ".replaced"
 """Ends the name of what was moved out of the way of its successor."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
+ASIDE = ".making-"
+"""In the name of the folder in which another is put together."""
 READ_SIZE = 1 << 20
 """Bytes read at a time for a CRC."""
 
@@ -74,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """With which `lora.alpha` adapters were trained. Nothing: it holds none, or is of a time when nobody noted it."""
 
 
-class Choice(NamedTuple):
+class ChosenCheckpoint(NamedTuple):
     """What a resumed run goes on from."""
 
     path: Path | None
@@ -88,12 +92,12 @@ def step_folder(run_dir: Path, version: int) -> Path:
     return run_dir / "checkpoints" / f"step-{version:06d}"
 
 
-def aside_of(folder: Path) -> Path:
+def temporary_of(folder: Path) -> Path:
     """Where a folder is written before it is renamed."""
     return folder.with_name(TMP + folder.name)
 
 
-def choose(run_dir: Path) -> Choice:
+def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
     """The newest whole checkpoint; every byte of it is read. Newer ones are set aside under `damaged-…`.
 
     Raises:
@@ -102,17 +106,17 @@ def choose(run_dir: Path) -> Choice:
     damaged: dict[Path, str] = {}
     for folder in _folders(run_dir):
         try:
-            verify(folder, read_manifest(folder).files)
+            check_files(folder, read_manifest(folder).files)
         except CheckpointError as error:
             damaged[folder] = str(error)
             continue
-        return Choice(folder, [_set_aside(one, fault, folder) for one, fault in damaged.items()])
+        return ChosenCheckpoint(folder, [_set_aside(one, fault, folder) for one, fault in damaged.items()])
     if damaged:
         raise CheckpointError(
             f"no checkpoint in {run_dir / 'checkpoints'} is whole: {'; '.join(damaged.values())}. "
             "Bring one back from a copy, or start a new run under another run.name"
         )
-    return Choice(None, [])
+    return ChosenCheckpoint(None, [])
 
 
 def _set_aside(folder: Path, fault: str, instead: Path) -> str:
@@ -167,7 +171,7 @@ def hub_state(path: Path) -> Generator[memoryview]:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    verify(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
+    check_files(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
     with (
         (path / HUB_STATE).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -176,7 +180,7 @@ def hub_state(path: Path) -> Generator[memoryview]:
         yield view
 
 
-def verify(folder: Path, entries: Iterable[FileEntry]) -> None:
+def check_files(folder: Path, entries: Iterable[FileEntry]) -> None:
     """Read these files and compare their checksums, several at a time.
 
     Raises:
@@ -198,7 +202,7 @@ def _fault(folder: Path, entry: FileEntry) -> str:
     return "" if found == entry.crc32 else f"{file} is damaged: CRC {found:08x}, written as {entry.crc32:08x}"
 
 
-def describe(file: Path, folder: Path) -> FileEntry:
+def file_entry(file: Path, folder: Path) -> FileEntry:
     """A file of a checkpoint as the manifest names it."""
     return FileEntry(str(file.relative_to(folder)), file.stat().st_size, crc32_of(file))
 
@@ -212,7 +216,7 @@ def crc32_of(file: Path) -> int:
     return crc
 
 
-def lacking_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> str:
+def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> str:
     """Why a run that wants these cannot go on from a checkpoint that holds those; empty: it can.
 
     A run goes on with what it had: a critic that starts from nothing would mislead the policy it is given.
@@ -228,14 +232,14 @@ def lacking_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> st
     return ""
 
 
-def other_scale(path: Path, manifest: Manifest, alpha: float | None) -> str:
+def alpha_mismatch(path: Path, manifest: Manifest, alpha: float | None) -> str:
     """Why adapters would count otherwise with this `lora.alpha` than they did in training; empty: they would not."""
     if manifest.alpha in (None, alpha):
         return ""
     return f"{path} holds adapters that were trained with lora.alpha = {manifest.alpha:g}: expected that, got {alpha:g}"
 
 
-def prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
+def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
     """An empty folder to write into. Leftovers of writes that were killed go first: they may be what fills the disk."""
     for folder in {*leftovers, aside}:
         if folder.exists():
@@ -243,7 +247,7 @@ def prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
     aside.mkdir(parents=True)
 
 
-def replace(aside: Path, folder: Path) -> None:
+def move_into_place(aside: Path, folder: Path) -> None:
     """Rename. An earlier folder of that name is moved out of the way, and goes when the new one is in its place."""
     old = folder.with_name(folder.name + REPLACED)
     if folder.exists():
@@ -251,7 +255,7 @@ def replace(aside: Path, folder: Path) -> None:
             shutil.rmtree(old)
         folder.rename(old)
     aside.rename(folder)
-    sync(folder.parent)
+    sync_to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -279,10 +283,35 @@ def _lacks(folder: Path) -> str:
     return ""
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Force a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Generator[Path]:
+    """A new folder beside `path` that takes its place when the block ends well, and vanishes when it does not.
+
+    What stands beside the new folder, in its parent, vanishes in either case.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(Path(scratch) / "old")
+        new.rename(path)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes have left beside `path` that were killed while they put a folder there.
+
+    To be called while no other process is about to.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}{ASIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""What a trainer keeps on disk: checkpoints, written aside and renamed."""
