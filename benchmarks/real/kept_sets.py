@@ -117,10 +117,9 @@ def measure(args: Args) -> list[Row]:
 
     from flash.foreign.torch import alone
     from flash.run.models.models import make_missing_model
-    from flash.trainer.kept import drawn_from_all
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.model import load_model, shard_model
-    from flash.trainer.packing import pack
+    from flash.trainer.packing import no_kept_sets, pack
 
     config = config_for("float32", "float32")
     make_missing_model(config)
@@ -133,7 +132,7 @@ def measure(args: Args) -> list[Row]:
         for name, (answers, node_s) in found.items():
             samples = [ShardSample(index, one) for index, one in enumerate(answers)]
             micros = pack(samples, min_version=0, max_tokens=4096)
-            unfiltered = [replace(micro, kept=drawn_from_all(len(micro.target_T))) for micro in micros]
+            unfiltered = [replace(micro, kept=no_kept_sets(len(micro.target_T))) for micro in micros]
             tokens = sum(one.action_count for one in answers)
             others = sum(len(one.kept.ids) // 4 for one in answers if one.kept is not None)
             size = 8 + sum(one.kept.size for one in answers if one.kept is not None) / tokens

@@ -33,7 +33,7 @@ from flash.config.load import load
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
-from flash.trainer.token_look import TokenLook
+from flash.trainer.statistics import TokenLook
 
 NAME = "benchmark-recording"
 STEPS, QUICK_STEPS = 100, 30

@@ -29,7 +29,7 @@ from flash.trainer.mesh import TrainerMesh, sent
 from flash.trainer.model.model import load_sharded, recomputed, reshard
 from flash.trainer.model.packed import PackedRow, given, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
-from flash.trainer.packing import MicroBatch, only
+from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
 """Share of the mean square below which a variance is rounding: float64 sums of up to some 10⁶ terms."""
@@ -65,9 +65,9 @@ class Lesson(NamedTuple):
 def lesson_of(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> Lesson:
     """Of these sequences alone; without any, a masked token, so that all ranks have equally many micro-batches."""
     if not keep_S.any():
-        return Lesson(only(micro, keep_S), torch.zeros(1), torch.zeros(1))
+        return Lesson(select_sequences(micro, keep_S), torch.zeros(1), torch.zeros(1))
     keep_T = torch.from_numpy(keep_S[micro.sequence_T]).to(return_T.device)
-    return Lesson(only(micro, keep_S), return_T[keep_T], old_T[keep_T])
+    return Lesson(select_sequences(micro, keep_S), return_T[keep_T], old_T[keep_T])
 
 
 class Critic:

@@ -1,11 +1,15 @@
-"""Trajectories to packed micro-batches, in numpy.
+"""Turn the trajectories of a shard into packed micro-batches, in numpy.
 
-A micro-batch holds whole sequences one after the other, without padding; what they begin with alike is computed once
-(`flash.trainer.model.prefixes`), and counts once for its size. Only positions that predict an action token get a
-logit. A sample is one sequence, or one for each of its branches; all of them have its place in the batch, and so its
-advantage. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+A step plan (`flash.trainer.plan`) calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result.
 
-Shape legend: P = packed tokens, T = action tokens, S = sequences.
+A micro-batch holds whole sequences one after another, without padding. Sequences that begin with the same tokens share
+the computation of that beginning (`flash.trainer.model.prefixes`), and the shared tokens count once against the token
+budget. Only positions that predict an action token get a logit. A sample is one sequence, or one sequence per branch;
+all branches carry their sample's place in the batch, and so its advantage.
+
+Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+
+Shape legend: P = packed tokens, T = action tokens, S = sequences, N = members of all kept sets, one set after another.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
 from flash.samples.slices import at_once
 from flash.sampling import PLAIN, Routes, Sampling, routed
-from flash.trainer.kept import NOTHING_KEPT, KeptTokens, all_kept, kept_tokens
 from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 
@@ -34,60 +37,124 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """The kept sets of some action tokens: the candidates that each was sampled from, and changes of their logits.
+
+    No forward pass is needed to build this. The logit biases are settings of the run, and the repetition penalty
+    follows from the tokens of the context.
+    """
+
+    token_N: Int64Array
+    """Token ids of all kept sets. Each set begins with the token that was sampled."""
+    count_T: Int64Array
+    """Size of each token's kept set. 0 means that the token was sampled from the whole vocabulary."""
+    bias_N: Float64Array
+    """Number that is added to the logit of each candidate."""
+    penalty_N: Float64Array
+    """Repetition penalty of each candidate: after the bias, a positive logit is divided by it and a negative logit is
+    multiplied by it. 1 for a token that the context does not contain."""
+
+    def select(self, keep_T: BoolArray) -> KeptTokens:
+        """Return the kept sets of the action tokens where `keep_T` is True."""
+        keep_N = np.repeat(keep_T, self.count_T)
+        return KeptTokens(self.token_N[keep_N], self.count_T[keep_T], self.bias_N[keep_N], self.penalty_N[keep_N])
+
+
+def no_kept_sets(tokens: int) -> KeptTokens:
+    """Return the kept sets of `tokens` action tokens that were all sampled from the whole vocabulary."""
+    return KeptTokens(np.zeros(0, np.int64), np.zeros(tokens, np.int64), np.zeros(0), np.zeros(0))
+
+
+def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
+    """Return the kept sets of one sequence's action tokens, which are at `positions`.
+
+    Raises:
+        ContractError: the trajectory was sampled with a kept set and does not carry it, or carries a malformed one.
+    """
+    sampling, tokens = trajectory.task.sampling, trajectory.tokens().astype(np.int64)
+    if not sampling.keeps:
+        return no_kept_sets(len(positions))
+    fault = "there are no kept sets" if trajectory.kept is None else trajectory.kept.fault(len(positions))
+    if trajectory.kept is None or fault is not None:
+        raise ContractError(
+            f"was sampled with top_k = {sampling.top_k}, and the sets that its tokens were sampled from are not known: "
+            f"{fault}"
+        )
+    candidates, counts = trajectory.kept.numbers()
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    token_N = np.insert(candidates.astype(np.int64), starts, tokens[positions])
+    count_T = counts.astype(np.int64) + 1
+
+    bias_N, penalty_N = np.zeros(len(token_N)), np.ones(len(token_N))
+    if sampling.logit_bias:
+        # `dict` keeps the last of several biases of one token, as engines do.
+        biased, bias = map(np.array, zip(*sorted(dict(sampling.logit_bias).items()), strict=True))
+        at_N = np.searchsorted(biased, token_N).clip(max=len(biased) - 1)
+        bias_N = np.where(biased[at_N] == token_N, bias[at_N], 0.0)
+    if sampling.repetition_penalty != 1:
+        # By token id: the first position of the sequence that has it; the length of the sequence if none has.
+        first_position = np.full(max(tokens.max(), token_N.max(initial=0)) + 1, len(tokens))
+        present, at = np.unique(tokens, return_index=True)
+        first_position[present] = at
+        penalty_N[first_position[token_N] < np.repeat(positions, count_T)] = sampling.repetition_penalty
+    return KeptTokens(token_N, count_T, bias_N, penalty_N)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of one rank."""
+    """The input of one forward pass of one rank."""
 
     input_P: Int64Array
     """Token ids."""
     position_P: Int64Array
-    """Position of each token in its own sequence: restarts at 0."""
+    """Position of each token in its own sequence; restarts at 0."""
     offset_S: Int64Array
     """[S + 1] cumulative sequence lengths, from 0 to P."""
     keep_T: Int64Array
-    """Index into P of the token before each action token: where that action token is predicted."""
+    """Index in P of the token before each action token, which is where the action token is predicted."""
     target_T: Int64Array
-    """The action tokens."""
+    """Token ids of the action tokens."""
     behaviour_T: Float32Array
-    """Log-prob under the policy that sampled; finite where `mask_T` is True."""
+    """Log-prob of each action token under the policy that sampled it; finite where `mask_T` is True."""
     teacher_T: Float32Array
-    """Log-prob under a teacher that a server holds; not a number where none was asked."""
+    """Log-prob of each action token under a teacher behind a server; NaN if the run has no such teacher."""
     mask_T: BoolArray
-    """False for action tokens that are too old to be trained."""
+    """True for action tokens that are trained; False for tokens that are too old."""
     version_T: Int64Array
     """Policy version that sampled each action token."""
     sequence_T: Int64Array
-    """Which of the S sequences each action token belongs to."""
+    """Index in S of each action token's sequence."""
     turn_T: Int64Array
-    """Which turn of its sample each action token belongs to, from 0."""
+    """Turn of its sample that each action token belongs to, from 0."""
     index_S: Int64Array
     """Place of each sequence's sample in `Shard.batch`."""
     kinds_S: tuple[str, ...]
-    """The environment of each sequence, where a mixture has several."""
+    """Name of each sequence's environment in a mixture; empty if there is only one environment."""
     sampling_S: tuple[Sampling, ...]
-    """How each sequence was sampled."""
+    """Sampling parameters of each sequence."""
     kept: KeptTokens
-    """What the action tokens were drawn from."""
+    """Kept sets of the action tokens."""
     routes: Routes | None = None
-    """Of all P, where engines told them."""
+    """Experts that the engine chose for each of the P tokens; None if the engine did not report them."""
 
     @property
     def index_T(self) -> Int64Array:
-        """Place in `Shard.batch` of each action token's sequence."""
+        """Place in `Shard.batch` of each action token's sample."""
         return self.index_S[self.sequence_T]
 
     @property
     def temperature_T(self) -> Float64Array:
-        """At which each action token was sampled."""
+        """Temperature at which each action token was sampled."""
         return np.array([sampling.temperature for sampling in self.sampling_S])[self.sequence_T]
 
     @property
     def sequences(self) -> int:
-        """S."""
+        """S, the number of sequences."""
         return len(self.offset_S) - 1
 
     @property
     def computed(self) -> Computed:
-        """What the sequences begin with alike is computed once."""
+        """Tokens that the model computes: beginnings that sequences share are computed once."""
         return self._computed
 
     @cached_property
@@ -110,13 +177,17 @@ DUMMY = MicroBatch(
     index_S=np.zeros(1, dtype=np.int64),
     kinds_S=("",),
     sampling_S=(PLAIN,),
-    kept=NOTHING_KEPT,
+    kept=no_kept_sets(1),
 )
-"""A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
+"""Micro-batch of one masked token. It adds exactly zero to every sum, and lets a rank that has no sequences left make
+the same collectives as the other ranks."""
 
 
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
-    """This rank's samples of each minibatch. All ranks cut the batch at the same groups; a group is never divided."""
+    """Return this rank's samples of each minibatch.
+
+    All ranks split the batch between the same groups; the samples of one group are always in one minibatch.
+    """
     place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
     for sample in shard.samples:
@@ -126,35 +197,48 @@ def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A branch that has a token to train."""
+    """One branch of a sample, with at least one token to train."""
 
     index: int
-    """Of its sample."""
+    """Place of its sample in `Shard.batch`."""
     trajectory: Trajectory
-    """The branch alone."""
+    """Trajectory of this branch alone."""
     turns: Int64Array
-    """Of each of its spans, which turn of the sample it is."""
+    """Turn of the sample that each action span of the branch is."""
 
 
 def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
+    """Return the branches of a sample that have a token to train.
+
+    A branch without one is left out: it would cost a forward pass and change nothing.
+    """
     branches = sequences(sample.trajectory)
-    trained = [number for number, one in enumerate(branches) if one.trained_tokens(min_version) > 0]
     if len(branches) == 1:
         turns = [np.arange(len(branches[0].action_spans))]
     else:
         branch_of = np.array([turn.branch for turn in sample.trajectory.turns], dtype=np.int64)
         turns = [np.flatnonzero(branch_of == number) for number in range(len(branches))]
-    return [_Sequence(sample.index, branches[number], turns[number]) for number in trained]
+    return [
+        _Sequence(sample.index, branch, own_turns)
+        for branch, own_turns in zip(branches, turns, strict=True)
+        if branch.trained_tokens(min_version) > 0
+    ]
 
 
 def pack(
-    samples: Sequence[ShardSample], *, min_version: int, max_tokens: int, together: bool = True
+    samples: Sequence[ShardSample], *, min_version: int, max_tokens: int, share_rows: bool = True
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens that are computed, the largest trees first; or one of each sequence.
+    """Pack samples into micro-batches that compute at most `max_tokens` tokens each.
 
-    A tree are sequences that begin alike, those of a group above all. It stays in one micro-batch if it can, for what
-    it has in common is computed once in each; else it is cut where least is lost. A branch without a token to train is
-    left out: it would cost a forward pass and change nothing.
+    Sequences that begin with the same tokens, such as those of one group, form a tree. A tree stays in one micro-batch
+    if it fits, because each micro-batch that holds a part of it computes the shared beginning again. A larger tree is
+    cut where the least is computed twice. Trees are placed largest first, each into the first micro-batch with room.
+
+    Args:
+        samples: the samples of this rank in one minibatch.
+        min_version: oldest policy version whose tokens are trained.
+        max_tokens: token budget of a micro-batch, `train.max_tokens_per_microbatch`.
+        share_rows: False gives each sequence a micro-batch of its own, for models that cannot attend to packed rows.
 
     Raises:
         ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
@@ -167,13 +251,13 @@ def pack(
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
-    if not together:
+    if not share_rows:
         return [_concatenate([sequence], min_version) for sequence in trained]
-    order, known = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
-    length = [trained[place].trajectory.length for place in order]
+    order, shared = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
+    lengths = [trained[place].trajectory.length for place in order]
     batches: list[list[_Sequence]] = []
     room: list[int] = []
-    trees = _trees(length, known, max_tokens)
+    trees = _trees(lengths, shared, max_tokens)
     for tokens, start, stop in sorted(trees, key=lambda tree: -tree[0]):
         place = next((place for place, left in enumerate(room) if tokens <= left), len(room))
         if place == len(room):
@@ -184,17 +268,26 @@ def pack(
     return [_concatenate(batch, min_version) for batch in batches]
 
 
-def _trees(length: Sequence[int], known: Sequence[int], most: int) -> list[tuple[int, int, int]]:
-    """Runs of sequences as tokens, of `most` at most, start and stop; `known` as of `in_common`, in its order."""
+def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[tuple[int, int, int]]:
+    """Cut sequences, in the order of `in_common`, into runs that compute at most `max_tokens` tokens.
+
+    Args:
+        lengths: tokens of each sequence.
+        shared: leading tokens that each sequence shares with the one before it, as `in_common` returns them.
+        max_tokens: token budget of a run.
+
+    Returns:
+        Computed tokens, start and stop of each run.
+    """
     found: list[tuple[int, int, int]] = []
     start = 0
-    while start < len(length):
+    while start < len(lengths):
         stop, tokens, sizes = start, 0, list[int]()
-        while stop < len(length) and (stop == start or known[stop] > 0):
-            tokens += length[stop] - (known[stop] if stop > start else 0)
-            if tokens > most:
-                # Where the sequences on both sides have the least in common, and as late as can be.
-                stop = min(range(start + 1, stop + 1), key=lambda place: (known[place], -place))
+        while stop < len(lengths) and (stop == start or shared[stop] > 0):
+            tokens += lengths[stop] - (shared[stop] if stop > start else 0)
+            if tokens > max_tokens:
+                # Cut where the two neighbours share the least; among equal places, as late as possible.
+                stop = min(range(start + 1, stop + 1), key=lambda place: (shared[place], -place))
                 break
             sizes.append(tokens)
             stop += 1
@@ -203,8 +296,8 @@ def _trees(length: Sequence[int], known: Sequence[int], most: int) -> list[tuple
     return found
 
 
-def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
-    """The micro-batch without its other sequences; a dummy where none is left."""
+def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
+    """Return a micro-batch with only the sequences where `keep_S` is True; `DUMMY` if there are none."""
     if keep_S.all():
         return micro
     if not keep_S.any():
@@ -226,66 +319,68 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         index_S=micro.index_S[keep_S],
         kinds_S=tuple(compress(micro.kinds_S, keep_S)),
         sampling_S=tuple(compress(micro.sampling_S, keep_S)),
-        kept=micro.kept.only(keep_T),
+        kept=micro.kept.select(keep_T),
         routes=micro.routes and Routes.of(micro.routes.numbers()[keep_P]),
     )
 
 
 def _offsets(lengths: Int64Array) -> Int64Array:
+    """Return [S + 1] cumulative lengths, from 0."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
 
 
 def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
-    """One micro-batch of these sequences, in this order."""
-    actions = [_action_positions(sequence) for sequence in sequences]
-    lengths = np.array([sequence.trajectory.length for sequence in sequences], dtype=np.int64)
-    counts = np.array([len(positions) for positions in actions], dtype=np.int64)
+    """Return one micro-batch of these sequences, in this order."""
+    trajectories = [sequence.trajectory for sequence in sequences]
+    positions = [_action_positions(sequence) for sequence in sequences]
+    kept: list[KeptTokens] = []
+    turns: list[Int64Array] = []
+    for sequence, position_T in zip(sequences, positions, strict=True):
+        try:
+            kept.append(kept_tokens(sequence.trajectory, position_T))
+        except ContractError as error:
+            raise ContractError(f"sample {sequence.index} {error}") from None
+        # Each turn has exactly one action span.
+        starts = [span.start for span in sequence.trajectory.action_spans]
+        turns.append(sequence.turns[np.searchsorted(starts, position_T, side="right") - 1])
+    lengths = np.array([trajectory.length for trajectory in trajectories], dtype=np.int64)
+    counts = np.array([len(position_T) for position_T in positions], dtype=np.int64)
     offset_S = _offsets(lengths)
-    input_P = np.concatenate([sequence.trajectory.tokens() for sequence in sequences]).astype(np.int64)
-    action_T = np.concatenate(actions) + np.repeat(offset_S[:-1], counts)
-    version_T = np.concatenate([sequence.trajectory.action_versions() for sequence in sequences]).astype(np.int64)
+    input_P = np.concatenate([trajectory.tokens() for trajectory in trajectories]).astype(np.int64)
+    action_T = np.concatenate(positions) + np.repeat(offset_S[:-1], counts)
+    version_T = np.concatenate([trajectory.action_versions() for trajectory in trajectories]).astype(np.int64)
+    kept_columns = zip(*((one.token_N, one.count_T, one.bias_N, one.penalty_N) for one in kept), strict=True)
     micro = MicroBatch(
         input_P=input_P,
         position_P=np.arange(len(input_P)) - np.repeat(offset_S[:-1], lengths),
         offset_S=offset_S,
         keep_T=action_T - 1,
         target_T=input_P[action_T],
-        behaviour_T=np.concatenate([sequence.trajectory.behaviour() for sequence in sequences]).astype(np.float32),
-        teacher_T=np.concatenate([_taught(sequence.trajectory) for sequence in sequences]).astype(np.float32),
+        behaviour_T=np.concatenate([trajectory.behaviour() for trajectory in trajectories]).astype(np.float32),
+        teacher_T=np.concatenate([_teacher_logprobs(trajectory) for trajectory in trajectories]).astype(np.float32),
         mask_T=recent(version_T, min_version),
         version_T=version_T,
         sequence_T=np.repeat(np.arange(len(sequences)), counts),
-        turn_T=np.concatenate([_turns(*pair) for pair in zip(sequences, actions, strict=True)]),
+        turn_T=np.concatenate(turns),
         index_S=np.array([sequence.index for sequence in sequences], dtype=np.int64),
-        kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
-        sampling_S=tuple(sequence.trajectory.task.sampling for sequence in sequences),
-        kept=all_kept([_kept(*pair) for pair in zip(sequences, actions, strict=True)]),
-        routes=routed([sequence.trajectory.routes for sequence in sequences], lengths.tolist()),
+        kinds_S=tuple(trajectory.task.kind for trajectory in trajectories),
+        sampling_S=tuple(trajectory.task.sampling for trajectory in trajectories),
+        kept=KeptTokens(*map(np.concatenate, kept_columns)),
+        routes=routed([trajectory.routes for trajectory in trajectories], lengths.tolist()),
     )
     _check_behaviour(micro, sequences)
     return micro
 
 
-def _turns(sequence: _Sequence, positions: Int64Array) -> Int64Array:
-    """int64: which turn of its sample each action token belongs to; each turn has one span."""
-    starts = [span.start for span in sequence.trajectory.action_spans]
-    return sequence.turns[np.searchsorted(starts, positions, side="right") - 1]
-
-
-def _taught(trajectory: Trajectory) -> Float32Array:
+def _teacher_logprobs(trajectory: Trajectory) -> Float32Array:
+    """Return the teacher's log-probs that came with a trajectory; NaN for each action token if none came."""
     if trajectory.teacher is None:
         return np.full(trajectory.action_count, np.nan, dtype=np.float32)
     return np.frombuffer(trajectory.teacher, dtype="<f4")
 
 
-def _kept(sequence: _Sequence, positions: Int64Array) -> KeptTokens:
-    try:
-        return kept_tokens(sequence.trajectory, positions)
-    except ContractError as error:
-        raise ContractError(f"sample {sequence.index} {error}") from None
-
-
 def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:
+    """Raise a ContractError if a trained token has a behaviour log-prob that is not finite."""
     wrong_T = micro.mask_T & ~np.isfinite(micro.behaviour_T)
     if wrong_T.any():
         first = int(np.flatnonzero(wrong_T)[0])
@@ -294,16 +389,24 @@ def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:
         task = sequences[place].trajectory.task
         raise ContractError(
             f"sample {sequences[place].index} (group {task.group_id}) has the behaviour log-prob "
-            f"{micro.behaviour_T[first]} at its action token {token}; expected what the engine sampled it with"
+            f"{micro.behaviour_T[first]} at its action token {token}; expected the finite log-prob with which the "
+            "engine sampled it"
         )
 
 
 def _action_positions(sequence: _Sequence) -> Int64Array:
-    """int64: where in the sequence its action tokens are; log-probs and versions must fit them."""
+    """Return the positions of a sequence's action tokens in the sequence, int64.
+
+    Raises:
+        ContractError: the sequence was sampled greedily, has other numbers of action tokens, log-probs and versions, or
+            starts with an action token.
+    """
     trajectory = sequence.trajectory
     positions = np.flatnonzero(trajectory.action_mask())
     if trajectory.task.sampling.temperature <= 0:
-        raise ContractError(f"sample {sequence.index} was sampled greedily: at temperature 0 nothing can be trained")
+        raise ContractError(
+            f"sample {sequence.index} was sampled greedily: tokens sampled at temperature 0 cannot be trained"
+        )
     counts = (len(positions), trajectory.action_count, len(trajectory.action_versions()))
     if len(set(counts)) != 1:
         raise ContractError(

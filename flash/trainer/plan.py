@@ -62,9 +62,9 @@ class StepPlan:
 
 
 def plan_step(
-    shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, together: bool
+    shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, share_rows: bool
 ) -> StepPlan:
-    """Pack, `together` or each sequence alone, check the laws, and agree on counts: one collective.
+    """Pack, several sequences to a micro-batch or each alone, check the laws, and agree on counts: one collective.
 
     Raises:
         ContractError: on every rank, when the batch of any breaks the age contract, its own counts, or is damaged.
@@ -77,7 +77,7 @@ def plan_step(
     critic_B = deal([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
         parts = [
-            pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, together=together)
+            pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)
             for part in split_minibatches(shard, train.minibatches)
         ]
         age_T = trained_ages(shard.step, [micro for part in parts for micro in part])

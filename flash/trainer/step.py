@@ -39,7 +39,6 @@ from flash.trainer.firstpass import (
     first_pass,
     policy_logprobs,
 )
-from flash.trainer.lag import LagPass, lags_behind
 from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
 from flash.trainer.mesh import TrainerMesh, sent, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
@@ -49,12 +48,11 @@ from flash.trainer.model.model import load_plain, load_sharded, recomputed, resh
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
-from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
+from flash.trainer.optimizer import LagPass, LossScale, apply_gradient, lags_behind, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
 from flash.trainer.rhythm import RhythmPass
-from flash.trainer.statistics import StepStatistics, batch_metrics
-from flash.trainer.token_look import TokenLook
+from flash.trainer.statistics import StepStatistics, TokenLook, batch_metrics
 from flash.types import Shard
 
 
@@ -118,7 +116,7 @@ class Trainer:
             self._teacher = _load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
         if config.rollout.routing_replay:
             replay_routing(self.model)
-        self._together = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
+        self._share_rows = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
         """Whether sequences share micro-batches, which all models are given."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
@@ -145,7 +143,7 @@ class Trainer:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
-        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, together=self._together)
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         along = self._along(plan)
         rhythm = None if along else self.rhythm
         models = Models(self.mesh, self.model, self.reference, self._teacher, self.critics, self.ewma, rhythm)
@@ -191,7 +189,7 @@ class Trainer:
         Raises:
             ContractError: as `train_step`.
         """
-        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, together=self._together)
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for micro in (micro for minibatch in plan.minibatches for micro in minibatch.micro_batches):
             logp_T = policy_logprobs(self.model, micro).logp_T.double()

@@ -16,9 +16,8 @@ from msgspec.structs import astuple
 from flash.branches import sequences, spans_by_turn
 from flash.errors import ContractError
 from flash.sampling import Kept, Sampling
-from flash.trainer.kept import kept_tokens
 from flash.trainer.model.packed import packed_row
-from flash.trainer.packing import DUMMY, MicroBatch, only, pack, split_minibatches
+from flash.trainer.packing import DUMMY, MicroBatch, kept_tokens, pack, select_sequences, split_minibatches
 from flash.types import Span, VersionRun
 from tests.trainer.trainer_cases import (
     branched_shard,
@@ -200,7 +199,7 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
 def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: list[bool]) -> None:
     shard = partly_kept(sampled_at(random_shard(), 0.7, 1.0, 1.4))
     (micro,) = pack(shard.samples, min_version=0, max_tokens=10_000)
-    part = only(micro, np.array(keep)[micro.index_S])
+    part = select_sequences(micro, np.array(keep)[micro.index_S])
     if not any(keep):
         assert part is DUMMY
         return
@@ -236,7 +235,7 @@ def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_ke
 def test_a_sample_that_does_not_say_what_it_was_drawn_from_is_refused_by_name(kept: Kept | None, why: str) -> None:
     one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
     shard = make_shard([msgspec.structs.replace(drawn_from_some(one, Sampling(top_k=4)), kept=kept)])
-    with pytest.raises(ContractError, match=f"sample 0 was drawn with top_k = 4, .* is not said: {why}"):
+    with pytest.raises(ContractError, match=f"sample 0 was sampled with top_k = 4, .* are not known: {why}"):
         pack(shard.samples, min_version=0, max_tokens=64)
 
 
@@ -254,7 +253,7 @@ def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
         whole = (micro.input_P[start:stop], micro.position_P[start:stop], micro.keep_T[mine_T] - start)
         names = ("target", "behaviour", "mask", "version", "turn", "temperature")
         tokens = [getattr(micro, f"{name}_T")[mine_T] for name in names]
-        mine = micro.kept.only(mine_T)
+        mine = micro.kept.select(mine_T)
         tokens += [mine.token_N, mine.count_T, mine.bias_N, mine.penalty_N]
         facts = (micro.index_S[place], micro.kinds_S[place])
         found.append((*facts, *(array.tolist() for array in (*whole, *tokens))))

@@ -23,7 +23,7 @@ from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
 from flash.trainer.model.packing_check import replay_routing
 from flash.trainer.model.prefixes import in_one_row
-from flash.trainer.packing import only, pack
+from flash.trainer.packing import pack, select_sequences
 from flash.types import Completion, Outcome, Task, Trajectory, Turn, VersionRun
 from tests.rollout.test_episode import CharTokenizer
 from tests.trainer.packed_cases import packed_batch, random_sequences, tiny
@@ -231,7 +231,7 @@ def test_micro_batches_have_the_experts_of_their_tokens_as_far_as_they_are_known
         assert (micro.routes.numbers()[:, 1, 0] == expected_P).all()
         keep_S = micro.index_S % 2 == 0
         if 0 < keep_S.sum() < len(keep_S):
-            part = only(micro, keep_S).routes
+            part = select_sequences(micro, keep_S).routes
             assert part is not None
             assert (part.numbers()[:, 0, 1] == expected_P[index_P % 2 == 0]).all()
     assert all(micro.routes is None for micro in pack(shard.samples, min_version=0, max_tokens=64))

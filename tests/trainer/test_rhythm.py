@@ -330,7 +330,7 @@ def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untie
 def advantages(trainer: Trainer, config: Config) -> Any:
     """Of all tokens, before the first update."""
     shard, method = aged_shard(), method_of(config, make_objective(config.algorithm))
-    plan = plan_step(shard, config, method, trainer.version, trainer.mesh, together=True)
+    plan = plan_step(shard, config, method, trainer.version, trainer.mesh, share_rows=True)
     models = Models(trainer.mesh, trainer.model, None, None, trainer.critics, None, trainer.rhythm)
     facts = first_pass(plan, config, method, models)
     return np.concatenate([one.advantage_T.double().numpy() for row in facts for one in row])

@@ -51,5 +51,5 @@ def test_the_loss_of_a_model_that_attends_by_itself_is_the_same(model: Path) -> 
     shard = random_shard()
     together = trainer.mean_loss(shard)
     attend_alone(trainer.model)
-    trainer._together = False  # pyright: ignore[reportPrivateUsage]
+    trainer._share_rows = False  # pyright: ignore[reportPrivateUsage]
     assert trainer.mean_loss(shard) == pytest.approx(together, rel=1e-5)

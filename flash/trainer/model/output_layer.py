@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import LogitChange, logit_change
-from flash.trainer.kept import KeptTokens
 from flash.trainer.model.fused import fused
 from flash.trainer.model.replay import RoutingReplay
+from flash.trainer.packing import KeptTokens
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
@@ -58,7 +58,7 @@ class KeptLogits(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The tokens that could have been drawn at each position, as `flash.trainer.kept.KeptTokens` has them."""
+    """The tokens that could have been drawn at each position, as `flash.trainer.packing.KeptTokens` has them."""
 
     token_N: Tensor
     bias_N: Tensor
