@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from algorithms.rhythm import FloatArray, Rhythm, top_share
-from flash.trainer.firstpass import attend, policy_logprobs
+from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.packing import MicroBatch
 from flash.trainer.rhythm import MicroSignals, RhythmPass, responses
@@ -26,7 +26,7 @@ class Marks(RhythmPass):
     """Stands where a trainer looks at attention, on one rank and at temperature 1."""
 
     def __init__(self, by: Literal["random", "entropy"], model: PreTrainedModel, seed: int) -> None:
-        super().__init__(OPTIONS, model, lambda micro, watch: attend(model, micro, watch))
+        super().__init__(OPTIONS, model)
         reshard(model)
         self._by, self._model = by, model
         self._rng = np.random.default_rng(seed)

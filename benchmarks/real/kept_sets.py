@@ -93,7 +93,7 @@ def k3(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> float:
     """Of the trainer's log-probs against the engine's."""
     import torch
 
-    from flash.trainer.firstpass import policy_logprobs
+    from flash.trainer.model.logprobs import policy_logprobs
 
     with torch.no_grad():
         now_T = torch.cat([policy_logprobs(model, micro).logp_T.double() for micro in micros])
@@ -103,7 +103,7 @@ def k3(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> float:
 
 def seconds_of_training(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> float:
     """Processor time of a forward and a backward pass over all."""
-    from flash.trainer.firstpass import policy_logprobs
+    from flash.trainer.model.logprobs import policy_logprobs
 
     begun = time.process_time()
     for micro in micros:

@@ -129,8 +129,8 @@ def look_at_blocks(folder: str, tokens: int) -> int:
     from algorithms.rhythm import Rhythm
     from flash.config.tree import ModelConfig
     from flash.foreign.torch import private_store
-    from flash.trainer.firstpass import attend
     from flash.trainer.mesh import trainer_mesh
+    from flash.trainer.model.logprobs import watch_attention
     from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.packing import pack
     from flash.trainer.rhythm import RhythmPass
@@ -138,12 +138,12 @@ def look_at_blocks(folder: str, tokens: int) -> int:
     dist.init_process_group("gloo", store=private_store(), rank=0, world_size=1)
     described = ModelConfig(path=folder, dtype="float32")
     model = shard_model(load_model(described), trainer_mesh("cpu"), described)
-    rhythm = RhythmPass(Rhythm(), model, lambda micro, watch: attend(model, micro, watch))
+    rhythm = RhythmPass(Rhythm(), model)
     shard = random_shard(0, groups=1, answers=(tokens - PROMPT, tokens - PROMPT))
     (micro,) = pack(shard.samples[:1], min_version=0, max_tokens=tokens)
     before = memory_now("cpu")
     watch = rhythm.watch(micro)
-    attend(model, micro, watch)
+    watch_attention(model, micro, watch)
     rhythm.seen(watch)
     found = memory_peak("cpu") - before
     dist.destroy_process_group()

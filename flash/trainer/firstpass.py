@@ -26,10 +26,8 @@ from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
 from flash.trainer.mesh import TrainerMesh, raise_together, sent
-from flash.trainer.model.logprobs import TokenLogprobs, token_logprobs
+from flash.trainer.model.logprobs import policy_logprobs, watch_attention
 from flash.trainer.model.model import reshard
-from flash.trainer.model.output_layer import KeptSets
-from flash.trainer.model.packed import AttentionWatch
 from flash.trainer.objective import Method
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan
@@ -102,34 +100,6 @@ class Models:
     """Where it takes part in the first pass."""
 
 
-def policy_logprobs(
-    model: PreTrainedModel,
-    micro: MicroBatch,
-    *,
-    entropy_gradient: bool = False,
-    watch: AttentionWatch | None = None,
-) -> TokenLogprobs:
-    """What a policy says of a micro-batch's action tokens, as they were sampled. A collective.
-
-    `watch` may look on.
-    """
-    return token_logprobs(
-        model,
-        micro,
-        micro.keep_T,
-        micro.target_T,
-        temperature_T=micro.temperature_T,
-        kept=KeptSets.of(micro.kept),
-        entropy_gradient=entropy_gradient,
-        watch=watch,
-    )
-
-
-def attend(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
-    """Have somebody look on at a forward pass that says next to nothing: of one token. A collective."""
-    token_logprobs(model, micro, micro.keep_T[:1], micro.target_T[:1], watch=watch)
-
-
 def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[TokenFacts]]:
     """Facts per minibatch and micro-batch.
 
@@ -196,7 +166,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
         if first:
             logp_T = policy_logprobs(models.policy, micro, watch=watch).logp_T
         elif watch is not None:
-            attend(models.policy, micro, watch)
+            watch_attention(models.policy, micro, watch)
         return logp_T, None if rhythm is None or watch is None else rhythm.seen(watch)
 
     starts = _each(plan.minibatches, start)

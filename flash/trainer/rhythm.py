@@ -38,7 +38,8 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.attention import Block, attention_rows, blocks, make_scratch
-from flash.trainer.model.packed import AttentionWatch, class_name
+from flash.trainer.model.logprobs import watch_attention
+from flash.trainer.model.packed import class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 
@@ -186,10 +187,6 @@ def responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
             yield tokens, int(micro.offset_S[sequence]), int(micro.offset_S[sequence + 1]), position_R
 
 
-Watched = Callable[[MicroBatch, AttentionWatch], object]
-"""A forward pass of the policy over a micro-batch that somebody looks on at."""
-
-
 @dataclass(frozen=True)
 class MicroSignals:
     """What all chosen layers said of a micro-batch; on the CPU."""
@@ -216,7 +213,7 @@ class RhythmPass:
     Once the heads are settled, each micro-batch may be multiplied as soon as it is seen.
     """
 
-    def __init__(self, options: Rhythm, model: PreTrainedModel, forward: Watched) -> None:
+    def __init__(self, options: Rhythm, model: PreTrainedModel) -> None:
         """Find the layers to look at, and look at them once: a collective.
 
         Raises:
@@ -228,7 +225,7 @@ class RhythmPass:
             raise ConfigError(f"algorithm.rhythm.layers: {class_name(model)}: {error}") from error
         self._options = options
         watch = RhythmWatch(DUMMY, self._layers, options)
-        forward(DUMMY, watch)
+        watch_attention(model, DUMMY, watch)
         if watch.unnumbered:
             raise ConfigError(
                 f"algorithm.rhythm: the attention of {class_name(model)}, {watch.unnumbered}, does not say which layer "

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from algorithms.couplings import Signals
 from algorithms.rhythm import FloatArray, Rhythm, multiplier
 from flash.foreign.transformers import layer_number
-from flash.trainer.firstpass import attend, policy_logprobs
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.attention import attention_rows, blocks, make_scratch
+from flash.trainer.model.logprobs import policy_logprobs, watch_attention
 from flash.trainer.model.model import reshard
 from flash.trainer.packing import Float32Array, MicroBatch
 from flash.trainer.rhythm import LayerHead, MicroSignals, RhythmPass, responses
@@ -46,7 +46,7 @@ def look(
     Raises:
         ConfigError: the model has no such layer, or one of them is not attention.
     """
-    rhythm = RhythmPass(options, model, lambda micro, watch: attend(model, micro, watch))
+    rhythm = RhythmPass(options, model)
     passes: list[tuple[MicroBatch, MicroSignals, FloatArray]] = []
     for micro in micros:
         watch = rhythm.watch(micro)
@@ -119,7 +119,7 @@ def maps(model: PreTrainedModel, micro: MicroBatch, heads: Sequence[LayerHead], 
     """
     assert micro.sequences == 1, "a map is of one sequence"
     watch = MapWatch(heads, part)
-    attend(model, micro, watch)
+    watch_attention(model, micro, watch)
     reshard(model)
     count_2 = [sum(head.kind == kind for head in heads) for kind in ("local", "global")]
     return (watch.sum_2BB / torch.tensor(count_2)[:, None, None]).numpy()

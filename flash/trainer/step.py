@@ -34,16 +34,14 @@ from flash.trainer.firstpass import (
     Models,
     TokenFacts,
     asks_policy,
-    attend,
     facts_in_rhythm,
     first_pass,
-    policy_logprobs,
 )
 from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
 from flash.trainer.mesh import TrainerMesh, sent, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
-from flash.trainer.model.logprobs import TokenLogprobs
+from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
 from flash.trainer.model.model import load_plain, load_sharded, recomputed, reshard, shard_model
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
@@ -386,7 +384,7 @@ def _share_rows(
 @torch.no_grad()
 def _look_once(options: Rhythm, model: PreTrainedModel) -> RhythmPass:
     """Whether the policy's attention can be looked at is known before the first batch."""
-    rhythm = RhythmPass(options, model, lambda micro, watch: attend(model, micro, watch))
+    rhythm = RhythmPass(options, model)
     reshard(model)
     return rhythm
 

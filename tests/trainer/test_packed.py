@@ -17,8 +17,7 @@ from torch import Tensor
 
 from flash.foreign import kernels
 from flash.foreign.kernels import Attention
-from flash.trainer.firstpass import policy_logprobs
-from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.logprobs import policy_logprobs, token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row
 from flash.trainer.model.parts import Ragged, RaggedKernels, Scores, TakenRows, taken
 from flash.trainer.model.prefixes import Computed, Sequences, in_one_row

@@ -18,9 +18,10 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
-from flash.trainer.firstpass import Models, attend, first_pass
+from flash.trainer.firstpass import Models, first_pass
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.attention import ROWS, attention_rows, blocks, make_scratch
+from flash.trainer.model.logprobs import watch_attention
 from flash.trainer.model.model import shard_model
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
@@ -113,7 +114,7 @@ def test_the_weights_are_those_of_eager_attention(kind: str) -> None:
     expected = eager_maps(tiny(name, **options).double(), micro)
     recorder = Recorder(micro)
     with torch.no_grad():
-        attend(prepared(tiny(name, **options).double()), micro, recorder)
+        watch_attention(prepared(tiny(name, **options).double()), micro, recorder)
     assert sorted(recorder.maps) == [0, 1]
     for layer, found in recorder.maps.items():
         for one, maps in zip(found, expected, strict=True):
@@ -123,9 +124,9 @@ def test_the_weights_are_those_of_eager_attention(kind: str) -> None:
 
 def seen(model: PreTrainedModel, micro: MicroBatch, options: Rhythm = OPTIONS) -> tuple[RhythmPass, Any]:
     with torch.no_grad():
-        rhythm = RhythmPass(options, model, lambda some, watch: attend(model, some, watch))
+        rhythm = RhythmPass(options, model)
         watch = rhythm.watch(micro)
-        attend(model, micro, watch)
+        watch_attention(model, micro, watch)
     return rhythm, rhythm.seen(watch)
 
 

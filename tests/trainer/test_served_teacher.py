@@ -22,7 +22,7 @@ from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.teacher import ServedTeacher
-from flash.trainer.firstpass import policy_logprobs
+from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.packing import pack
 from flash.types import Failure, ShardSample, Trajectory
 from tests.rollout.test_teacher import trajectory

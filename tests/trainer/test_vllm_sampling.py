@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash.rollout.engine import GenerateRequest
 from flash.sampling import Sampling
-from flash.trainer.firstpass import policy_logprobs
+from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.packing import pack
 from flash.types import Completion, Outcome, ShardSample, Span, Task, Trajectory, Turn
 from tests.rollout.engine_contract import complete

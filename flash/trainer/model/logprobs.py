@@ -20,6 +20,7 @@ from flash.trainer.model.model import device_of
 from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
 from flash.trainer.model.prefixes import PackedSequences
+from flash.trainer.packing import MicroBatch
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -86,6 +87,37 @@ def token_logprobs(
         answer_T2 = answer_T2[sent(asked.place_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
+
+
+def policy_logprobs(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    entropy_gradient: bool = False,
+    watch: AttentionWatch | None = None,
+) -> TokenLogprobs:
+    """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
+
+    A collective. `watch` is called with the attention of every layer. See `token_logprobs`.
+    """
+    return token_logprobs(
+        model,
+        micro,
+        micro.keep_T,
+        micro.target_T,
+        temperature_T=micro.temperature_T,
+        kept=KeptSets.of(micro.kept),
+        entropy_gradient=entropy_gradient,
+        watch=watch,
+    )
+
+
+def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
+    """Run a forward pass only so that `watch` sees the attention of every layer. A collective.
+
+    The output layer computes the logits of one token, the fewest it can.
+    """
+    token_logprobs(model, micro, micro.keep_T[:1], micro.target_T[:1], watch=watch)
 
 
 def changes_logits(model: PreTrainedModel) -> ConfigError:

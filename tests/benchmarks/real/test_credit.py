@@ -149,7 +149,7 @@ def process_group() -> Iterator[None]:
 def test_marks_multiply_two_fifths_of_each_answer(by: str, tmp_path: Path, process_group: None) -> None:
     from benchmarks.offpolicy.marks import Marks
     from benchmarks.real.objective_cost import make_tiny_model, random_shard, step_config
-    from flash.trainer.firstpass import policy_logprobs
+    from flash.trainer.model.logprobs import policy_logprobs
     from flash.trainer.packing import pack
     from flash.trainer.step import Trainer
 
