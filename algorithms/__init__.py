@@ -1,27 +1,27 @@
-"""Advantages, corrections, aggregation and, in `objectives`, what they serve: pure functions on packed tokens.
+"""Objectives and the parts they are made of: advantages, corrections, aggregation. Pure functions on packed tokens.
 
-Importing this package needs no torch.
+Importing this package does not import torch, so that a configuration can be read and checked without it.
 """
 
 from __future__ import annotations
 
 OBJECTIVES: dict[str, str] = {
-    "grpo": "algorithms.objectives.grpo:Grpo",
-    "dapo": "algorithms.objectives.dapo:Dapo",
-    "dr_grpo": "algorithms.objectives.dr_grpo:DrGrpo",
-    "ppo": "algorithms.objectives.ppo:Ppo",
-    "asyppo": "algorithms.objectives.asyppo:AsyPpo",
-    "decoupled_ppo": "algorithms.objectives.decoupled_ppo:DecoupledPpo",
-    "tis": "algorithms.objectives.tis:Tis",
-    "tis_reinforce": "algorithms.objectives.tis_reinforce:TisReinforce",
-    "topr": "algorithms.objectives.topr:Topr",
-    "topr_weighted": "algorithms.objectives.topr_weighted:ToprWeighted",
-    "cispo": "algorithms.objectives.cispo:Cispo",
-    "gspo": "algorithms.objectives.gspo:Gspo",
-    "reinforce_pp": "algorithms.objectives.reinforce_pp:ReinforcePp",
-    "rloo": "algorithms.objectives.rloo:Rloo",
-    "kimi15": "algorithms.objectives.kimi15:Kimi15",
-    "aipo": "algorithms.objectives.aipo:Aipo",
-    "m2po": "algorithms.objectives.m2po:M2po",
+    "grpo": "algorithms.objectives.clipped:Grpo",
+    "dapo": "algorithms.objectives.clipped:Dapo",
+    "dr_grpo": "algorithms.objectives.clipped:DrGrpo",
+    "ppo": "algorithms.objectives.clipped:Ppo",
+    "asyppo": "algorithms.objectives.trust_region:AsyPpo",
+    "decoupled_ppo": "algorithms.objectives.trust_region:DecoupledPpo",
+    "tis": "algorithms.objectives.trust_region:Tis",
+    "tis_reinforce": "algorithms.objectives.reinforce:TisReinforce",
+    "topr": "algorithms.objectives.sequence:Topr",
+    "topr_weighted": "algorithms.objectives.sequence:ToprWeighted",
+    "cispo": "algorithms.objectives.reinforce:Cispo",
+    "gspo": "algorithms.objectives.sequence:Gspo",
+    "reinforce_pp": "algorithms.objectives.clipped:ReinforcePp",
+    "rloo": "algorithms.objectives.reinforce:Rloo",
+    "kimi15": "algorithms.objectives.sequence:Kimi15",
+    "aipo": "algorithms.objectives.reinforce:Aipo",
+    "m2po": "algorithms.objectives.trust_region:M2po",
 }
-"""Name in the configuration → `module:Class` of the `algorithms.base.Objective`."""
+"""Name in the configuration → `module:Class`, a subclass of `algorithms.base.Objective`."""

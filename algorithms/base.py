@@ -1,12 +1,15 @@
 """The interface of all objectives: packed token tensors in, a per-token loss out.
 
-Shape legend: T = packed tokens of one micro-batch that predict an action token (prompts are already gone); S =
-sequences of that micro-batch; N = trained tokens of a whole minibatch, over all micro-batches and ranks. Every tensor
-is float32 unless said otherwise.
+An objective is a frozen struct. Its fields are its options, its `__call__` is its formula. It does no I/O, reads no
+configuration and calls no collective. `flash.trainer.loss` builds the `PackedTokens` of one micro-batch, calls the
+objective, and then masks, weighs and sums the losses over all micro-batches and ranks.
 
-An objective is a frozen struct whose fields are its options and whose `__call__` is its formula. It does no I/O,
-reads no config and calls no collective: the trainer aggregates, masks and reduces. Files here use tensor methods
-only, so that the options can be read and checked without importing torch.
+The files of this package use tensor methods only and import torch for type checking alone, so that options can be read
+and checked without torch.
+
+Shape legend: T = action tokens of one micro-batch, packed (the tokens of prompts are already removed); S = sequences of
+that micro-batch; N = trained tokens of a whole minibatch, over all micro-batches and ranks. Every tensor is float32
+unless its docstring names another type.
 """
 
 from __future__ import annotations
@@ -20,51 +23,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Advantage = Literal["group", "group_mean", "leave_one_out", "batch", "turn", "gae"]
-"""Estimators: see `algorithms.advantages` and, for gae, `algorithms.gae`."""
+"""Advantage estimators: see `algorithms.advantages` and, for gae, `algorithms.critics`."""
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-"""See `algorithms.aggregation`."""
+"""Ways to sum token losses into one number: see `algorithms.sequences.token_weights`."""
 Proximal = Literal["recompute", "loglinear", "ewma"]
-"""Where `proximal_T` comes from: the weights at the start of the step; a point between behaviour and now by age
-(`algorithms.proximal`); an exponentially weighted average of the weights of all steps so far (Hilton et al. 2021)."""
+"""Source of `PackedTokens.proximal_T`. recompute: the weights at the start of the step. loglinear: interpolated between
+the behaviour policy and the current one by the token's age (`algorithms.references.loglinear`). ewma: an exponentially
+weighted moving average of the weights of all steps so far (Hilton et al. 2021, arXiv 2110.00641)."""
 CriticTarget = Literal["lambda", "monte_carlo"]
-"""What critics learn: A + V, which leans on what they expect of later states; the rewards that came, discounted."""
+"""Regression target of the critics. lambda: A + V, which depends on the critics' own values of later states.
+monte_carlo: the discounted sum of the rewards that followed."""
 
 
 class PackedTokens(NamedTuple):
-    """What an objective sees. Slots where `mask_T` is False may hold anything, NaN included."""
+    """Input of an objective. Slots where `mask_T` is False may hold anything, NaN included."""
 
     logp_T: Tensor
-    """log π_θ now, with gradient."""
+    """log π_θ under the current weights, with gradient."""
     behaviour_T: Tensor
-    """Log-prob under the policy that sampled the token, from the engine."""
+    """Log-prob under the policy that sampled the token, as the engine reported it."""
     proximal_T: Tensor
     """Log-prob under the proximal policy (see `Proximal`), no gradient."""
     advantage_T: Tensor
     """Advantage of the token's sequence (or of the token)."""
     reward_T: Tensor
-    """Reward of the token's trajectory, as the environment gave it."""
+    """Reward of the token's trajectory, as the environment returned it."""
     mask_T: Tensor
     """bool: the token takes part in the loss."""
     sequence_T: Tensor
-    """int64: which of the S sequences the token belongs to; non-decreasing."""
+    """int64: index of the token's sequence, from 0 to S − 1; non-decreasing."""
     sequences: int
     """S."""
     deviation_T: Tensor
-    """σ: standard deviation of what the critics expect before the token, no gradient; 0 with fewer than two of them."""
+    """σ: standard deviation of the critics' values before the token, no gradient; 0 with fewer than two critics."""
     limit: float = math.inf
-    """What `Objective.limit` gave for the minibatch."""
+    """Result of `Objective.limit` for the minibatch."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """What `Objective.bounds` gave for the batch."""
+    """Result of `Objective.bounds` for the batch."""
 
 
 class ObjectiveOutput(NamedTuple):
-    """Per-token loss, and per-token statistics that the trainer averages over unmasked tokens of the whole batch."""
+    """Loss per token, and statistics per token that the trainer averages over the unmasked tokens of the batch."""
 
     loss_T: Tensor
-    """To be minimised. Values in masked slots are ignored, also when they are NaN."""
+    """Loss of each token, to be minimised. Values in masked slots are ignored, also when they are NaN."""
     stats: dict[str, Tensor]
-    """Name → [T], detached. `ratio`: importance ratio, `clipped`: 1 where the gradient was taken away or cut, `weight`:
-    a weight as used; these three have plots."""
+    """Name → [T], detached. `ratio`: importance ratio. `clipped`: 1 where a clip removed the gradient or cut the
+    weight. `weight`: the weight as used in the loss. These three have plots."""
     bonus_T: Tensor | None = None
     """Factor of each token's entropy bonus, detached. None: 1."""
 
@@ -73,49 +78,49 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Base of the objectives. Subclasses add options as fields and implement `__call__`."""
 
     corrects_staleness: ClassVar[bool] = True
-    """Whether the objective uses behaviour log-probs; without them async_ratio > 0 is refused."""
+    """True if the objective uses behaviour log-probs. Without them, async_ratio > 0 is refused."""
     advantage: ClassVar[Advantage] = "group"
-    """The estimator of the method, where `algorithm.advantage` names no other."""
+    """Estimator that the method uses unless `algorithm.advantage` names another."""
     aggregation: ClassVar[Aggregation] = "token_mean"
-    """The aggregation of the method, where `algorithm.aggregation` names no other."""
+    """Aggregation that the method uses unless `algorithm.aggregation` names another."""
     limits: ClassVar[bool] = False
-    """Whether `limit` is to be asked."""
+    """True if the trainer must call `limit` for each minibatch."""
     critics: ClassVar[int] = 1
-    """How many critics the method has, where it has any and `critic.count` names no other number. Above 1 it compares
-    them: it needs at least two, and `bounds` is to be asked."""
+    """Number of critics if the run has critics and `critic.count` is not set. A method with more than 1 compares its
+    critics: it needs at least two, and the trainer calls `bounds` for each batch."""
     critic_target: ClassVar[CriticTarget] = "lambda"
-    """What the method's critics learn, where `critic.target` names nothing else."""
+    """Target that the method's critics learn unless `critic.target` names another."""
 
     @property
     def proximal_policy(self) -> Proximal:
-        """Where `proximal_T` is to come from."""
+        """Source of `PackedTokens.proximal_T`."""
         return "recompute"
 
     @property
     def proximal_decay(self) -> float:
-        """Of `ewma`: what the average of the weights keeps of its past with each step."""
+        """Share that the moving average of the weights keeps of its past at each step; only for `ewma`."""
         raise TypeError(f"{type(self).__name__} does not define proximal_decay")
 
     def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
-        """A number that follows from all trained tokens of a minibatch, before its update; no gradient.
+        """Return a number computed from all trained tokens of a minibatch, before its update; no gradient.
 
-        `log_ratio_N` is logp − behaviour. It reaches `__call__` as `PackedTokens.limit`, so that a rule over the whole
-        minibatch does not depend on how the minibatch was cut.
+        `log_ratio_N` is logp − behaviour. The trainer passes the result to `__call__` as `PackedTokens.limit`, so that
+        a rule over the whole minibatch does not depend on how the minibatch is cut into micro-batches.
         """
         raise TypeError(f"{type(self).__name__} does not define limit")
 
     def bounds(self, deviation_N: Tensor) -> tuple[float, float]:
-        """Two numbers that follow from σ of all trained tokens of a batch (here N), before its first update.
+        """Return two numbers computed from σ of all trained tokens of a batch (here N), before its first update.
 
-        They reach `__call__` as `PackedTokens.bounds`, so that a rule over the whole batch does not depend on how the
-        batch was cut.
+        The trainer passes them to `__call__` as `PackedTokens.bounds`, so that a rule over the whole batch does not
+        depend on how the batch is cut into minibatches and micro-batches.
         """
         raise TypeError(f"{type(self).__name__} does not define bounds")
 
     def without_effect(self) -> dict[str, str]:
-        """Options that do nothing beside the others: name to what they would need."""
+        """Return the options that have no effect next to the other options: name → the reason."""
         return {}
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
-        """Per-token loss of one micro-batch."""
+        """Return the loss and the statistics of each token of one micro-batch."""
         raise TypeError(f"{type(self).__name__} does not define __call__")

@@ -1,7 +1,14 @@
-"""Reductions over the unmasked tokens of each sequence.
+"""Reductions over packed sequences: sums and means within a sequence, and the weights that aggregate token losses.
 
-Sums are taken in float64: a log-ratio of 10,000 tokens is a sum of small numbers of both signs. Shape legend:
-T = packed tokens, S = sequences.
+`token_weights` gives each token a weight such that the loss of the batch is the plain sum of weight · loss over all
+micro-batches of all ranks, however the batch is cut. The denominators are those of the whole batch, and a sequence is
+never cut.
+
+The mask decides which tokens count in a denominator. A correction that rejects a sequence takes it out of the mask, and
+so out of the denominators (`algorithms.corrections`). A token to which an objective or a weight gives 0 stays in: a cap
+that masks (`decoupled_ppo`, as in AReaL), `icepop` and `m2po` are defined as sums over all tokens.
+
+Shape legend: T = packed tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -11,20 +18,56 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.base import PackedTokens
+    from algorithms.base import Aggregation, PackedTokens
 
 
 def sequence_sum(tokens: PackedTokens, value_T: Tensor) -> Tensor:
-    """float64 [S]: the sum over each sequence's unmasked tokens, whatever the masked slots hold."""
+    """Return float64 [S]: the sum over the unmasked tokens of each sequence. Masked slots may hold anything.
+
+    The sum is taken in float64: a log-ratio of 10,000 tokens is a sum of small numbers of both signs.
+    """
     kept_T = value_T.where(tokens.mask_T, 0.0).double()
     return kept_T.new_zeros(tokens.sequences).index_add(0, tokens.sequence_T, kept_T)
 
 
 def sequence_lengths(tokens: PackedTokens) -> Tensor:
-    """float64 [S]: unmasked tokens of each sequence, at least 1, to divide by."""
+    """Return float64 [S]: the number of unmasked tokens of each sequence, at least 1 so that it can be a divisor."""
     return sequence_sum(tokens, tokens.mask_T.double()).clamp(min=1)
 
 
 def sequence_mean(tokens: PackedTokens, value_T: Tensor) -> Tensor:
-    """float64 [S]: the mean over each sequence's unmasked tokens; 0 for one that has none."""
+    """Return float64 [S]: the mean over the unmasked tokens of each sequence; 0 for a sequence without any."""
     return sequence_sum(tokens, value_T) / sequence_lengths(tokens)
+
+
+def token_weights(
+    aggregation: Aggregation,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+    *,
+    total_tokens: int,
+    total_sequences: int,
+    constant: float = 1.0,
+) -> Tensor:
+    """Return float64 [T]: the weight of each token's loss; 0 where `mask_T` is False.
+
+    `sequences` is the number of sequences in this micro-batch. `total_tokens` (unmasked tokens) and `total_sequences`
+    (sequences with an unmasked token) are counts over the whole batch. `constant` is Dr. GRPO's L, in tokens. With n_s
+    unmasked tokens in the token's sequence, the weight of an unmasked token is:
+
+        token_mean             1 / total_tokens
+        seq_mean_token_mean    1 / (n_s · total_sequences)
+        seq_mean_token_sum     1 / total_sequences
+        constant               1 / (constant · total_sequences)
+    """
+    present_T = mask_T.double()
+    if aggregation == "token_mean":
+        return present_T / max(total_tokens, 1)
+    weight_T = present_T / max(total_sequences, 1)
+    if aggregation == "seq_mean_token_sum":
+        return weight_T
+    if aggregation == "constant":
+        return weight_T / constant
+    length_S = present_T.new_zeros(sequences).index_add(0, sequence_T, present_T)
+    return weight_T / length_S.clamp(min=1)[sequence_T]

@@ -1,13 +1,18 @@
-"""Weights by age: how much less an old sample counts. B = samples of the whole batch.
+"""Two answers to old data: weights of samples by their age, and a learning rate that depends on the lag.
 
-The age of a sample is the trainer's version less the oldest version among its tokens. Weights have mean 1 over the
-batch, so that they shift the gradient between samples and leave its scale to the learning rate; a batch of equal ages
-is unchanged.
+Weights by age. The age of a sample is the trainer's version minus the oldest version among its tokens. Weights have
+mean 1 over the batch, so that they shift the gradient between samples and leave its scale to the learning rate. A batch
+of equal ages is unchanged.
+
+Learning rate by lag (`Lag`): the rate is reduced by how far the policy has moved away from the policies that sampled.
+
+Shape legend: B = samples of the whole batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -19,51 +24,53 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class NoStaleness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="none"):
-    """Every sample counts alike."""
+    """Every sample has the same weight."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
-        """float64 [B]: 1."""
+        """Return float64 [B]: 1 for each sample."""
         return np.ones_like(_checked(age_B))
 
 
 class ExponentialStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="exponential"
 ):
-    """g = decay^age."""
+    """Weight g = decay^age."""
 
     decay: Annotated[float, Meta(gt=0, le=1)]
-    """Weight kept per version."""
+    """Factor of the weight per version of age."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
-        """float64 [B]: g over its batch mean.
-
-        Ages are counted from the youngest sample: the same ratios, and old batches do not underflow to zero.
+        """Return float64 [B]: g divided by its mean over the batch.
 
         Raises:
             ValueError: an age is negative or not finite.
         """
         age_B = _checked(age_B)
-        return _mean_one(np.exp((age_B - age_B.min(initial=math.inf)) * math.log(self.decay)))
+        # Counting ages from the youngest sample keeps the ratios, and the weights of an old batch do not underflow.
+        return _with_mean_one(np.exp((age_B - age_B.min(initial=math.inf)) * math.log(self.decay)))
 
 
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """g = max(0, 1 − age / (α + 1)), α the asynchronous ratio or the bound above it; above 0 inside the contract."""
+    """Weight g = max(0, 1 − age / (α + 1)), with α the asynchronous ratio or the bound above it.
+
+    Inside the age contract g is above 0.
+    """
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
-        """float64 [B]: g over its batch mean; all 1 where every sample is too old to have a g above 0.
+        """Return float64 [B]: g divided by its mean over the batch; all 1 if no sample has a g above 0.
 
-        Only samples with tokens outside of the age contract, which are masked, can be that old.
+        Only samples with tokens outside of the age contract, which are masked, can be so old that g is 0.
 
         Raises:
             ValueError: an age is negative or not finite.
         """
-        return _mean_one(np.maximum(0.0, 1 - _checked(age_B) / (async_ratio + 1)))
+        return _with_mean_one(np.maximum(0.0, 1 - _checked(age_B) / (async_ratio + 1)))
 
 
 Staleness = NoStaleness | ExponentialStaleness | LinearStaleness
-"""By `kind`."""
+"""Weights by age; the field `kind` selects the class."""
 
 
 def _checked(age_B: FloatArray) -> FloatArray:
@@ -73,8 +80,57 @@ def _checked(age_B: FloatArray) -> FloatArray:
     return age_B
 
 
-def _mean_one(weight_B: FloatArray) -> FloatArray:
+def _with_mean_one(weight_B: FloatArray) -> FloatArray:
     if not weight_B.any():
         return np.ones_like(weight_B)
     weight_B = weight_B / weight_B.max()  # equal weights become exactly 1
     return weight_B / weight_B.mean()
+
+
+class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limit of the distance between the policy and the policies that sampled, held by the learning rate.
+
+    Before each update, the distance is measured on the tokens of that update:
+
+        distance² = mean over the trained tokens of (log π_θ − log π_behaviour)², minus that at tokens of the current
+                    weights
+        rate ≤ past rate · √(budget / distance²), at most the scheduled rate
+    """
+
+    budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
+    """Largest mean (log π − log π_behaviour)² of an update. 0.04: ratios of 0.8 or 1.2, as clips."""
+
+    # Why: a step changes the policy, but data of the changed policy arrives only a lag later. Until then every step
+    # pushes on as if the steps before it had not been made.
+    #
+    # Derivation: for a token, let a be its lag in versions, where the earlier updates of the same step count as
+    # fractions of a version. Let R be the sum of the rates applied over that time, where the rate of a version is the
+    # mean of its updates. To first order in the weights, with updates that agree in their direction, log r = R · g,
+    # where g is the change of the token's log-prob per version at a rate of 1. Then distance² = g² · mean R². A batch of
+    # the same lags behind updates of one rate would be at g² · rate² · mean a². Setting this equal to the budget gives
+    # the rule, with past rate = √(mean R² / mean a²): the mean of the applied rates, weighted by the lags. Earlier
+    # reductions of the rate are thereby taken out of the measurement. So the distance settles at the budget, and not
+    # between the budget and the distance that it would reach without a limit.
+    #
+    # The disagreement of engine and trainer at equal weights is subtracted, because no rate has made it. If it counted
+    # as distance, the rate would fall further the less distance the rate itself makes, and stay down for good.
+    #
+    # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate over
+    # 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on
+    # tokens of the current version always has its whole rate.
+    def scale(
+        self, rate: float, square: float, counts: Sequence[float], lags: Sequence[float], moved: Sequence[float]
+    ) -> float:
+        """Return the factor of the scheduled `rate`, from 1 / (1 + √(mean a²)) to 1.
+
+        `square` is the sum of (log π − log π_behaviour)² over the tokens, minus the disagreement of engine and trainer
+        at equal weights. `counts`, `lags` and `moved` have one entry per age: the number of tokens, a and R. The factor
+        is 1 if no update has moved the policy since the tokens were sampled, or if no distance is measured.
+        """
+        tokens = sum(counts)
+        lag_square = sum(count * lag**2 for count, lag in zip(counts, lags, strict=True))
+        moved_square = sum(count * rates**2 for count, rates in zip(counts, moved, strict=True))
+        if not (rate > 0 and lag_square > 0 and moved_square > 0 and square > 0 and math.isfinite(square)):
+            return 1.0
+        held = math.sqrt(self.budget * tokens / square * moved_square / lag_square) / rate
+        return min(1.0, max(held, 1 / (1 + math.sqrt(lag_square / tokens))))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from algorithms.objectives.grpo import Grpo
+from algorithms.objectives.clipped import Grpo
 from flash.config.learning import TrainConfig
 from flash.config.tree import Config
 

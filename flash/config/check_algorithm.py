@@ -279,7 +279,7 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("algorithm.rhythm.nearest", message)
 
 
-SUPERVISED = AlgorithmConfig(objective="algorithms.supervised:Supervised", lag=None)
+SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervised", lag=None)
 
 
 def supervised(config: Config) -> Config:

@@ -8,12 +8,10 @@ from msgspec import Meta, field
 
 from algorithms.base import Advantage, Aggregation, CriticTarget
 from algorithms.corrections import Correction
-from algorithms.kl import Kl
-from algorithms.lag import Lag
+from algorithms.references import Kl, Teacher
 from algorithms.rhythm import Rhythm
 from algorithms.shaping import Shaping
-from algorithms.staleness import NoStaleness, Staleness
-from algorithms.teacher import Teacher
+from algorithms.staleness import Lag, NoStaleness, Staleness
 from flash.ages import max_age
 from flash.config.section import (
     BelowOne,

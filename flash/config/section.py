@@ -11,7 +11,7 @@ from msgspec import Meta
 from flash.sampling import PLAIN, Sampling
 
 if TYPE_CHECKING:
-    from algorithms.teacher import Teacher
+    from algorithms.references import Teacher
 
 MOST = 2**31 - 1
 """The largest of any count: what libraries below hold in 32 bits."""

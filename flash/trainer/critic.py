@@ -3,7 +3,7 @@
 A critic's backbone starts as the policy's model, or as `critic.path`; on top is one linear output that starts at zero.
 It is sharded like the policy, keeps float32 master weights, and has its own optimizer. The value head runs in float32
 also where the backbone runs in bfloat16: returns differ by less than bfloat16 resolves. Several critics begin alike and
-come apart by what they learn from: each has responses of its own (`algorithms.dealing`).
+come apart by what they learn from: each has responses of its own (`algorithms.critics`).
 
 Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
 Shape legend: P = packed tokens, T = action tokens of a micro-batch, M = those that this rank answers for.

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from algorithms.advantages import FloatArray, moments, whiten
-from algorithms.gae import discounted_sums, gae, monte_carlo
-from algorithms.kl import kl
+from algorithms.critics import discounted_sums, gae, monte_carlo
+from algorithms.references import kl
 from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.foreign.peft import without_adapters

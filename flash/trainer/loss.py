@@ -2,7 +2,7 @@
 
     loss = objective · Π corrections · weight + β · KL − bonus · entropy · the objective's factor of it
 
-A teacher has its say in the advantage that the objective sees (`algorithms.teacher`).
+A teacher has its say in the advantage that the objective sees (`algorithms.references`).
 
 The corrections multiply the policy's loss only; a token that one of them rejects has no loss of any kind and leaves the
 mask. Shape legend: T = action tokens of a micro-batch.
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from algorithms.base import Objective, PackedTokens, Proximal
 from algorithms.corrections import correct
-from algorithms.kl import kl
-from algorithms.proximal import loglinear
-from algorithms.teacher import Teacher, distilled
+from algorithms.references import Teacher, distilled, kl, loglinear
 from flash.ages import age_of
 from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts

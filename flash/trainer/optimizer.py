@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from algorithms.base import PackedTokens
-from algorithms.lag import Lag
+from algorithms.staleness import Lag
 from flash.ages import version_of
 from flash.config.learning import TrainConfig
 from flash.errors import ContractError

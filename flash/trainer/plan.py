@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from algorithms.dealing import deal
+from algorithms.critics import deal
 from flash.ages import age_of
 from flash.config.learning import TrainConfig
 from flash.config.tree import Config

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from algorithms.aggregation import token_weights
 from algorithms.base import PackedTokens
 from algorithms.rhythm import Rhythm
+from algorithms.sequences import token_weights
 from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ConfigError

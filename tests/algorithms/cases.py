@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from algorithms import OBJECTIVES
-from algorithms.aggregation import token_weights
 from algorithms.base import Aggregation, Objective, PackedTokens
 from algorithms.corrections import Correction, correct
+from algorithms.sequences import token_weights
 from tests.algorithms.reference import Row
 
 LENGTHS = (7, 1, 12, 5, 9, 3, 16, 2, 8)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.aggregation import token_weights
 from algorithms.base import Aggregation
+from algorithms.sequences import token_weights
 
 MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 LENGTHS = [3, 1, 7, 4, 2]

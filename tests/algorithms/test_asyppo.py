@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.base import PackedTokens
-from algorithms.dealing import deal
-from algorithms.objectives.asyppo import AsyPpo
+from algorithms.critics import deal
+from algorithms.objectives.trust_region import AsyPpo
 from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9, 1 - 1e-13])

@@ -10,10 +10,8 @@ import torch
 
 from algorithms.base import Aggregation, Objective, PackedTokens
 from algorithms.corrections import Correction, Geometric, IcePop, SequenceMask, TokenTis, correct
-from algorithms.objectives.decoupled_ppo import DecoupledPpo
-from algorithms.objectives.grpo import Grpo
-from algorithms.objectives.m2po import M2po
-from algorithms.objectives.tis import Tis
+from algorithms.objectives.clipped import Grpo
+from algorithms.objectives.trust_region import DecoupledPpo, M2po, Tis
 from tests.algorithms.cases import DEFAULTS, LENGTHS, filled, random_tokens, rows_of, step, take, with_limit
 from tests.algorithms.reference import Reference, Row, decoupled_ppo, m2po, mates, tis
 from tests.algorithms.test_invariance import AGGREGATIONS

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from algorithms.gae import BoolArray, FloatArray, IntArray, discounted_sums, gae, monte_carlo
+from algorithms.critics import BoolArray, FloatArray, IntArray, discounted_sums, gae, monte_carlo
 
 
 def naive(

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from algorithms.kl import Estimator, Kl, kl
+from algorithms.references import Estimator, Kl, kl
 
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
 

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from algorithms.lag import Lag
+from algorithms.staleness import Lag
 
 RATE = 1e-3
 

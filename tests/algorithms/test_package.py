@@ -14,7 +14,7 @@ import pytest
 import algorithms
 from algorithms import OBJECTIVES
 from algorithms.corrections import Geometric, IcePop, SequenceMask, TokenTis
-from algorithms.kl import Kl
+from algorithms.references import Kl
 from algorithms.rhythm import Rhythm
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import ExponentialStaleness

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from algorithms.proximal import loglinear
+from algorithms.references import loglinear
 
 
 def test_the_older_the_token_the_nearer_its_proximal_policy_is_to_now() -> None:

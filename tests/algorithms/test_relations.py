@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.base import Objective, PackedTokens
-from algorithms.objectives.gspo import Gspo
-from algorithms.objectives.m2po import M2po
+from algorithms.objectives.sequence import Gspo
+from algorithms.objectives.trust_region import M2po
 from tests.algorithms.cases import LENGTHS, objective_class, random_tokens, rows_of, step, take, with_limit
 from tests.algorithms.reference import m2po_dropped
 

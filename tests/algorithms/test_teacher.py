@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from algorithms.teacher import distilled
+from algorithms.references import distilled
 
 
 @pytest.mark.parametrize("behind", [0.0, 1.0])

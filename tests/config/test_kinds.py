@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from algorithms.corrections import Geometric, IcePop, TokenTis
-from algorithms.kl import Kl
+from algorithms.references import Kl
 from algorithms.shaping import Overlong
 from algorithms.staleness import ExponentialStaleness, LinearStaleness
 from flash.config.load import load

@@ -370,7 +370,7 @@ def test_rows_that_are_gone_keep_a_run_from_starting(tmp_path: Path, name: str) 
 
 def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp_path: Path) -> None:
     config = config_of(tmp_path, "train.async_ratio=4")
-    assert config.algorithm.objective == "algorithms.supervised:Supervised"
+    assert config.algorithm.objective == "algorithms.objectives.reinforce:Supervised"
     assert config.train.async_ratio == 0
     recorded = tmp_path / "recorded.toml"
     recorded.write_text(dump(config))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.dealing import deal
-from algorithms.objectives.asyppo import SAME
+from algorithms.critics import deal
+from algorithms.objectives.trust_region import EQUAL_DEVIATION
 from flash.types import Shard
 from tests.trainer.critic_cases import Reference, Sequenced, critic_gradient, critic_weights, set_head
 from tests.trainer.step_reference import (
@@ -83,7 +83,9 @@ class Paper:
         """How many trained tokens of the batch have a lower σ, and how many a higher one."""
         mine, others = self.deviation[token.sample, token.place], self.deviation.values()
         # The first tokens of a group follow the same prompt: a tie, which stays in as a whole.
-        return sum(one < mine * (1 - SAME) for one in others), sum(one > mine * (1 + SAME) for one in others)
+        return sum(one < mine * (1 - EQUAL_DEVIATION) for one in others), sum(
+            one > mine * (1 + EQUAL_DEVIATION) for one in others
+        )
 
     def loss(
         self, adjust: Callable[[Shard, list[Token]], None], *, decoupled: bool, k: float = 0.2, h: float = 0.2

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from algorithms.lag import Lag
+from algorithms.staleness import Lag
 from flash.config.learning import AlgorithmConfig
 from flash.trainer import checkpoint
 from flash.types import Shard

@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
             ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
         )
     },
-    "supervised": {"split": "uneven", "algorithm": {"objective": "algorithms.supervised:Supervised"}},
+    "supervised": {"split": "uneven", "algorithm": {"objective": "algorithms.objectives.reinforce:Supervised"}},
     "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
     "critics": {
         "split": "uneven", "aged": True,

@@ -1,0 +1,119 @@
+"""The clipped surrogate of PPO with one ratio per token, r = π_θ / π_behaviour, and the methods that use it.
+
+The ratio is taken to the policy that sampled the token, not to the weights at the start of the step. So data from an
+older version is corrected already in the first update, where the second ratio would be 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ClipLow = Annotated[float, Meta(ge=0, le=1)]
+"""ε_low: a ratio below 1 − ε_low is clipped."""
+ClipHigh = Annotated[float, Meta(ge=0)]
+"""ε_high: a ratio above 1 + ε_high is clipped."""
+
+
+def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return [T] min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and [T] 1 where the clip removed the gradient, else 0.
+
+    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7.
+    """
+    free_T = ratio_T * advantage_T
+    bound_T = ratio_T.clamp(1 - low, 1 + high) * advantage_T
+    return free_T.minimum(bound_T), (bound_T < free_T).to(ratio_T.dtype)
+
+
+class Grpo(Objective, frozen=True):
+    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with r = π_θ / π_behaviour, A = (R − mean) / std of the group.
+
+    GRPO (Shao et al. 2024, arXiv 2402.03300), eq. 3. The KL term of the paper is a separate setting, `algorithm.kl`.
+    """
+
+    advantage = "group"
+    aggregation = "seq_mean_token_mean"
+
+    clip_low: ClipLow = 0.2
+    """ε_low."""
+    clip_high: ClipHigh = 0.2
+    """ε_high."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. Statistics: `ratio` and `clipped`."""
+        ratio_T = (tokens.logp_T - tokens.behaviour_T).exp()
+        surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
+        return ObjectiveOutput(-surrogate_T, {"ratio": ratio_T.detach(), "clipped": clipped_T})
+
+
+class Dapo(Grpo, frozen=True):
+    """GRPO with a higher upper clip and the mean over all tokens: max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)].
+
+    DAPO (Yu et al. 2025, arXiv 2503.14476), eq. 8. The other two parts of the method are separate settings: dynamic
+    sampling is `rollout.drop_equal_rewards`, the overlong penalty is `algorithms.shaping.Overlong`.
+    """
+
+    advantage = "group"
+    aggregation = "token_mean"
+
+    clip_high: ClipHigh = 0.28
+    """ε_high: unlikely tokens may rise further than they may fall, which keeps the entropy up."""
+
+
+class DrGrpo(Grpo, frozen=True):
+    """GRPO without its two biases: max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with A = R − mean of the group.
+
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). Dividing the advantage by the group's standard deviation favours very
+    easy and very hard prompts, so it is left out. Dividing token losses by the length of their response favours long
+    wrong answers, so they are divided by a constant instead.
+    """
+
+    advantage = "group_mean"
+    aggregation = "constant"
+
+
+class ReinforcePp(Grpo, frozen=True):
+    """The clipped surrogate, without groups and without a critic: A is the reward whitened over all trained tokens.
+
+    max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)]. REINFORCE++ (Hu et al. 2025, arXiv 2501.03262). On policy, r is
+    1 and the gradient is that of REINFORCE. The token-level KL of the paper is `algorithm.kl` with `estimator = "k1"`
+    and `place = "reward"`.
+    """
+
+    advantage = "batch"
+    aggregation = "token_mean"
+
+
+class Ppo(Objective, frozen=True):
+    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)], A from a critic (GAE); where A < 0, at least c A.
+
+    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7, with the dual clip (Ye et al. 2020, arXiv 1912.09729).
+    """
+
+    advantage = "gae"
+    aggregation = "token_mean"
+
+    clip_low: ClipLow = 0.2
+    """ε_low."""
+    clip_high: ClipHigh = 0.2
+    """ε_high."""
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """c: where A < 0, a ratio above c has no gradient (3 is usual). None: no such bound."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. Statistics: `ratio` and `clipped` (by either clip)."""
+        ratio_T = (tokens.logp_T - tokens.behaviour_T).exp()
+        surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
+        if self.dual_clip is not None:
+            # Without this bound the loss of a token with A < 0 grows with its ratio without end, and stale data has
+            # large ratios.
+            beyond_T = (ratio_T > self.dual_clip) & (tokens.advantage_T < 0)
+            surrogate_T = (self.dual_clip * tokens.advantage_T).where(beyond_T, surrogate_T)
+            clipped_T = clipped_T.masked_fill(beyond_T, 1.0)
+        return ObjectiveOutput(-surrogate_T, {"ratio": ratio_T.detach(), "clipped": clipped_T})

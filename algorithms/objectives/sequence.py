@@ -1,0 +1,133 @@
+"""Objectives with one ratio for a whole response, as the reward belongs to the whole response.
+
+Sums over a response are taken over its unmasked tokens, in float64 (`algorithms.sequences`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
+
+from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+from algorithms.objectives.clipped import ClipHigh, ClipLow, clipped_surrogate
+from algorithms.sequences import sequence_lengths, sequence_mean, sequence_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Largest |log ρ| of a sequence, in nats: larger ones are clamped. Weights are cut at much smaller ratios, so the clamp
+only keeps the statistics finite."""
+
+
+class Gspo(Objective, frozen=True):
+    """max E[min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)], s = (π_θ(sequence) / π_behaviour(sequence))^(1 / length).
+
+    GSPO (Zheng et al. 2025, arXiv 2507.18071), in the form of the paper's GSPO-token (eq. 13 and 14): the value of s
+    is that of the sequence, its gradient is that of the token. Where A is constant over a sequence, value and gradient
+    are those of GSPO (eq. 5). Where A differs between tokens (`turn`, `gae`), the formula still holds.
+    """
+
+    advantage = "group"
+    aggregation = "seq_mean_token_mean"
+
+    clip_low: ClipLow = 3e-4
+    """ε_low; small, since s is a geometric mean."""
+    clip_high: ClipHigh = 4e-4
+    """ε_high."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. Statistics: `ratio` (s) and `clipped`."""
+        fixed_T = tokens.logp_T.detach()
+        mean_T = sequence_mean(tokens, fixed_T - tokens.behaviour_T).to(fixed_T.dtype)[tokens.sequence_T]
+        # logp − fixed is 0 and carries the token's gradient.
+        ratio_T = (mean_T + tokens.logp_T - fixed_T).exp()
+        surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
+        return ObjectiveOutput(-surrogate_T, {"ratio": ratio_T.detach(), "clipped": clipped_T})
+
+
+class Topr(Objective, frozen=True):
+    """max E[A log π_θ] over T⁺, E[sg(clip(ρ, low, high)) A log π_θ] over T⁻, ρ = Π_t π_θ / π_behaviour.
+
+    TOPR, tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286). T⁺ are the good trajectories; their
+    weight is 1, as in supervised learning. T⁻ are the bad ones; their weight is a truncated sequence ratio, so that a
+    trajectory which the policy no longer produces is not pushed down further. Neither weight grows without bound.
+    """
+
+    advantage = "group"
+    aggregation = "seq_mean_token_mean"
+
+    low: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """a⁻: smallest weight in T⁻."""
+    high: Annotated[float, Meta(ge=1, le=1e6)] = 1.0
+    """b⁻: largest weight in T⁻."""
+    split: Literal["reward", "advantage"] = "reward"
+    """Number that is above 0 for a trajectory in T⁺: its reward, as in the paper, or its advantage."""
+
+    def taper(self, tokens: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three tensors [T], detached: bool, the token is in T⁺; ρ of its sequence; its weight."""
+        log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach()
+        ratio_S = sequence_sum(tokens, log_ratio_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio_T = ratio_S.to(log_ratio_T.dtype)[tokens.sequence_T]
+        positive_T = (tokens.reward_T if self.split == "reward" else tokens.advantage_T) > 0
+        return positive_T, ratio_T, ratio_T.clamp(self.low, self.high).masked_fill(positive_T, 1.0)
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. Statistics: `ratio` (ρ), `clipped` (weight cut, in T⁻), and `weight` as used."""
+        positive_T, ratio_T, weight_T = self.taper(tokens)
+        cut_T = (weight_T != ratio_T) & ~positive_T
+        stats = {"ratio": ratio_T, "clipped": cut_T.to(ratio_T.dtype), "weight": weight_T}
+        return ObjectiveOutput(-weight_T * tokens.advantage_T * tokens.logp_T, stats)
+
+
+class ToprWeighted(Topr, frozen=True):
+    """max w⁺ E[A log π_θ] over T⁺, w⁻ E[sg(clip(ρ, low, high)) A log π_θ] over T⁻, ρ = Π_t π_θ / π_behaviour.
+
+    TOPR with a weight on each of its two sets, as in ROLL Flash (arXiv 2510.11345).
+    """
+
+    positive: Annotated[float, Meta(ge=0)] = 1.0
+    """w⁺: 0 learns from bad trajectories alone."""
+    negative: Annotated[float, Meta(ge=0)] = 1.0
+    """w⁻: 0 learns from good trajectories alone, like rejection sampling."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. Statistics: `ratio` (ρ), `clipped` (weight cut, in T⁻), and `weight` as used."""
+        positive_T, ratio_T, taper_T = self.taper(tokens)
+        weight_T = (self.positive * taper_T).where(positive_T, self.negative * taper_T)
+        cut_T = (taper_T != ratio_T) & ~positive_T
+        stats = {"ratio": ratio_T, "clipped": cut_T.to(ratio_T.dtype), "weight": weight_T}
+        return ObjectiveOutput(-weight_T * tokens.advantage_T * tokens.logp_T, stats)
+
+
+class Kimi15(Objective, frozen=True):
+    """max E[A log π_θ(response) − τ/2 (log π_θ(response) − log π_behaviour(response))²], A = R − mean of the group.
+
+    Kimi k1.5's mirror descent (arXiv 2501.12599), eq. 3: a squared log-ratio holds the policy near the one that
+    sampled. The optimum of the regularised problem satisfies log π − log π_behaviour = (R − const) / τ for every
+    response, whichever policy sampled it. The loss is the gradient of the squared gap between the two sides, so it is
+    right for off-policy data without a ratio.
+    """
+
+    advantage = "group_mean"
+    aggregation = "seq_mean_token_sum"
+
+    tau: Annotated[float, Meta(gt=0)] = 0.1
+    """τ."""
+    penalty: Literal["sequence", "token"] = "sequence"
+    """Log-ratio that is squared: that of the response, as in the paper, or that of each token alone, which is weaker on
+    long responses."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        """Return the loss per token. The square of a response is divided evenly over its tokens.
+
+        Statistics: `ratio`, per token.
+        """
+        log_ratio_T = tokens.logp_T - tokens.behaviour_T
+        square_T = log_ratio_T.square()
+        if self.penalty == "sequence":
+            square_S = sequence_sum(tokens, log_ratio_T).square() / sequence_lengths(tokens)
+            square_T = square_S.to(log_ratio_T.dtype)[tokens.sequence_T]
+        loss_T = self.tau / 2 * square_T - tokens.advantage_T * tokens.logp_T
+        return ObjectiveOutput(loss_T, {"ratio": log_ratio_T.detach().exp()})

@@ -1,0 +1,98 @@
+"""Comparisons with another policy: KL to a reference, distillation from a teacher, and an interpolated proximal policy.
+
+KL divergence from a reference policy is estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence").
+With δ = log π − log π_ref at a token that π sampled:
+
+| estimator | value | its mean under π | expected gradient as a loss |
+|---|---|---|---|
+| k1 | δ | KL(π ‖ π_ref) | **zero**: E[∇ log π] = 0, so it adds noise and no pull at all |
+| k2 | δ² / 2 | about KL, second order in δ | ∇ KL(π ‖ π_ref), exactly |
+| k3 | exp(−δ) − 1 + δ | KL(π ‖ π_ref) | ∇ KL(π_ref ‖ π), equal to ∇ KL(π ‖ π_ref) to first order in δ |
+
+An estimator with the right value may have the wrong gradient. k1 is the estimator to subtract from the *reward*, where
+the policy gradient supplies ∇ log π, and it is refused in the loss. On samples of an older policy all three are biased
+by the distance to that policy.
+
+On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. Per token, the objective gets
+the reverse KL divergence of the policy from the teacher as advantage (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with
+λ = 1 and the reverse KL; Gu et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab
+2025, "On-Policy Distillation"):
+
+    A_t = A_t of the rewards − β (log π(y_t | y_<t) − log π_T(y_t | y_<t))
+
+Shape legend: T = packed action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pull of the policy towards a reference policy."""
+
+    estimator: Estimator = "k3"
+    """k1: log-ratio, refused in the loss; k2: half its square; k3: GRPO's, never negative."""
+    coefficient: Annotated[float, Meta(gt=0)]
+    """β, the factor of the estimate."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: add the estimate to the token's loss. reward: subtract it from the token's reward."""
+    reference: str | None = None
+    """Folder or hub id of the reference model. None: the policy at the start of the run."""
+    refresh: Annotated[int, Meta(gt=0)] | None = None
+    """Steps after which the current policy becomes the reference (arXiv 2505.24864). None: never."""
+
+
+class Teacher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Teacher of on-policy distillation: a model that scores the tokens that the policy samples."""
+
+    path: str | None = None
+    """Folder or hub id of a model with the policy's tokenizer, which the trainer holds in memory."""
+    url: str | None = None
+    """Address of a vLLM server that serves the teacher, `http://HOST:PORT`."""
+    coefficient: Annotated[float, Meta(gt=0)] = 1.0
+    """β, the factor of log π − log π_teacher."""
+    reward: bool = False
+    """True to add the teacher's term to the advantages of the rewards; false to use the teacher's term alone."""
+
+
+def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:
+    """Return [T]: the KL estimate at each token. The gradient flows through `logp_T`."""
+    delta_T = logp_T - reference_T
+    if estimator == "k1":
+        return delta_T
+    if estimator == "k2":
+        return delta_T.square() / 2
+    return (-delta_T).expm1() + delta_T
+
+
+def distilled(advantage_T: Tensor, logp_T: Tensor, teacher_T: Tensor, coefficient: float) -> Tensor:
+    """Return [T], no gradient: A_t − β (log π − log π_T), with β = `coefficient`.
+
+    The term of a token is its own: no token is charged for later tokens. Under the objective's importance ratio
+    r = π / π_behaviour, E[−r A_t ∇ log π] is then β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)) at the
+    sampled prefixes y_<t, whichever version sampled them. `logp_T` is under the weights at which the loss is computed.
+    """
+    return advantage_T - coefficient * (logp_T.detach() - teacher_T)
+
+
+def loglinear(logp_T: Tensor, behaviour_T: Tensor, age_T: Tensor) -> Tensor:
+    """Return [T], no gradient: log-probs of a proximal policy without a forward pass (AReaL; A-3PO, arXiv 2512.06547).
+
+        proximal = behaviour + a (logp − behaviour),   a = (v_proximal − v_behaviour) / (v_θ − v_behaviour)
+
+    It lies between the policy that sampled the token and the current one, nearer to the current one the older the token
+    is. The policy in training is one version ahead of the one at the start of the step, v_θ = v_proximal + 1. So with
+    `age_T` = v_proximal − v_behaviour in versions, a = age / (age + 1). A token of the current version has proximal =
+    behaviour.
+    """
+    age_T = age_T.to(behaviour_T.dtype)
+    return behaviour_T + age_T / (age_T + 1) * (logp_T.detach() - behaviour_T)
