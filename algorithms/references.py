@@ -13,10 +13,10 @@ An estimator with the right value may have the wrong gradient. k1 is the estimat
 the policy gradient supplies ∇ log π, and it is refused in the loss. On samples of an older policy all three are biased
 by the distance to that policy.
 
-On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. Per token, the objective gets
-the reverse KL divergence of the policy from the teacher as advantage (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with
-λ = 1 and the reverse KL; Gu et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab
-2025, "On-Policy Distillation"):
+On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. Per token, the reverse KL
+divergence of the policy from the teacher lowers the advantage (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with λ = 1
+and the reverse KL; Gu et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025,
+"On-Policy Distillation"):
 
     A_t = A_t of the rewards − β (log π(y_t | y_<t) − log π_T(y_t | y_<t))
 

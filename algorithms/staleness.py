@@ -106,17 +106,17 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # Derivation: for a token, let a be its lag in versions, where the earlier updates of the same step count as
     # fractions of a version. Let R be the sum of the rates applied over that time, where the rate of a version is the
     # mean of its updates. To first order in the weights, with updates that agree in their direction, log r = R · g,
-    # where g is the change of the token's log-prob per version at a rate of 1. Then distance² = g² · mean R². A batch of
-    # the same lags behind updates of one rate would be at g² · rate² · mean a². Setting this equal to the budget gives
-    # the rule, with past rate = √(mean R² / mean a²): the mean of the applied rates, weighted by the lags. Earlier
-    # reductions of the rate are thereby taken out of the measurement. So the distance settles at the budget, and not
-    # between the budget and the distance that it would reach without a limit.
+    # where g is the change of the token's log-prob per version at a rate of 1. Then distance² = g² · mean R². A batch
+    # of the same lags behind updates of one rate would be at g² · rate² · mean a². Setting this equal to the budget
+    # gives the rule, with past rate = √(mean R² / mean a²): the mean of the applied rates, weighted by the lags.
+    # Earlier reductions of the rate are thereby taken out of the measurement. So the distance settles at the budget,
+    # and not between the budget and the distance that it would reach without a limit.
     #
     # The disagreement of engine and trainer at equal weights is subtracted, because no rate has made it. If it counted
     # as distance, the rate would fall further the less distance the rate itself makes, and stay down for good.
     #
-    # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate over
-    # 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on
+    # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate
+    # over 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on
     # tokens of the current version always has its whole rate.
     def scale(
         self, rate: float, square: float, counts: Sequence[float], lags: Sequence[float], moved: Sequence[float]

@@ -189,8 +189,8 @@ class M2po(Objective, frozen=True):
 
     M2PO (Zheng et al. 2025, arXiv 2510.01161). A token is outward if the objective would push its ratio further from 1:
     A > 0 and r > 1, or A < 0 and r < 1. Of the outward tokens of a minibatch, those with the largest (log r)² are
-    dropped, as few as bring the mean (log r)² of the remaining outward tokens to τ or below. All other tokens keep their
-    gradient however large their ratio is.
+    dropped, as few as bring the mean (log r)² of the remaining outward tokens to τ or below. All other tokens keep
+    their gradient however large their ratio is.
 
     The mean is over outward tokens, as in the authors' code and not as in the paper's formula. The authors' code also
     caps log-ratios and clips with a minimal range; this class does neither. Dropped tokens stay in the denominator:

@@ -1,9 +1,8 @@
-"""What AsyPPO leaves out by the critics' disagreement, and how responses are dealt to the critics."""
+"""The tokens that AsyPPO leaves out by the critics' disagreement."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.base import PackedTokens
-from algorithms.critics import deal
 from algorithms.objectives.trust_region import AsyPpo
 from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
 
@@ -110,49 +108,3 @@ def test_what_belongs_to_the_decoupled_form_has_no_effect_without_it() -> None:
     assert set(AsyPpo().without_effect()) == {"weight_cap", "cap", "proximal", "ewma_decay"}
     assert set(AsyPpo(decoupled=True).without_effect()) == {"ewma_decay"}
     assert AsyPpo(decoupled=True, proximal="ewma").without_effect() == {}
-
-
-GROUPS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=8, unique_by=lambda one: one[0]
-)
-
-
-@given(GROUPS, st.integers(1, 4), st.integers(0, 3))
-def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
-    groups: list[tuple[int, int]], critics: int, seed: int
-) -> None:
-    ids = [group for group, size in groups for _ in range(size)]
-    critic_B = deal(ids, critics, seed).tolist()
-    assert len(critic_B) == len(ids)
-    for group, _ in groups:
-        counts = Counter(critic for critic, mine in zip(critic_B, ids, strict=True) if mine == group)
-        each = [counts[critic] for critic in range(critics)]
-        assert sum(counts.values()) == sum(each)
-        assert max(each) - min(each) <= 1
-
-
-@given(GROUPS, st.randoms(use_true_random=False))
-def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple[int, int]], shuffled: object) -> None:
-    ids = [group for group, size in groups for _ in range(size)]
-    mixed = list(ids)
-    shuffled.shuffle(mixed)  # pyright: ignore[reportAttributeAccessIssue]
-    whole, other = deal(ids, 2, 7), deal(mixed, 2, 7)
-    for group, size in groups:
-        alone = deal([group] * size, 2, 7).tolist()
-        assert whole[np.array(ids) == group].tolist() == other[np.array(mixed) == group].tolist() == alone
-
-
-def test_what_a_group_has_over_goes_round_the_critics() -> None:
-    assert deal(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
-    triples = [group for group in range(4) for _ in range(3)]
-    assert Counter(deal(triples, 2, 0).tolist()) == {0: 6, 1: 6}
-
-
-def test_another_seed_or_group_deals_otherwise_and_the_same_one_alike() -> None:
-    eight = [3] * 8
-    dealt = {tuple(deal(eight, 2, seed).tolist()) for seed in range(20)}
-    assert len(dealt) > 10
-    assert len({tuple(deal([group] * 8, 2, 0).tolist()) for group in range(0, 40, 2)}) > 10
-    assert deal(eight, 2, 5).tolist() == deal(eight, 2, 5).tolist()
-    assert not deal(eight, 1, 5).any()
-    assert not deal(eight, 0, 5).any()

@@ -1,10 +1,15 @@
+"""Reductions over sequences, and the weights that aggregate token losses."""
+
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 import torch
 
-from algorithms.sequences import sequence_lengths, sequence_mean, sequence_sum
+from algorithms.base import Aggregation
+from algorithms.sequences import sequence_lengths, sequence_mean, sequence_sum, token_weights
 from tests.algorithms.cases import ALL_MASKED, LENGTHS, random_tokens
 
 
@@ -38,3 +43,64 @@ def test_gradients_reach_unmasked_tokens_only() -> None:
     sequence_sum(tokens, leaf_T).sum().backward()
     assert leaf_T.grad is not None
     assert torch.equal(leaf_T.grad, tokens.mask_T.double())
+
+
+MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+COUNTS = [3, 1, 7, 4, 2]
+CONSTANT = 12.0
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, mask and sequence of each token; the last sequence is masked altogether."""
+    generator = torch.Generator().manual_seed(0)
+    loss_T = torch.randn(sum(COUNTS), generator=generator, dtype=torch.float64)
+    mask_T = torch.rand(sum(COUNTS), generator=generator) < 0.7
+    mask_T[0] = mask_T[3] = mask_T[4] = mask_T[11] = True
+    mask_T[-COUNTS[-1] :] = False
+    sequence_T = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    return loss_T, mask_T, sequence_T
+
+
+def naive(mode: Aggregation, loss: list[float], mask: list[bool], sequence: list[int]) -> float:
+    kept = [[x for x, m, s in zip(loss, mask, sequence, strict=True) if m and s == at] for at in range(len(COUNTS))]
+    kept = [one for one in kept if one]
+    if mode == "token_mean":
+        return sum(map(sum, kept)) / sum(map(len, kept))
+    divisors = {"seq_mean_token_mean": None, "seq_mean_token_sum": 1, "constant": CONSTANT}
+    return sum(sum(one) / (divisors[mode] or len(one)) for one in kept) / len(kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
+def test_the_weighted_sum_equals_a_loop_over_sequences(mode: Aggregation, dtype: torch.dtype, tolerance: float) -> None:
+    loss_T, mask_T, sequence_T = batch()
+    totals = {"total_tokens": int(mask_T.sum()), "total_sequences": len(set(sequence_T[mask_T].tolist()))}
+    weight_T = token_weights(mode, mask_T, sequence_T, len(COUNTS), **totals, constant=CONSTANT)
+    found = (weight_T * loss_T.to(dtype)).sum().item()
+    assert found == pytest.approx(naive(mode, loss_T.tolist(), mask_T.tolist(), sequence_T.tolist()), abs=tolerance)
+    assert (weight_T[~mask_T] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_split_into_micro_batches_gives_the_same_weights(mode: Aggregation) -> None:
+    _, mask_T, sequence_T = batch()
+    totals = {"total_tokens": int(mask_T.sum()), "total_sequences": len(set(sequence_T[mask_T].tolist()))}
+    whole = token_weights(mode, mask_T, sequence_T, len(COUNTS), **totals)
+    for first in range(1, len(COUNTS)):
+        cut = int(np.cumsum(COUNTS)[first - 1])
+        left = token_weights(mode, mask_T[:cut], sequence_T[:cut], first, **totals)
+        right = token_weights(mode, mask_T[cut:], sequence_T[cut:] - first, len(COUNTS) - first, **totals)
+        torch.testing.assert_close(torch.cat([left, right]), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_trained_tokens_weighs_nothing(mode: Aggregation) -> None:
+    mask_T = torch.zeros(3, dtype=torch.bool)
+    weight_T = token_weights(mode, mask_T, torch.tensor([0, 0, 1]), 2, total_tokens=0, total_sequences=0)
+    assert (weight_T == 0).all()
+
+
+def test_under_the_constant_a_token_weighs_the_same_however_long_its_sequence() -> None:
+    _, mask_T, sequence_T = batch()
+    weight_T = token_weights("constant", mask_T, sequence_T, 5, total_tokens=9, total_sequences=4, constant=CONSTANT)
+    assert weight_T[mask_T].unique().tolist() == [1 / 4 / CONSTANT]

@@ -83,9 +83,8 @@ class Paper:
         """How many trained tokens of the batch have a lower σ, and how many a higher one."""
         mine, others = self.deviation[token.sample, token.place], self.deviation.values()
         # The first tokens of a group follow the same prompt: a tie, which stays in as a whole.
-        return sum(one < mine * (1 - EQUAL_DEVIATION) for one in others), sum(
-            one > mine * (1 + EQUAL_DEVIATION) for one in others
-        )
+        low, high = mine * (1 - EQUAL_DEVIATION), mine * (1 + EQUAL_DEVIATION)
+        return sum(one < low for one in others), sum(one > high for one in others)
 
     def loss(
         self, adjust: Callable[[Shard, list[Token]], None], *, decoupled: bool, k: float = 0.2, h: float = 0.2

@@ -1,11 +1,16 @@
+"""Advantages and targets from critics, and the assignment of responses to critics."""
+
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from algorithms.critics import BoolArray, FloatArray, IntArray, discounted_sums, gae, monte_carlo
+from algorithms.critics import BoolArray, FloatArray, IntArray, deal, discounted_sums, gae, monte_carlo
 
 
 def naive(
@@ -150,3 +155,49 @@ def test_a_number_that_is_not_finite_is_refused_with_its_place(which: str) -> No
     (reward if which == "reward" else value)[3] = math.nan
     with pytest.raises(ValueError, match=f"{which} of unmasked token 3"):
         gae(reward, value, mask, sequence, gamma=1.0, lam=1.0)
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=8, unique_by=lambda one: one[0]
+)
+
+
+@given(GROUPS, st.integers(1, 4), st.integers(0, 3))
+def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
+    groups: list[tuple[int, int]], critics: int, seed: int
+) -> None:
+    ids = [group for group, size in groups for _ in range(size)]
+    critic_B = deal(ids, critics, seed).tolist()
+    assert len(critic_B) == len(ids)
+    for group, _ in groups:
+        counts = Counter(critic for critic, mine in zip(critic_B, ids, strict=True) if mine == group)
+        each = [counts[critic] for critic in range(critics)]
+        assert sum(counts.values()) == sum(each)
+        assert max(each) - min(each) <= 1
+
+
+@given(GROUPS, st.randoms(use_true_random=False))
+def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple[int, int]], shuffled: object) -> None:
+    ids = [group for group, size in groups for _ in range(size)]
+    mixed = list(ids)
+    shuffled.shuffle(mixed)  # pyright: ignore[reportAttributeAccessIssue]
+    whole, other = deal(ids, 2, 7), deal(mixed, 2, 7)
+    for group, size in groups:
+        alone = deal([group] * size, 2, 7).tolist()
+        assert whole[np.array(ids) == group].tolist() == other[np.array(mixed) == group].tolist() == alone
+
+
+def test_what_a_group_has_over_goes_round_the_critics() -> None:
+    assert deal(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
+    triples = [group for group in range(4) for _ in range(3)]
+    assert Counter(deal(triples, 2, 0).tolist()) == {0: 6, 1: 6}
+
+
+def test_another_seed_or_group_deals_otherwise_and_the_same_one_alike() -> None:
+    eight = [3] * 8
+    dealt = {tuple(deal(eight, 2, seed).tolist()) for seed in range(20)}
+    assert len(dealt) > 10
+    assert len({tuple(deal([group] * 8, 2, 0).tolist()) for group in range(0, 40, 2)}) > 10
+    assert deal(eight, 2, 5).tolist() == deal(eight, 2, 5).tolist()
+    assert not deal(eight, 1, 5).any()
+    assert not deal(eight, 0, 5).any()

@@ -1,3 +1,5 @@
+"""KL to a reference, distillation from a teacher, and the interpolated proximal policy."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from algorithms.references import Estimator, Kl, kl
+from algorithms.references import Estimator, Kl, distilled, kl, loglinear
 
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
 
@@ -107,3 +109,49 @@ def test_by_default_k3_in_the_loss_to_the_initial_policy() -> None:
     assert msgspec.convert({"coefficient": 0.01}, Kl) == Kl(
         estimator="k3", coefficient=0.01, place="loss", reference=None
     )
+
+
+@pytest.mark.parametrize("behind", [0.0, 1.0])
+def test_the_expected_gradient_is_that_of_the_reverse_kl(behind: float) -> None:
+    """Whatever policy has sampled, with the importance ratio."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher, other = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    logp = logits.log_softmax(-1)
+    teacher = teacher.log_softmax(-1)
+    sampled = (logits.detach() + behind * other).log_softmax(-1)
+    advantage = distilled(torch.zeros_like(logp), logp, teacher, 0.7)
+    ratio = (logp - sampled).exp()
+    (found,) = torch.autograd.grad(-(sampled.exp() * ratio * advantage).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(0.7 * (logp.exp() * (logp - teacher)).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_policy_that_speaks_as_its_teacher_has_nothing_to_learn() -> None:
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = distilled(torch.tensor([0.5, 0.0]), logp, logp.detach(), 3.0)
+    assert torch.equal(found, torch.tensor([0.5, 0.0]))
+    assert not found.requires_grad
+
+
+def test_the_older_the_token_the_nearer_its_proximal_policy_is_to_now() -> None:
+    logp_T = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    behaviour_T = torch.full((4,), -2.0, dtype=torch.float64)
+    found_T = loglinear(logp_T, behaviour_T, torch.tensor([0, 1, 3, 9]))
+    assert found_T.tolist() == pytest.approx([-2.0, -1.5, -1.25, -1.1])
+    assert not found_T.requires_grad
+
+
+def test_it_is_the_share_of_versions_that_lies_behind() -> None:
+    """a = (v_proximal − v_behaviour) / (v_θ − v_behaviour), one version ahead of the proximal one."""
+    logp_T, behaviour_T = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    version_T, proximal = torch.tensor([7, 6, 5, 4, 2, 0]), 7
+    share_T = (proximal - version_T).double() / (proximal + 1 - version_T)
+    expected_T = behaviour_T + share_T * (logp_T - behaviour_T)
+    torch.testing.assert_close(loglinear(logp_T, behaviour_T, proximal - version_T), expected_T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
+    found_T = loglinear(torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype), torch.tensor([1, 2]))
+    assert found_T.dtype == dtype
