@@ -42,7 +42,7 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.transport.client import connect
-from flash.transport.request import Request
+from flash.transport.frames import Request
 from flash.transport.server import serve
 from flash.types import Canary, Published
 

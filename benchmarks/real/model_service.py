@@ -31,7 +31,7 @@ from flash.rollout.engine import EpisodeRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.transport.collecting import seldom_collected
+from flash.transport.connection import rare_garbage_collection
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
 
 AGENTS = 500
@@ -153,7 +153,7 @@ async def agents() -> None:
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     sys.stdout.write(f"{listener.extra(SocketAttribute.local_port)}\n")
     sys.stdout.flush()
-    with seldom_collected():  # What is measured is the endpoint, and not the collections of those who call it.
+    with rare_garbage_collection():  # What is measured is the endpoint, and not the collections of those who call it.
         await listener.serve(_agent)
 
 
@@ -215,7 +215,7 @@ async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tu
         played.append(ended)
 
     start, cpu = time.perf_counter(), time.process_time()
-    with seldom_collected():  # As in a node's loop.
+    with rare_garbage_collection():  # As in a node's loop.
         async with sharing("model_service"), anyio.create_task_group() as episodes:
             for number in range(count):
                 episodes.start_soon(one, number)

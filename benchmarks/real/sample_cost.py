@@ -44,7 +44,7 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.run.node_loop import unix_clock
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.types import Canary, Completion, Lease, Published, Task, VersionRun
 
 TOKENS, GROUP = 16, 8

@@ -38,8 +38,8 @@ from flash.observe.observer import MemoryObserver
 from flash.samples.batches import deal
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ALIKE
-from flash.transport.collecting import seldom_collected
-from flash.transport.request import Request
+from flash.transport.connection import rare_garbage_collection
+from flash.transport.frames import Request
 from flash.transport.server import Peer, serve
 from flash.types import Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
@@ -151,7 +151,7 @@ async def scene(
         port = await tasks.start(partial(serve, deadline=60), "127.0.0.1", 0, token, p.HubRequest, handler)
         numbers = (port, token.hex(), size.nodes, size.engines, RANKS)
         command = [sys.executable, "-m", "benchmarks.simulated.hub_peers", *map(str, numbers)]
-        with seldom_collected():
+        with rare_garbage_collection():
             async with await anyio.open_process(command, cwd=ROOT, stderr=None) as process:
                 assert process.stdin is not None
                 assert process.stdout is not None

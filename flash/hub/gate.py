@@ -29,7 +29,7 @@ from flash.hub.hub import Hub
 from flash.hub.trainers import INCARNATION_OVER
 from flash.observe.cluster import FAILURE_TEXT, NodeStatus
 from flash.observe.columns.table import columns
-from flash.transport.request import Request
+from flash.transport.frames import Request
 from flash.transport.server import Peer
 from flash.types import Activity, Failure, Outcome, Task, Trajectory
 

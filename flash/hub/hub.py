@@ -33,7 +33,7 @@ from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
 from flash.samples.tasks import TaskSource
-from flash.transport.request import ReplyT, Request, answered
+from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group
 
 LEASES = 40
@@ -195,7 +195,7 @@ class Hub:
 
     async def handle(self, request: Request[ReplyT]) -> ReplyT:
         """Answer one request of the protocol."""
-        return answered(request, await self._answer(request))
+        return check_reply(request, await self._answer(request))
 
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:

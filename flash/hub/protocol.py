@@ -19,7 +19,7 @@ import msgspec
 from flash import types
 from flash.observe.cluster import NodeStatus
 from flash.trained import TrainedSample
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
 

@@ -24,7 +24,7 @@ from flash.hub.work import NodeWork
 from flash.samples.batches import cut, deal, gather
 from flash.samples.measures import means, measured
 from flash.samples.slices import forgotten, in_slices
-from flash.transport.slices import encoded_pieces
+from flash.transport.frames import encoded_pieces
 from flash.types import Batch, Published, Shard
 
 

@@ -9,7 +9,7 @@ import anyio
 
 from flash.errors import TransportError
 from flash.hub import protocol as p
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 
 
 class HubLink(NamedTuple):

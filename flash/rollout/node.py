@@ -41,8 +41,8 @@ from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
 from flash.samples.rules import ALIKE, Problems
-from flash.transport.collecting import seldom_collected
-from flash.transport.request import ReplyT, Request
+from flash.transport.connection import rare_garbage_collection
+from flash.transport.frames import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory
 from flash.waiting import deadline, unwrapped_group
 
@@ -235,7 +235,7 @@ class RolloutNode:
             await self._env.prepare()
 
     async def _serve_hub(self) -> None:
-        with seldom_collected():
+        with rare_garbage_collection():
             async with anyio.create_task_group() as group:
                 for place in range(len(self._supervisors)):
                     group.start_soon(self._keep, place)

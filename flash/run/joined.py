@@ -36,7 +36,7 @@ from flash.run.processes.token import VARIABLE
 from flash.run.startup import EVERY_S, start_of_engines
 from flash.text import harmless
 from flash.transport.client import connect
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.waiting import first_error, unwrapped_group
 
 

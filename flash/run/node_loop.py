@@ -55,7 +55,7 @@ from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
 from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
 from flash.transport.client import connect
-from flash.transport.collecting import seldom_collected
+from flash.transport.connection import rare_garbage_collection
 from flash.transport.server import serve
 from flash.waiting import first_error
 
@@ -227,7 +227,7 @@ async def _run_hub(
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
             group.start_soon(_roll_out_here, hub, config, env, address, now)
-        with seldom_collected():
+        with rare_garbage_collection():
             end = await hub.run()
         if end.unfinished:
             tell(cut_short(end.unfinished, config))

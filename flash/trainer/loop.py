@@ -23,7 +23,7 @@ from flash.trainer.checkpoint_files import FileEntry
 from flash.trainer.model.adapters import engine_tensors
 from flash.trainer.performance import StepProfiler
 from flash.trainer.step import Trainer
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.types import Activity, Published, Shard
 from flash.weights.publisher import WeightPublisher
 

@@ -1,16 +1,22 @@
-"""Both ends of a new connection prove that they hold the run's token, which itself never travels.
+"""The proof with which a connection begins: both ends show that they hold the run's token, without sending it.
 
     client → server   magic | client nonce
     server → client   magic | server nonce | HMAC-SHA256(token, "server" | both nonces)
     client → server   HMAC-SHA256(token, "client" | both nonces | name) | length of name | name
     server → client   accepted
 
-Fresh nonces from both ends make a recorded proof useless, and the two roles differ, so that no proof can be sent back.
-Every message has a fixed or bounded size: an unproven peer cannot make us allocate. The proof says who opened the
-connection; what follows is neither encrypted nor signed, so that the network between the nodes has to be trusted.
+`flash.transport` (client: a node or trainer rank; server: the hub) and `flash.weights.tcp` (client: an engine's worker;
+server: the trainer's rank 0) run it before anything else is sent.
 
-`client_handshake` and `server_handshake` hold the protocol and do no I/O; they are run over a stream for the hub's
-connections, and over blocking sockets for the transfer of weights. The callers set the deadline.
+Security properties:
+- Mutual: each end checks the other's proof. The client checks first, so an impostor server learns no proof.
+- No replay: both nonces are new in each connection, so that a recorded proof is useless.
+- No reflection: the roles "client" and "server" are part of the proofs, so that a proof cannot be sent back.
+- Bounded: every message has a fixed or bounded size, so that an unproven peer cannot make us allocate memory.
+- Not covered: what follows is neither encrypted nor signed. The network between the nodes has to be trusted.
+
+`client_handshake` and `server_handshake` hold the protocol and do no I/O; a driver runs them over an anyio stream or a
+blocking socket. Callers set the deadline.
 """
 
 from __future__ import annotations
@@ -28,12 +34,13 @@ from flash.errors import ConfigError, TransportError
 TOKEN_BYTES = 32
 """Length of the tokens that `new_token` makes."""
 MIN_TOKEN_BYTES = 16
-"""A proof can be attacked offline by guessing the token; shorter ones could be found."""
+"""Shortest token that is accepted. Someone who recorded a proof can try tokens offline; a shorter one could be
+found."""
 MAX_NAME_BYTES = 255
-"""The name's length is sent as one byte."""
+"""Longest name of a client. Its length is sent as one byte."""
 
 MAGIC = b"flashrl\x01"
-"""Opens both directions; the last byte is the protocol's version."""
+"""First bytes in both directions. The last byte is the protocol's version."""
 NONCE_BYTES = 32
 """Length of the random challenges."""
 PROOF_BYTES = 32
@@ -45,12 +52,12 @@ ResultT = TypeVar("ResultT")
 
 
 def new_token() -> bytes:
-    """A random token for one run."""
+    """Return a random token for one run."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def check_token(token: bytes) -> None:
-    """Refuse a token that could be guessed.
+    """Refuse a token that is short enough to be guessed.
 
     Raises:
         ConfigError: it is too short.
@@ -63,45 +70,45 @@ def check_token(token: bytes) -> None:
 
 
 Handshake = Generator[bytes | int, bytes, ResultT]
-"""One end of the proof, without its wire: yields bytes to send, or how many it must be given next. Its owner sets the
-deadline."""
+"""Steps of one end of the proof, without I/O: bytes to send, or the number of bytes that must be received next."""
 
 
 def client_handshake(token: bytes, name: str) -> Handshake[None]:
-    """The client's half: check the server's proof, then give ours and our name.
+    """Check the server's proof, then give ours and our name.
 
     Raises:
-        TransportError: the server does not hold the token, refused ours, or speaks another protocol.
+        ConfigError: the name is too long.
+        TransportError: the server does not hold the token, refused our proof, or speaks another protocol.
     """
     encoded = name.encode()
     if len(encoded) > MAX_NAME_BYTES:
         raise ConfigError(f"a peer's name may have {MAX_NAME_BYTES} bytes, this one has {len(encoded)}: {name}")
-    ours = secrets.token_bytes(NONCE_BYTES)
-    yield MAGIC + ours
-    _expect_magic((yield len(MAGIC)))
-    theirs = yield NONCE_BYTES
+    our_nonce = secrets.token_bytes(NONCE_BYTES)
+    yield MAGIC + our_nonce
+    _check_magic((yield len(MAGIC)))
+    server_nonce = yield NONCE_BYTES
     proof = yield PROOF_BYTES
-    if not hmac.compare_digest(proof, _proof(token, b"server", ours, theirs)):
+    if not hmac.compare_digest(proof, _proof(token, b"server", our_nonce, server_nonce)):
         raise TransportError("the server does not prove our token; it belongs to another run")
-    yield _proof(token, b"client", ours, theirs, encoded) + bytes([len(encoded)]) + encoded
+    yield _proof(token, b"client", our_nonce, server_nonce, encoded) + bytes([len(encoded)]) + encoded
     if (yield len(_ACCEPTED)) != _ACCEPTED:
         raise TransportError("the server did not accept our proof of the token")
 
 
 def server_handshake(token: bytes) -> Handshake[str]:
-    """The server's half: give our proof, check the client's. Returns the client's name.
+    """Give our proof and check the client's. Return the client's name.
 
     Raises:
         TransportError: the client does not hold the token, or speaks another protocol.
     """
-    _expect_magic((yield len(MAGIC)))
-    theirs = yield NONCE_BYTES
-    ours = secrets.token_bytes(NONCE_BYTES)
-    yield MAGIC + ours + _proof(token, b"server", theirs, ours)
+    _check_magic((yield len(MAGIC)))
+    client_nonce = yield NONCE_BYTES
+    our_nonce = secrets.token_bytes(NONCE_BYTES)
+    yield MAGIC + our_nonce + _proof(token, b"server", client_nonce, our_nonce)
     proof = yield PROOF_BYTES
     length = yield 1
     name = yield length[0]
-    if not hmac.compare_digest(proof, _proof(token, b"client", theirs, ours, name)):
+    if not hmac.compare_digest(proof, _proof(token, b"client", client_nonce, our_nonce, name)):
         raise TransportError("the client does not prove our token")
     try:
         decoded = name.decode()
@@ -112,19 +119,19 @@ def server_handshake(token: bytes) -> Handshake[str]:
 
 
 async def prove_to_server(stream: ByteStream, token: bytes, name: str) -> None:
-    """`client_handshake` over a stream. Raises TransportError also when the other end hangs up."""
-    await _over_stream(stream, client_handshake(token, name))
+    """Run `client_handshake` over a stream. Raises TransportError also if the server hangs up."""
+    await _run_over_stream(stream, client_handshake(token, name))
 
 
 async def admit_client(stream: ByteStream, token: bytes) -> str:
-    """`server_handshake` over a stream. Raises TransportError also when the other end hangs up."""
-    return await _over_stream(stream, server_handshake(token))
+    """Run `server_handshake` over a stream. Raises TransportError also if the client hangs up."""
+    return await _run_over_stream(stream, server_handshake(token))
 
 
 def blocking_handshake(
     handshake: Handshake[ResultT], send: Callable[[bytes], None], receive: Callable[[int], bytes]
 ) -> ResultT:
-    """A handshake over anything that blocks; `receive` gives exactly as many bytes as it is asked for."""
+    """Run a handshake with blocking functions. `receive(count)` must return exactly `count` bytes."""
     try:
         step = next(handshake)
         while True:
@@ -135,7 +142,7 @@ def blocking_handshake(
         return end.value
 
 
-async def _over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
+async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
     try:
         step = next(handshake)
         while True:
@@ -150,7 +157,7 @@ def _proof(token: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, 
     return hmac.digest(token, role + client_nonce + server_nonce + name, "sha256")
 
 
-def _expect_magic(magic: bytes) -> None:
+def _check_magic(magic: bytes) -> None:
     if magic != MAGIC:
         raise TransportError(f"the other end speaks another protocol: it opened with {magic!r}, not {MAGIC!r}")
 
@@ -169,7 +176,7 @@ async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
             data += await stream.receive(count - len(data))
         except (EndOfStream, BrokenResourceError) as error:
             raise TransportError(
-                "the other end hung up before the token was proven: it has waited too long, or it holds the token of "
+                "the other end hung up before the token was proven: it waited too long, or it holds the token of "
                 "another run"
             ) from error
     return data

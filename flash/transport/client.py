@@ -1,32 +1,36 @@
-"""The calling end: `connect` gives a `Client` whose calls share one connection.
+"""The calling end: `connect` gives a `Client`, whose calls share one connection. `BlockingClient` is for threads.
 
 Law of a call: it ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the connection,
-or its own cancellation; in the last two cases of interest lost the server is told, so that the handler ends as well.
-A call that did not end by its reply may or may not have been carried out.
+or its own cancellation. After a deadline or a cancellation the server is sent CANCEL, so that the handler ends too. The
+server may or may not have carried out a call that did not end by its reply.
+
+Lifecycle: `connect` proves the token both ways and starts `Client.run`, which reads until the block ends or the
+connection is lost. Then every call, also each later one, raises PeerLostError. There is no reconnection here; the
+caller connects again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import msgspec
 from anyio.abc import SocketStream
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from flash.errors import DeadlineError, FlashError, PeerLostError, TransportError, error_of
+from flash.errors import DeadlineError, PeerLostError, TransportError, error_of
 from flash.transport.auth import check_token, prove_to_server
-from flash.transport.connection import FrameConnection, tune
-from flash.transport.frames import Frame, FrameKind, Refusal
-from flash.transport.request import ReplyT, Request, reply_type
+from flash.transport.connection import FrameConnection, set_socket_options
+from flash.transport.frames import Frame, FrameKind, Refusal, ReplyT, Request, reply_type
 from flash.waiting import deadline, unwrapped_group
 
 LATE_S = 1.0
-"""A deadline that is noticed so much later was missed by this process, which was stopped or blocked."""
+"""Seconds. If a deadline is noticed so much too late, this process was stopped or its loop was blocked."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 
@@ -41,20 +45,20 @@ async def connect(
     *,
     server: str = "hub",
 ) -> AsyncGenerator[Client]:
-    """Connect, prove the token both ways, and call until the block ends.
+    """Connect, prove the token both ways, and give a client for the time of the block.
 
     Args:
-        host: where the server listens.
-        port: where the server listens.
+        host: address at which the server listens.
+        port: port at which the server listens.
         token: the run's token.
-        name: what this process is called in the server's messages.
-        seconds: until the connection must stand.
-        server: what the server is called in error messages.
+        name: name of this process in the server's messages.
+        seconds: time limit for connecting and for the proof.
+        server: name of the server in error messages.
 
     Raises:
-        PeerLostError: nobody listens there.
-        TransportError: the server does not prove the token, or refuses us.
-        DeadlineError: it took too long.
+        PeerLostError: no process listens there.
+        TransportError: the server does not prove the token, or refuses our proof.
+        DeadlineError: connecting took too long.
     """
     check_token(token)
     where = f"{server} at {host}:{port}"
@@ -69,12 +73,12 @@ async def connect(
 
 
 async def _open(host: str, port: int, token: bytes, name: str, seconds: float, where: str) -> SocketStream:
-    """A stream on which both ends have proven the token."""
+    """Return a stream on which both ends have proven the token."""
     try:
         with deadline(seconds, f"{where} to accept us", f"whether {host}:{port} can be reached"):
             stream = await anyio.connect_tcp(host, port)
             try:
-                tune(stream)
+                set_socket_options(stream)
                 await prove_to_server(stream, token, name)
             except BaseException:
                 await anyio.aclose_forcefully(stream)
@@ -93,19 +97,123 @@ async def _open(host: str, port: int, token: bytes, name: str, seconds: float, w
 
 
 class _PendingCall:
-    """One call that waits for its frame."""
+    """A call that waits for its reply."""
 
     __slots__ = ("done", "frame")
 
     def __init__(self) -> None:
         self.done = anyio.Event()
+        """Set when the reply came or the connection was lost."""
         self.frame: Frame | None = None
+        """REPLY or ERROR frame; None if the connection was lost or no frame has come."""
 
 
-async def _over(call: _PendingCall, timeout: float, scope: anyio.CancelScope) -> None:
-    """Wait for the end of a call until the scope's deadline; from there once more if it was this process that was late.
+class Client:
+    """Calls over one connection, made by `connect`. Any number of calls may be in flight.
 
-    A process that was stopped has not read what came meanwhile, when it finds that the time is over.
+    Args:
+        connection: frames to and from the server.
+        where: description of the server, for error messages.
+    """
+
+    def __init__(self, connection: FrameConnection, where: str) -> None:
+        self._connection = connection
+        self._where = where
+        self._ids = count(1)
+        self._calls: dict[int, _PendingCall] = {}
+        self._loss: TransportError | None = None
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send a request and wait for its reply, at most `timeout` seconds.
+
+        Raises:
+            DeadlineError: no reply within `timeout` seconds.
+            PeerLostError: the connection ended, before or during the call.
+            FlashError: the handler raised it; the class is the handler's.
+            TransportError: the handler raised a class that `flash.errors` does not know, or the reply is not
+                the struct that the request's class names.
+        """
+        number = next(self._ids)
+        call = _PendingCall()
+        with anyio.move_on_after(timeout) as scope:
+            self._check_connection()
+            await self._connection.send(FrameKind.REQUEST, number, request)
+            self._check_connection()
+            self._calls[number] = call
+            try:
+                await _wait_for_reply(call, timeout, scope)
+            finally:
+                if self._calls.pop(number, None) is not None:
+                    self._connection.post(FrameKind.CANCEL, number)
+        # The reply counts even if the deadline passed in the same turn of the loop.
+        if call.frame is not None:
+            return self._open_reply(call.frame, request)
+        self._check_connection()
+        raise DeadlineError(
+            f"the reply to {type(request).__name__} from {self._where}", timeout, "the log of that process"
+        )
+
+    async def run(self) -> None:
+        """Hand each reply to its call until the connection ends, which ends all calls.
+
+        Consumes frames. Waits for the next ones. Unblocked by the server. Produces finished calls.
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._connection.write)
+            try:
+                while True:
+                    for frame in await self._connection.receive():
+                        if frame.kind is not FrameKind.REPLY and frame.kind is not FrameKind.ERROR:
+                            raise TransportError(f"{self._where} may not send {frame.kind.name}")
+                        # There is no such call if the reply crossed our CANCEL.
+                        if (call := self._calls.pop(frame.call, None)) is not None:
+                            call.frame = frame
+                            call.done.set()
+            except TransportError as error:
+                self._end_calls(error)
+                await self._connection.close()
+            tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """End all pending calls with PeerLostError, and let later ones raise it too."""
+        self._end_calls(PeerLostError(f"the connection to {self._where} was closed on this side"))
+
+    def _end_calls(self, loss: TransportError) -> None:
+        """Wake all pending calls, which then raise the first reason for which the connection was lost."""
+        if self._loss is None:
+            self._loss = loss
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.done.set()
+
+    def _check_connection(self) -> None:
+        """Raise if the connection was lost. Each caller gets an error object of its own, with its own traceback."""
+        if self._loss is not None:
+            raise type(self._loss)(str(self._loss)) from self._loss
+
+    def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
+        """Return the reply in a REPLY frame, or raise the handler's error in an ERROR frame."""
+        try:
+            if frame.kind is FrameKind.REPLY:
+                return _decoder(reply_type(type(request))).decode(frame.body)
+            refusal = _REFUSALS.decode(frame.body)
+        except msgspec.DecodeError as error:
+            raise TransportError(
+                f"the reply to {type(request).__name__} from {self._where} cannot be read: {error}; "
+                "do both ends run the same code?"
+            ) from error
+        raised = error_of(refusal.error, refusal.message)
+        if raised is None:
+            raise TransportError(f"{self._where} failed with {refusal.error}: {refusal.message}")
+        raised.add_note(f"raised by {self._where}")
+        raise raised
+
+
+async def _wait_for_reply(call: _PendingCall, timeout: float, scope: anyio.CancelScope) -> None:
+    """Wait until the call is done, or until the deadline of `scope`, which is taken over from it.
+
+    A process that was stopped finds the deadline passed before it has read a reply that came in time. So if the
+    deadline is noticed `LATE_S` too late, the call gets `timeout` seconds more.
     """
     due, scope.deadline = scope.deadline, math.inf
     while True:
@@ -117,109 +225,71 @@ async def _over(call: _PendingCall, timeout: float, scope: anyio.CancelScope) ->
         due = now + timeout
 
 
-class Client:
-    """Calls over one connection; made by `connect`. Any number may be in flight."""
-
-    def __init__(self, connection: FrameConnection, where: str) -> None:
-        self._connection = connection
-        self._where = where
-        self._ids = count(1)
-        self._calls: dict[int, _PendingCall] = {}
-        self._loss: TransportError | None = None
-
-    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send a request and wait for its reply.
-
-        Raises:
-            DeadlineError: no reply within `timeout` seconds.
-            PeerLostError: the connection ended, before or during the call.
-            FlashError: the handler raised it, of the same class.
-            TransportError: the handler raised a class that `flash.errors` does not know, or the reply is not
-                the struct that the request names.
-        """
-        number = next(self._ids)
-        call = _PendingCall()
-        with anyio.move_on_after(timeout) as scope:
-            self._check()
-            await self._connection.send(FrameKind.REQUEST, number, request)
-            self._check()
-            self._calls[number] = call
-            try:
-                await _over(call, timeout, scope)
-            finally:
-                if self._calls.pop(number, None) is not None:
-                    self._connection.post(FrameKind.CANCEL, number)
-        # The reply counts even when the deadline came in the same turn of the loop.
-        if call.frame is not None:
-            return self._open_reply(call.frame, request)
-        self._check()
-        raise DeadlineError(
-            f"the reply to {type(request).__name__} from {self._where}", timeout, "the log of that process"
-        )
-
-    async def run(self) -> None:
-        """Hand each reply to its call.
-
-        Consumes frames. Waits for the next ones. Unblocked by the server. Produces ended calls. Returns when the
-        connection ends, which ends all calls.
-        """
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._connection.write)
-            try:
-                while True:
-                    for frame in await self._connection.receive():
-                        self._settle(frame)
-            except TransportError as error:
-                self._lose(error)
-                await self._connection.close()
-            tasks.cancel_scope.cancel()
-
-    def close(self) -> None:
-        """End all calls, those under way and those to come, with PeerLostError."""
-        self._lose(PeerLostError(f"the connection to {self._where} was closed on this side"))
-
-    def _settle(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.REPLY and frame.kind is not FrameKind.ERROR:
-            raise TransportError(f"{self._where} may not send {frame.kind.name}")
-        # A reply that crosses our cancel finds no call.
-        if (call := self._calls.pop(frame.call, None)) is not None:
-            call.frame = frame
-            call.done.set()
-
-    def _lose(self, error: TransportError) -> None:
-        if self._loss is None:
-            self._loss = error
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.done.set()
-
-    def _check(self) -> None:
-        """Raise the loss of the connection, a new error for each caller."""
-        if self._loss is not None:
-            raise type(self._loss)(str(self._loss)) from self._loss
-
-    def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
-        try:
-            if frame.kind is FrameKind.REPLY:
-                return _decoder(reply_type(type(request))).decode(frame.body)
-            refusal = _REFUSALS.decode(frame.body)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"the reply to {type(request).__name__} from {self._where} cannot be read: {error}; "
-                "do both ends run the same code?"
-            ) from error
-        raise _error(refusal, self._where)
-
-
 @cache
 def _decoder(struct: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(struct)
 
 
-def _error(refusal: Refusal, where: str) -> FlashError:
-    """The handler's error, of its own class where `flash.errors` knows it."""
-    error = error_of(refusal.error, refusal.message)
-    if error is None:
-        return TransportError(f"{where} failed with {refusal.error}: {refusal.message}")
-    error.add_note(f"raised by {where}")
-    return error
+class BlockingClient:
+    """A `Client` for synchronous callers, such as trainer ranks, whose main thread runs torch. Threads may share it.
+
+    A context manager. The connection lives on an event loop in a background thread. If a waiting call is interrupted
+    (Ctrl-C), it is cancelled on that loop, so that leaving the block never waits for a reply.
+
+    Args: as `connect`; `deadline` is its `seconds`.
+    """
+
+    _portal: BlockingPortal
+    _client: Client
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        name: str,
+        deadline: float,
+        *,
+        server: str = "hub",
+    ) -> None:
+        self._connect = lambda: connect(host, port, token, name, deadline, server=server)
+        self._name = name
+        self._stack = ExitStack()
+        self._running: dict[object, anyio.CancelScope] = {}
+        """Scopes of the calls in progress. A key belongs to one call; only the loop's thread uses the dictionary."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal(name=f"{self._name} transport"))
+            self._client = stack.enter_context(self._portal.wrap_async_context_manager(self._connect()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The block's error is not passed on: a KeyboardInterrupt raised in the loop would kill the loop's thread.
+        self._stack.close()
+
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send a request and wait for its reply, at most `timeout` seconds. Raises as `Client.call`."""
+        key = object()
+        try:
+            return self._portal.call(self._call, key, request, timeout)
+        except BaseException:
+            # An interrupt may come before there is a future that could be cancelled, hence the key. The loop runs
+            # `_call` before `_cancel`, because it was given it first.
+            with suppress(RuntimeError):  # The portal is closed, which has ended the call.
+                self._portal.start_task_soon(self._cancel, key)
+            raise
+
+    async def _call(self, key: object, request: Request[ReplyT], timeout: float) -> ReplyT:
+        with anyio.CancelScope() as scope:
+            self._running[key] = scope
+            try:
+                return await self._client.call(request, timeout)
+            finally:
+                del self._running[key]
+        raise TransportError(f"the caller of {type(request).__name__} was interrupted")
+
+    def _cancel(self, key: object) -> None:
+        if (scope := self._running.get(key)) is not None:
+            scope.cancel()

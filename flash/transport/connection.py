@@ -1,16 +1,23 @@
-"""One authenticated TCP connection, as both ends use it: frames in, frames out.
+"""An authenticated TCP connection, as both ends use it: frames in, frames out.
 
-Outgoing frames gather in a buffer that one writer task sends: frames that are ready together leave in one send, and
-cancelling the task that posted a frame never tears it. The buffer is bounded: who has more to say waits for room first.
-At most two buffers (one being sent, one filling) and one frame per sender are held for a reader that does not read.
+Frames that are ready to go wait in a bounded buffer, and one writer task sends them. So frames that are ready together
+leave in one send, and cancelling the task that queued a frame never sends half of it.
 
-A dead machine is noticed by the kernel (keepalive and user timeout), not by messages of ours.
+Backpressure: a sender waits for room while `BUFFER_BYTES` are unsent. If the peer does not read, memory holds at most
+two buffers (one that is being sent, one that fills) and one frame per sender.
+
+A machine that vanished is noticed by the kernel (keepalive and user timeout), so there is no heartbeat message.
+
+`rare_garbage_collection` is for processes whose event loop serves many such connections.
 """
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import anyio
 import msgspec
@@ -21,32 +28,38 @@ from flash.errors import PeerLostError
 from flash.transport.frames import Frame, FrameDecoder, FrameKind, append_frame, frame_slices
 
 BUFFER_BYTES = 1 << 20
-"""Once this many bytes wait to be sent, senders wait."""
+"""Unsent bytes at which senders begin to wait."""
 CHUNK_BYTES = 1 << 20
-"""A long frame is sent in pieces of this size, so that copying it does not hold up the loop."""
-GATHERED_BYTES = 1 << 18
-"""Frames are gathered in one buffer up to this size; copying a long frame to others would hold up the loop."""
+"""Bytes given to the socket at once. The bytes are copied, and copying all of a long frame would stop the loop."""
+MERGED_BYTES = 1 << 18
+"""Longest buffer that small frames are merged into. Copying a long frame into another buffer would stop the loop."""
 RECEIVE_BYTES = 1 << 18
-"""Largest piece taken from the socket at once; asyncio reads as much."""
+"""Largest piece taken from the socket at once. asyncio reads as much."""
 IDLE_SECONDS = 20
-"""After this much silence the kernel begins to probe the peer."""
+"""Seconds of silence after which the kernel begins to probe the peer."""
 PROBE_SECONDS = 10
-"""Time between two probes."""
+"""Seconds between two probes."""
 PROBES = 4
 """Unanswered probes until the connection is given up: a silent peer is lost after 20 + 4 · 10 = 60 seconds."""
+GC_THRESHOLDS = (500, 3_600, 10)
+"""Thresholds of the garbage collector's three generations while `rare_garbage_collection` is in force.
+
+Episodes and samples leave no reference cycles, but they live long enough to be scanned again and again: with Python's
+own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms, so
+new objects are scanned in small groups, and objects that survived one scan only after 1.8 million allocations."""
 
 
 class FrameConnection:
-    """Frames over one stream. `write` must run as a task for as long as frames are posted.
+    """Frames over one stream. `write` must run as a task while frames are queued.
 
     Args:
-        stream: an authenticated stream, closed by its owner.
-        other: the other end in words, for error messages.
+        stream: an authenticated stream. Its owner closes it.
+        peer: description of the other end, for error messages.
     """
 
-    def __init__(self, stream: SocketStream, other: str) -> None:
+    def __init__(self, stream: SocketStream, peer: str) -> None:
         self._stream = stream
-        self._other = other
+        self._peer = peer
         self._decoder = FrameDecoder()
         self._outgoing: list[bytearray] = []
         self._waiting_bytes = 0
@@ -55,35 +68,36 @@ class FrameConnection:
         self._sending = False
         self._broken = False
 
-    @property
-    def full(self) -> bool:
-        """Whether a sender has to await `room` before it posts."""
-        return self._waiting_bytes >= BUFFER_BYTES and not self._broken
+    async def wait_for_room(self) -> None:
+        """Wait until a frame may be queued, or the connection broke. `write` ends the wait; the caller bounds it.
 
-    async def room(self) -> None:
-        """Wait until a frame may be posted, or the connection broke. Unblocked by `write`; bounded by the caller."""
-        while self.full:
+        Returns without giving up the loop if there is room.
+        """
+        while self._waiting_bytes >= BUFFER_BYTES and not self._broken:
             await self._drained.wait()
 
     async def flush(self) -> None:
-        """Wait until all that was posted is sent, or lost. Unblocked by `write`; bounded by the caller."""
+        """Wait until all queued frames are sent or lost. `write` ends the wait; the caller bounds it."""
         while (self._outgoing or self._sending) and not self._broken:
             await self._drained.wait()
 
     async def send(self, kind: FrameKind, call: int, body: msgspec.Struct) -> None:
-        """Wait for room and queue one frame; others are served while a long one is encoded.
+        """Wait for room, encode one frame while other tasks run in between, and queue it.
 
-        Like `post` otherwise. Cancelled, it has queued nothing.
+        If the task is cancelled, nothing is queued. On a broken connection the frame is dropped; `receive` reports
+        that.
+
+        Raises:
+            TransportError: the frame is too long; nothing was queued.
         """
-        if self.full:
-            await self.room()
+        await self.wait_for_room()
         frame = bytearray()
         for _ in frame_slices(frame, kind, call, body):
             await checkpoint()
         self._queue(frame)
 
     def post(self, kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> None:
-        """Queue one small frame at once; dropped when the connection is already broken, which `receive` reports.
+        """Queue one small frame without waiting. On a broken connection it is dropped; `receive` reports that.
 
         Raises:
             TransportError: the frame is too long; nothing was queued.
@@ -95,7 +109,7 @@ class FrameConnection:
     def _queue(self, frame: bytearray) -> None:
         if self._broken:
             return
-        if self._outgoing and len(self._outgoing[-1]) + len(frame) <= GATHERED_BYTES:
+        if self._outgoing and len(self._outgoing[-1]) + len(frame) <= MERGED_BYTES:
             self._outgoing[-1] += frame
         else:
             self._outgoing.append(frame)
@@ -103,10 +117,10 @@ class FrameConnection:
         self._ready.set()
 
     async def write(self) -> None:
-        """Send what is posted.
+        """Send queued frames until the connection breaks.
 
-        Consumes the queued frames. Waits for a frame, then for the socket. Unblocked by senders and the reading peer.
-        Produces bytes on the stream, and room. Returns when the connection breaks.
+        Consumes the queued frames. Waits for a frame, then for the socket. Unblocked by senders and by the peer, when
+        it reads. Produces bytes on the stream, and room for more frames.
         """
         try:
             while True:
@@ -114,51 +128,50 @@ class FrameConnection:
                 self._ready = anyio.Event()
                 outgoing, self._outgoing, self._waiting_bytes = self._outgoing, [], 0
                 self._sending = True
-                self._tell_drained()
+                self._notify_drained()
                 for data in outgoing:
                     view = memoryview(data)
                     for start in range(0, len(data), CHUNK_BYTES):
                         await self._stream.send(bytes(view[start : start + CHUNK_BYTES]))
                 self._sending = False
-                self._tell_drained()
+                self._notify_drained()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             return  # `receive` reports it.
         finally:
-            # Also when cancelled: who waits for room must not wait for a writer that is gone.
+            # Also when this task is cancelled: no sender may wait for a writer that is gone.
             self._broken = True
             self._outgoing, self._waiting_bytes = [], 0
             self._drained.set()
 
-    def _tell_drained(self) -> None:
+    def _notify_drained(self) -> None:
         self._drained.set()
         self._drained = anyio.Event()
 
     async def receive(self) -> list[Frame]:
-        """The next frames: an empty list while a long one is arriving.
+        """Return the next complete frames; an empty list while a long frame arrives.
 
         Raises:
             PeerLostError: the connection ended.
-            TransportError: what arrives are no frames.
+            TransportError: the bytes are not frames.
         """
         try:
             piece = await self._stream.receive(RECEIVE_BYTES)
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise PeerLostError(self._loss(error)) from error
+            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            partial = self._decoder.partial
+            inside = f" inside a frame, after {partial} of {self._decoder.wanted} bytes" if partial else ""
+            raise PeerLostError(
+                f"the connection to {self._peer} ended{inside}{cause}; look at the log of that process"
+            ) from error
         return self._decoder.feed(piece)
 
     async def close(self) -> None:
-        """Drop the connection at once, unsent frames included."""
+        """Close the connection at once. Unsent frames are dropped."""
         await self._stream.aclose()
 
-    def _loss(self, error: Exception) -> str:
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        partial = self._decoder.partial
-        inside = f" inside a frame, after {partial} of {self._decoder.wanted} bytes" if partial else ""
-        return f"the connection to {self._other} ended{inside}{cause}; look at the log of that process"
 
-
-def tune(stream: SocketStream) -> None:
-    """Send small frames at once, and let the kernel notice a machine that vanished."""
+def set_socket_options(stream: SocketStream) -> None:
+    """Send small frames without delay, and let the kernel notice a machine that vanished."""
     raw = stream.extra(SocketAttribute.raw_socket)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -166,6 +179,37 @@ def tune(stream: SocketStream) -> None:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-        # Keepalive is silent while sent data is unacknowledged; without this limit that lasts a quarter of an hour.
+        # The kernel does not probe while sent data is unacknowledged. Without this limit it then waits 15 minutes.
         lost_after_ms = (IDLE_SECONDS + PROBES * PROBE_SECONDS) * 1000
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_ms)
+
+
+class _GarbageCollection:
+    """State of `rare_garbage_collection` in this process."""
+
+    blocks = 0
+    """Number of blocks that are in force."""
+    thresholds = gc.get_threshold()
+    """Thresholds before the first of these blocks."""
+
+
+@contextmanager
+def rare_garbage_collection() -> Generator[None]:
+    """Collect reference cycles rarely inside the block, and never scan objects that existed before it.
+
+    Keeps Python's collector from stopping the event loop. Blocks may overlap; the last one to end restores the former
+    thresholds.
+    """
+    if _GarbageCollection.blocks == 0:
+        _GarbageCollection.thresholds = gc.get_threshold()
+        # torch and vLLM load objects that live as long as the process. A full collection over them takes 0.3 s.
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+    _GarbageCollection.blocks += 1
+    try:
+        yield
+    finally:
+        _GarbageCollection.blocks -= 1
+        if _GarbageCollection.blocks == 0:
+            gc.set_threshold(*_GarbageCollection.thresholds)
+            gc.unfreeze()

@@ -1,16 +1,31 @@
 """The listening end: authenticated peers, many requests in flight on each connection.
 
+`serve` accepts connections; each one becomes a session once its peer has proven the token. A session starts one task
+per request, which calls the handler (the hub's `Hub.handle`) and sends its reply.
+
 Law of a connection: every request is answered exactly once, by a reply or by an error, unless its caller cancelled it
-or the connection ended; then its handler is cancelled. So nothing a peer asked for outlives its interest.
+or the connection ended. In both of these cases its handler is cancelled, so that no work is done for a caller that is
+gone.
+
+Law of unproven connections: they hold little, and not for long. At most `MAX_UNPROVEN` of them are open; one more ends
+the oldest. A process that runs out of file descriptors accepts no connection for `PAUSE_S` seconds and logs that;
+connected peers are served meanwhile. The log lines that strangers cause are limited (`LimitedLog`), so that they cannot
+fill a disk.
+
+A peer that sends anything but valid frames and requests is dropped, with a log line that says why. The server goes on.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import resource
+import shlex
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
 from itertools import count
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import anyio
@@ -19,37 +34,105 @@ from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, 
 from anyio.streams.stapled import MultiListener
 
 from flash.errors import ConfigError, FlashError, PeerLostError, ProtocolError, TransportError
-from flash.transport.accept import STRANGERS, Sayings, Strangers, accept_all
 from flash.transport.auth import admit_client, check_token
-from flash.transport.connection import FrameConnection, tune
+from flash.transport.connection import FrameConnection, set_socket_options
 from flash.transport.frames import Frame, FrameKind, Refusal
-from flash.transport.port_holder import port_holder
 
-RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+MAX_UNPROVEN = 256
+"""Unproven connections at a time. A proof takes two round trips, so that even 1,000 nodes that connect at once pass."""
+PAUSE_S = 0.5
+"""Seconds without accepting after the process, or the machine, ran out of descriptors or memory."""
+LOG_WINDOW_S = 60.0
+"""Seconds over which `LimitedLog` counts its lines."""
+REFUSALS_LOGGED = 20
+"""Refused connections that are logged within `LOG_WINDOW_S`."""
+MAX_CALLS = 1 << 12
+"""Requests of one peer in progress: far above what a peer of a run needs. Each of them holds a task."""
+FLUSH_S = 2.0
+"""Seconds for a dropped peer to read the error that says why it is dropped."""
+LONGEST_COMMAND = 60
+"""Characters of a command line in an error message: the program, but not all options of somebody else's service."""
 
-REFUSALS_SAID = 20
-"""Refused connections that are logged in a minute."""
-
-CALLS_AT_ONCE = 1 << 12
-"""Requests of one peer under way: far above what ours ask at once, and each holds a task."""
-FAREWELL_S = 2.0
-"""Seconds for a dropped peer to take the words that tell it why."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of accept() that stay until something else is closed or freed."""
 
 _log = logging.getLogger(__name__)
 
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+
 
 class Peer(msgspec.Struct, frozen=True):
-    """One authenticated connection, as handlers see it."""
+    """An authenticated connection, as handlers see it."""
 
     id: int
-    """Never used twice by one server; a client that connects again is a new peer."""
+    """Number of the connection, unique in its server. A client that connects again is a new peer."""
     name: str
-    """What the client calls itself."""
+    """Name that the client gave itself, covered by its proof."""
     address: str
-    """host:port of its end."""
+    """host:port of the client's end."""
 
 
 Handler = Callable[[Peer, RequestT], Awaitable[msgspec.Struct]]
+"""Turns a peer's request into the reply."""
+
+
+# -- limits for connections that have not proven the token -----------------------------------------------------------
+
+
+class LimitedLog:
+    """Log lines that strangers can cause: at most `most` in `LOG_WINDOW_S` seconds. Further lines are only counted.
+
+    Args:
+        now: clock, in seconds.
+        most: lines in each window.
+    """
+
+    def __init__(self, now: Callable[[], float], most: int) -> None:
+        self._now = now
+        self._most = most
+        self._since = now()
+        self._lines = 0
+
+    def warn(self, message: str, *args: object) -> None:
+        """Log a warning, unless the window has `most` lines already."""
+        now = self._now()
+        if now - self._since >= LOG_WINDOW_S:
+            if self._lines > self._most:
+                _log.warning("%d more lines of this kind were left out", self._lines - self._most)
+            self._since, self._lines = now, 0
+        self._lines += 1
+        if self._lines <= self._most:
+            _log.warning(message, *args)
+
+
+class UnprovenConnections:
+    """The connections that have not proven the token yet, oldest first; at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._scopes: dict[anyio.CancelScope, None] = {}
+
+    @contextmanager
+    def scope(self) -> Generator[anyio.CancelScope]:
+        """Count a connection as unproven during the block. The scope is cancelled to make room for a newer one."""
+        while len(self._scopes) >= self._most:
+            self.end_oldest()
+        with anyio.CancelScope() as scope:
+            self._scopes[scope] = None
+            try:
+                yield scope
+            finally:
+                self._scopes.pop(scope, None)
+
+    def end_oldest(self) -> None:
+        """Cancel the connection that has been unproven for longest, if there is one."""
+        oldest = next(iter(self._scopes), None)
+        if oldest is not None:
+            del self._scopes[oldest]
+            oldest.cancel()
+
+
+# -- listening -------------------------------------------------------------------------------------------------------
 
 
 async def serve(
@@ -71,18 +154,18 @@ async def serve(
 
     Args:
         host: the address to listen at, such as 127.0.0.1 or 0.0.0.0.
-        port: 0 takes any free one.
-        token: what a peer has to prove, and what is proven to it.
+        port: the port to listen at; 0 takes any free one.
+        token: the secret that both ends prove.
         request_type: the struct, or tagged union of structs, that peers send.
-        handler: turns a request into its reply, as a task of its own; replies may overtake each other. Its `FlashError`
-            goes to the caller, and a `ProtocolError` ends the connection too; any other exception is a bug and ends
-            the server.
+        handler: turns a request into its reply. It runs in a task of its own, so that a later request may be answered
+            first. A `FlashError` that it raises is sent to the caller; a `ProtocolError` ends the connection too. Any
+            other exception is a bug and ends the server.
         deadline: seconds for a new connection to prove the token.
-        former: the id of the peer whose place a new one of this name takes, None where it takes none. That one is
-            disconnected first, and its handlers end.
-        on_connect: called once per peer, before its first request; a `ProtocolError` of it refuses the peer.
+        former: returns the id of the peer that a new peer of this name replaces, or None. The replaced peer is
+            disconnected first, and its handlers end before the new peer's `on_connect`.
+        on_connect: called once per peer, before its first request. It refuses the peer by raising a `ProtocolError`.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
-        task_status: is given the bound port.
+        task_status: receives the bound port.
 
     Raises:
         ConfigError: the address cannot be listened at, or the token is too short.
@@ -92,12 +175,12 @@ async def serve(
     async with await _listen(host, port) as listener, anyio.create_task_group() as tasks:
         for one in listener.listeners:
             assert isinstance(one, SocketListener), "a port's listeners are sockets"
-            tasks.start_soon(accept_all, one, server.accept, tasks, server.strangers, server.sayings)
+            tasks.start_soon(server.accept_all, one, tasks)
         task_status.started(listener.extra(SocketAttribute.local_port))
 
 
 async def try_listening(host: str, port: int) -> None:
-    """Whether an address can be listened at, as `serve` would. Raises ConfigError: it cannot."""
+    """Listen at an address for a moment, as `serve` would. Raises ConfigError if that fails."""
     async with await _listen(host, port):
         pass
 
@@ -118,8 +201,44 @@ async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
         ) from error
 
 
+def port_holder(port: int) -> str:
+    """Return a phrase that names the process listening at a port of this machine, as far as /proc shows it to us."""
+    inodes: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+                # State 0A is LISTEN.
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    inodes.add(inode)
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                command = shlex.join(filter(None, words))
+                shown = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}…"
+                return f"process {process.name} ({shown})"
+    return "a process of another user or container"
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and the processes that it starts, open as many files as the system grants.
+
+    The usual soft limit of 1,024 is less than the connections of a large run.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:  # some systems grant less than the limit that they report
+        _log.debug("the limit of open files stays as it is: %s", error)
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
 class _Server(Generic[RequestT]):
-    """What all sessions share."""
+    """State that all connections of a server share. Arguments: as `serve`."""
 
     def __init__(
         self,
@@ -131,8 +250,8 @@ class _Server(Generic[RequestT]):
         on_connect: Callable[[Peer], None] | None,
         on_disconnect: Callable[[Peer], None] | None,
     ) -> None:
-        self.strangers = Strangers(STRANGERS)
-        self.sayings = Sayings(anyio.current_time, REFUSALS_SAID)
+        self._unproven = UnprovenConnections(MAX_UNPROVEN)
+        self._log = LimitedLog(anyio.current_time, REFUSALS_LOGGED)
         self._token = token
         self._decoder = msgspec.msgpack.Decoder(request_type)
         self._handler = handler
@@ -143,23 +262,46 @@ class _Server(Generic[RequestT]):
         self._ids = count(1)
         self._sessions: dict[int, _Session[RequestT]] = {}
 
-    async def accept(self, stream: SocketStream) -> None:
+    async def accept_all(self, listener: SocketListener, tasks: TaskGroup) -> None:
+        """Serve each connection in a task of its own, until cancelled.
+
+        Consumes connections. Waits for the next one, or for `PAUSE_S` when the process ran out of descriptors.
+        Unblocked by a client. Produces tasks that run `_serve_connection`.
+        """
+        while True:
+            try:
+                stream = await listener.accept()
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                # Ending one unproven connection frees a descriptor, so that strangers cannot keep peers out.
+                self._unproven.end_oldest()
+                self._log.warn(
+                    "no connections are taken for %g s: %s; let this process open more files (`ulimit -n`)",
+                    PAUSE_S,
+                    error.strerror,
+                )
+                await anyio.sleep(PAUSE_S)
+            else:
+                tasks.start_soon(self._serve_connection, stream)
+
+    async def _serve_connection(self, stream: SocketStream) -> None:
         """Serve one connection from its proof to its end."""
         async with stream:
             address = _address(stream)
             try:
-                name = await self._name(stream)
+                name = await self._authenticate(stream)
                 while self._former is not None and (former := self._former(name)) is not None:
                     await self._sessions[former].replace(address)
                 peer = Peer(next(self._ids), name, address)
-                tune(stream)
+                set_socket_options(stream)
                 if self._on_connect is not None:
                     self._on_connect(peer)
             except TimeoutError:
-                self.sayings.warn("refused a connection from %s: no proof within %g s", address, self._deadline)
+                self._log.warn("refused a connection from %s: no proof within %g s", address, self._deadline)
                 return
             except (TransportError, OSError) as error:
-                self.sayings.warn("refused a connection from %s: %s", address, error)
+                self._log.warn("refused a connection from %s: %s", address, error)
                 return
             connection = FrameConnection(stream, f"{peer.name} at {address}")
             session = self._sessions[peer.id] = _Session(peer, connection, self._decoder, self._handler)
@@ -171,13 +313,14 @@ class _Server(Generic[RequestT]):
                 del self._sessions[peer.id]
                 session.ended.set()
 
-    async def _name(self, stream: SocketStream) -> str:
-        """What a connection calls itself, once it has proven the token."""
+    async def _authenticate(self, stream: SocketStream) -> str:
+        """Return the client's name once both ends have proven the token."""
         name = ""
-        with self.strangers.one() as scope, anyio.fail_after(self._deadline):
+        # One deadline for the whole proof: a byte now and then does not extend it.
+        with self._unproven.scope() as scope, anyio.fail_after(self._deadline):
             name = await admit_client(stream, self._token)
         if scope.cancelled_caught:
-            raise TransportError("no proof yet, and others wait")
+            raise TransportError("no proof of the token yet, and a newer connection needs the place")
         return name
 
 
@@ -196,12 +339,13 @@ class _Session(Generic[RequestT]):
         self._decoder = decoder
         self._handler = handler
         self._running: dict[int, anyio.CancelScope] = {}
+        """Scopes of the handlers in progress, by call number."""
         self._dropped = False
         self._reading = anyio.CancelScope()
         self.ended = anyio.Event()
 
     async def run(self) -> None:
-        """Until the connection ends; then all its handlers are cancelled."""
+        """Serve the peer until its connection ends, then cancel all its handlers."""
         async with anyio.create_task_group() as writing:
             writing.start_soon(self._connection.write)
             async with anyio.create_task_group() as tasks:
@@ -214,83 +358,84 @@ class _Session(Generic[RequestT]):
                     self._drop(error)
                 tasks.cancel_scope.cancel()
             if self._dropped:
-                with anyio.move_on_after(FAREWELL_S):
+                with anyio.move_on_after(FLUSH_S):
                     await self._connection.flush()
             writing.cancel_scope.cancel()
 
     async def replace(self, address: str) -> None:
-        """End, since the peer has connected again; return when it has ended."""
+        """End this session because its client has connected again from `address`. Returns once it has ended."""
         error = ProtocolError(
             f"another connection of {self._peer.name}, from {address}, has taken the place of this one"
         )
         for call in self._running:
-            self._refuse(call, error)
+            self._send_error(call, error)
         self._drop(error)
         self._reading.cancel()
         await self.ended.wait()
 
     def _drop(self, error: TransportError) -> None:
-        """Say once why this peer is disconnected."""
+        """Mark the peer as dropped, and log the first reason."""
         if not self._dropped:
             _log.warning("dropped %s: %s", self._peer, error)
         self._dropped = True
 
     async def _read(self, tasks: TaskGroup) -> None:
-        """Start a handler per request, cancel the handlers of cancelled calls.
+        """Start a handler for each request and cancel the handlers of cancelled calls, until the connection ends.
 
-        Consumes frames. Waits for the next ones, and for room while the peer does not read its replies: so it can ask
-        no more than it takes. Unblocked by the peer. Produces handler tasks. Ends with the connection's error.
+        Consumes frames. Waits for the next ones, and for room to reply: a peer that does not read its replies cannot
+        make us take further requests. Unblocked by the peer. Produces handler tasks. Raises the connection's error.
         """
         while True:
             for frame in await self._connection.receive():
                 if frame.kind is FrameKind.REQUEST:
-                    await self._connection.room()
-                    self._start(frame, tasks)
+                    await self._connection.wait_for_room()
+                    self._start_handler(frame, tasks)
                 elif frame.kind is FrameKind.CANCEL:
                     if (scope := self._running.get(frame.call)) is not None:
                         scope.cancel()
                 else:
                     raise TransportError(f"a client may not send {frame.kind.name}")
 
-    def _start(self, frame: Frame, tasks: TaskGroup) -> None:
+    def _start_handler(self, frame: Frame, tasks: TaskGroup) -> None:
         if frame.call in self._running:
-            raise TransportError(f"call {frame.call} was begun twice")
-        if len(self._running) >= CALLS_AT_ONCE:
-            raise TransportError(f"more than {CALLS_AT_ONCE} calls wait at once")
+            raise TransportError(f"call {frame.call} was started twice")
+        if len(self._running) >= MAX_CALLS:
+            raise TransportError(f"more than {MAX_CALLS} calls are in progress at once")
         try:
             request = self._decoder.decode(frame.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             unread = ProtocolError(f"the request cannot be read: {error}; do both ends run the same code?")
-            self._refuse(frame.call, unread)
+            self._send_error(frame.call, unread)
             raise unread from error
         scope = self._running[frame.call] = anyio.CancelScope()
         tasks.start_soon(self._answer, frame.call, request, scope, tasks)
 
-    def _refuse(self, call: int, error: FlashError) -> None:
-        self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
-
     async def _answer(self, call: int, request: RequestT, scope: anyio.CancelScope, tasks: TaskGroup) -> None:
+        """Run the handler of one request and send its reply or its error. `scope` is cancelled by a CANCEL frame."""
         try:
             with scope:
                 try:
-                    # Before the handler too: many requests may have come in one piece, and no work is done for a peer
-                    # that takes no replies.
-                    await self._connection.room()
+                    # Once more before the handler: many requests may have come in one piece, and no work is done for a
+                    # peer that does not read its replies.
+                    await self._connection.wait_for_room()
                     reply = await self._handler(self._peer, request)
                     await self._connection.send(FrameKind.REPLY, call, reply)
                 except ProtocolError as error:
-                    self._refuse(call, error)
+                    self._send_error(call, error)
                     self._drop(error)
                     tasks.cancel_scope.cancel()
                 except FlashError as error:
-                    await self._connection.room()
-                    self._refuse(call, error)
+                    await self._connection.wait_for_room()
+                    self._send_error(call, error)
         finally:
             del self._running[call]
 
+    def _send_error(self, call: int, error: FlashError) -> None:
+        self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
+
 
 def _address(stream: SocketStream) -> str:
-    """host:port of the other end, or that it already left."""
+    """Return host:port of the other end, or a phrase if it has already left."""
     try:
         address = stream.extra(SocketAttribute.remote_address)
     except OSError:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from flash.errors import TransportError
-from flash.transport.accept import PAUSE_S, Sayings
 from flash.transport.auth import blocking_handshake, server_handshake
+from flash.transport.server import PAUSE_S, LimitedLog
 
 STRANGERS = 64
 """Connections without a proof at a time, and so threads that they hold."""
@@ -43,7 +43,7 @@ class WeightsListener:
         self._prove_s = prove_s
         self._silence_s = silence_s
         self._serve = serve
-        self._sayings = Sayings(time.monotonic, SAID)
+        self._sayings = LimitedLog(time.monotonic, SAID)
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
         self._closing = threading.Event()

@@ -16,7 +16,7 @@ from flash.hub import protocol as p
 from flash.hub.context import RunEnd
 from flash.hub.stages import Stage
 from flash.hub.trainers import INCARNATION_OVER
-from flash.transport.request import Request
+from flash.transport.frames import Request
 from tests.hub.test_hub import make_config
 from tests.hub.test_trainers import Rank, World, tasks_of
 

@@ -21,7 +21,7 @@ from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerSta
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.transport.server import Peer
 from flash.types import Batch, Canary, Published, Shard
 from tests.hub.test_hub import make_config

@@ -23,7 +23,7 @@ from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.simulate.clock import run_virtual
-from flash.transport.request import ReplyT, Request, answered
+from flash.transport.frames import ReplyT, Request, check_reply
 from flash.types import Canary, Failure, Lease, Outcome, Published, Task, Trajectory
 from tests.rollout.test_node import CharTokenizer, Echo, World, ages, make_config, run
 
@@ -77,7 +77,7 @@ class FakeHub:
         self.change()
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        return answered(request, await self.answer(request))
+        return check_reply(request, await self.answer(request))
 
     async def answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:

@@ -24,7 +24,7 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.waiting import unwrapped_group
 from tests.rollout.test_node import CharTokenizer, Echo, World, ages
 from tests.rollout.test_node_engines import config, engine

@@ -33,7 +33,7 @@ from flash.trainer.checkpoint_files import (
     sync_to_disk,
     temporary_of,
 )
-from flash.transport.slices import encoded_pieces
+from flash.transport.frames import encoded_pieces
 from flash.waiting import unwrapped_group
 from tests.full_disk import PAGE, SmallDisk, small_disk
 from tests.run.test_journal import buffer_of, config_of

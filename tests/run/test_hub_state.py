@@ -23,7 +23,7 @@ from flash.trainer.checkpoint_files import (
     step_folder,
     temporary_of,
 )
-from flash.transport.slices import SLICE_BYTES, encoded_pieces
+from flash.transport.frames import SLICE_BYTES, encoded_pieces
 from tests.hub.test_state import make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
 

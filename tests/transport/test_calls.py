@@ -19,7 +19,7 @@ from flash.errors import (
 )
 from flash.transport import Client, Peer, Request, connect
 from flash.transport.client import LATE_S
-from flash.transport.request import answered
+from flash.transport.frames import check_reply
 
 pytestmark = pytest.mark.anyio
 
@@ -103,10 +103,10 @@ async def test_a_reply_comes_back(client: Client):
     assert await client.call(Add(2, 3), 5) == Sum(5)
 
 
-async def test_whoever_serves_a_request_is_held_to_the_reply_that_it_names():
-    assert answered(Add(2, 3), Sum(5)) == Sum(5)
+async def test_a_request_is_answered_with_the_reply_type_that_it_names():
+    assert check_reply(Add(2, 3), Sum(5)) == Sum(5)
     with pytest.raises(ContractError, match="Add was answered with Data, not with Sum"):
-        answered(Add(2, 3), Data(b""))
+        check_reply(Add(2, 3), Data(b""))
 
 
 async def test_replies_may_overtake_each_other(client: Client, service: Service):

@@ -1,4 +1,4 @@
-"""What happens when a peer leaves, does not read, or sends what it may not."""
+"""Peers that leave, do not read, or send what they may not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flash.transport import Peer, Request, connect, serve
 from flash.transport.auth import prove_to_server
 from flash.transport.connection import BUFFER_BYTES
 from flash.transport.frames import FrameDecoder, FrameKind, append_frame
-from flash.transport.server import CALLS_AT_ONCE
+from flash.transport.server import MAX_CALLS
 
 pytestmark = pytest.mark.anyio
 
@@ -216,7 +216,7 @@ async def test_a_client_drops_a_server_that_sends_garbage(puppet, token: bytes, 
         struct.pack("!IBQ", 2**31, FrameKind.REQUEST, 1),
         frame(FrameKind.REPLY, 1, Data()),
         frame(FrameKind.REQUEST, 7, Get(b"hang")) * 2,
-        b"".join(frame(FrameKind.REQUEST, call, Get(b"hang")) for call in range(CALLS_AT_ONCE + 1)),
+        b"".join(frame(FrameKind.REQUEST, call, Get(b"hang")) for call in range(MAX_CALLS + 1)),
         raw(b"\x81\xa4data\xa1\xff"),
         raw(b"\x81\xa1x" + b"\x91" * 200_000),
         raw(b"\x81\xa1x" + b"\x81\x01" * 200_000),

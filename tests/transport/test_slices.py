@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from flash.hub import protocol as p
 from flash.transport.connection import FrameConnection
-from flash.transport.frames import FrameDecoder, FrameKind
-from flash.transport.slices import SLICE_BYTES, SLICE_ITEMS, encode_slices, encoded_pieces
+from flash.transport.frames import SLICE_BYTES, SLICE_ITEMS, FrameDecoder, FrameKind, encode_slices, encoded_pieces
 from flash.types import BatchSample, Canary, Failure, Lease, Outcome, Published, Shard, ShardSample, Task
 from tests.samples.cases import trajectory
 

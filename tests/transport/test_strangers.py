@@ -1,4 +1,4 @@
-"""What those who hold no token can do to a server: nothing that its peers notice."""
+"""Connections without the token cannot do anything to a server that its peers notice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from flash.transport import Peer, Request, connect
-from flash.transport.accept import SAID_AGAIN_S, STRANGERS, Sayings, raise_descriptor_limit
 from flash.transport.auth import MAGIC
+from flash.transport.server import LOG_WINDOW_S, MAX_UNPROVEN, LimitedLog, raise_descriptor_limit
 
 pytestmark = pytest.mark.anyio
 
@@ -76,13 +76,13 @@ async def test_more_strangers_than_allowed_end_the_oldest_and_no_peer(
     serving, token: bytes, idle: Callable[[int], socket.socket], caplog: pytest.LogCaptureFixture
 ):
     async with serving(Get, answer, deadline=60.0) as port, connect("127.0.0.1", port, token, "me", 5) as client:
-        strangers = [idle(port) for _ in range(STRANGERS + 3)]
+        strangers = [idle(port) for _ in range(MAX_UNPROVEN + 3)]
         for stranger in strangers[:3]:
             assert await anyio.to_thread.run_sync(stranger.recv, 1) == b""
         assert await client.call(Get(b"still"), 5) == Data(b"still")
         async with connect("127.0.0.1", port, token, "another", 5) as another:
             assert await another.call(Get(b"too"), 5) == Data(b"too")
-    assert "no proof yet, and others wait" in caplog.text
+    assert "no proof of the token yet, and a newer connection needs the place" in caplog.text
 
 
 async def test_a_byte_now_and_then_does_not_stretch_the_time_for_a_proof(
@@ -101,11 +101,11 @@ async def test_a_byte_now_and_then_does_not_stretch_the_time_for_a_proof(
 
 def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture):
     now = [0.0]
-    sayings = Sayings(lambda: now[0], most=2)
+    limited = LimitedLog(lambda: now[0], most=2)
     for number in range(5):
-        sayings.warn("refused %d", number)
-    now[0] = SAID_AGAIN_S
-    sayings.warn("refused %d", 5)
+        limited.warn("refused %d", number)
+    now[0] = LOG_WINDOW_S
+    limited.warn("refused %d", 5)
     assert caplog.messages == ["refused 0", "refused 1", "3 more lines of this kind were left out", "refused 5"]
 
 

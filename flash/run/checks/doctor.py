@@ -30,7 +30,7 @@ from flash.observe.trackers.trackers import not_installed
 from flash.run.models.fetch import described, source_of, why_not_there
 from flash.run.processes.rendezvous import RENDEZVOUS
 from flash.run.processes.token import VARIABLE as TOKEN
-from flash.transport.port_holder import port_holder
+from flash.transport.server import port_holder
 
 DEADLINE_S = 45.0
 """For all checks together, which run side by side: longer than `nvidia-smi` may take."""

@@ -15,7 +15,7 @@ from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HubAddress, HubPlace
 from flash.run.processes.supervisor import say
 from flash.transport.client import connect
-from flash.transport.request import ReplyT, Request
+from flash.transport.frames import ReplyT, Request
 from flash.waiting import deadline
 
 ASK_S = 20.0

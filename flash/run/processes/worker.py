@@ -26,7 +26,7 @@ from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End
 from flash.text import OneLine, harmless
-from flash.transport.accept import raise_descriptor_limit
+from flash.transport.server import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import gc
 
-from flash.transport.collecting import THRESHOLDS, seldom_collected
+from flash.transport.connection import GC_THRESHOLDS, rare_garbage_collection
 
 
 def test_of_blocks_that_overlap_the_last_one_restores_what_stood_before():
     before = gc.get_threshold()
-    first, second = seldom_collected(), seldom_collected()
+    first, second = rare_garbage_collection(), rare_garbage_collection()
     first.__enter__()
     second.__enter__()
-    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_threshold() == GC_THRESHOLDS
     assert gc.get_freeze_count() > 0
     first.__exit__(None, None, None)
-    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_threshold() == GC_THRESHOLDS
     assert gc.get_freeze_count() > 0
     second.__exit__(None, None, None)
     assert gc.get_threshold() == before
