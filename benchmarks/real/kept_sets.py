@@ -43,7 +43,7 @@ WAYS = {
 
 async def sample(config: Config, count: int) -> dict[str, tuple[list[Trajectory], float]]:
     """For each way the answers, and seconds of this process's processor time."""
-    from flash.rollout.engine import GenerateRequest
+    from flash.rollout.engine import ResponseRequest
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.rollout.vllm.engine import VLLMEngine
 
@@ -53,7 +53,7 @@ async def sample(config: Config, count: int) -> dict[str, tuple[list[Trajectory]
 
     async def one(number: int, sampling: Sampling, done: list[Trajectory]) -> None:
         prompt = tokenizer.render([Message("user", QUESTIONS[number % len(QUESTIONS)])])
-        asked = GenerateRequest(prompt, NEW_TOKENS, key=number, sampling=sampling, seed=number)
+        asked = ResponseRequest(prompt, NEW_TOKENS, key=number, sampling=sampling, seed=number)
         (said,) = [piece async for piece in engine.generate(asked) if isinstance(piece, Completion)]
         done.append(trajectory(number, prompt, said, sampling))
 

@@ -23,7 +23,7 @@ from benchmarks.real.engine_efficiency import endless_model
 from benchmarks.real.mismatch import load_own_weights
 from benchmarks.simulated.configure import TWO_ENGINES, configure
 from flash.config.tree import Config
-from flash.rollout.engine import Engine, EpisodeRequest, GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.wrapped_engine import WrappedEngine
@@ -62,9 +62,9 @@ class Drawn(WrappedEngine[Engine]):
         self.seen: list[Pressure] = []
         """At each delivery."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """See `Engine`."""
-        left = self._lengths[request.key] - request.done
+        left = self._lengths[request.key] - request.generated
         async with aclosing(super().generate(msgspec.structs.replace(request, max_new_tokens=left))) as pieces:
             async for piece in pieces:
                 self.seen.append(self.pressure)
@@ -88,8 +88,8 @@ async def all_through(engine: Drawn, count: int) -> Found:
     before = engine.pressure.preemptions
 
     async def one(number: int) -> None:
-        asked = GenerateRequest([5 + number % 7] * PROMPT, LONGEST, key=number)
-        await proxy.generate(EpisodeRequest(asked, 0, (number, number), lambda tokens: None, 1e6))
+        prompt = [5 + number % 7] * PROMPT
+        await proxy.generate(ResponseRequest(prompt, LONGEST, key=number, group_id=number, task_id=number))
 
     async with anyio.create_task_group() as tasks:
         for number in range(count):

@@ -159,7 +159,7 @@ async def storm(
     engine: VLLMEngine, versions: Versions, requests: int, swaps: int
 ) -> list[tuple[list[int], Completion]]:
     """So many requests, and so many swaps between the first and the last of them."""
-    from flash.rollout.engine import GenerateRequest
+    from flash.rollout.engine import ResponseRequest
     from flash.types import Completion
 
     done: list[tuple[list[int], Completion]] = []
@@ -173,7 +173,7 @@ async def storm(
                     await changed.wait()
             prompt = [3 + (number * 7 + place * (1 + number % 3)) % 9 for place in range(4 + number % 37)]
             count = TOKENS[0] + number * 11 % (TOKENS[1] - TOKENS[0])
-            stream = engine.generate(GenerateRequest(prompt, count, key=number))
+            stream = engine.generate(ResponseRequest(prompt, count, key=number))
             (said,) = [piece async for piece in stream if isinstance(piece, Completion)]
             done.append((prompt, said))
             async with changed:

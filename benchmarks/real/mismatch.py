@@ -93,7 +93,7 @@ def config_for(dtype: str, head: str) -> Config:
 
 async def sample(config: Config, count: int) -> tuple[list[Sampled], float]:
     """Answers of a real engine, and its tokens per second."""
-    from flash.rollout.engine import GenerateRequest
+    from flash.rollout.engine import ResponseRequest
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.rollout.vllm.engine import VLLMEngine
 
@@ -104,7 +104,7 @@ async def sample(config: Config, count: int) -> tuple[list[Sampled], float]:
 
     async def one(number: int) -> None:
         prompt = tokenizer.render([Message("user", QUESTIONS[number % len(QUESTIONS)])])
-        asked = GenerateRequest(prompt, NEW_TOKENS, key=number)
+        asked = ResponseRequest(prompt, NEW_TOKENS, key=number)
         async for piece in engine.generate(asked):
             if isinstance(piece, Completion):
                 done.append(Sampled(prompt, list(piece.token_ids), list(piece.logprobs)))

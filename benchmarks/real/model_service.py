@@ -27,7 +27,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from benchmarks.form import ROOT, Args, Row, main
 from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
-from flash.rollout.engine import EpisodeRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -85,16 +85,16 @@ class Timed:
         self._piece_s = answer_s * PIECE_TOKENS / ANSWER_TOKENS
         self.took: dict[str, float] = {}
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
+    async def generate(self, request: ResponseRequest) -> Completion:
         """One answer."""
         start = time.perf_counter()
-        last = "".join(map(chr, asked.request.prompt[-40:]))
+        last = "".join(map(chr, request.prompt[-40:]))
         question = last.rpartition("u")[2].partition("?")[0]
         tokens = [ord(letter) for letter in f"{question}.".ljust(ANSWER_TOKENS - 1, "x")] + [0]
         for at in range(0, ANSWER_TOKENS, PIECE_TOKENS):
             await anyio.sleep(self._piece_s)
             if at + PIECE_TOKENS < ANSWER_TOKENS:
-                asked.progress(tokens[at : at + PIECE_TOKENS])
+                request.on_tokens(tokens[at : at + PIECE_TOKENS])
         self.took[question] = time.perf_counter() - start
         return Completion(tokens, [-1.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
 

@@ -37,7 +37,7 @@ from flash.environment import Environment, wrap
 from flash.errors import EngineDeadError
 from flash.foreign import vllm_processes
 from flash.hub import protocol as p
-from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
@@ -58,7 +58,7 @@ class IdleEngine:
 
     pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         await anyio.lowlevel.checkpoint()
         tokens = [5] * TOKENS
         yield Progress(tokens[:1], [-1.0], [VersionRun(VERSION, 1)])
@@ -123,7 +123,7 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
     async def one(number: int) -> float:
         env = make_env("")
         observation, _ = await env.reset(number // GROUP)
-        request = GenerateRequest(tokenizer.render(observation), TOKENS, number)
+        request = ResponseRequest(tokenizer.render(observation), TOKENS, number)
         said: list[int] = []
         async for piece in engine.generate(request):
             said = piece.token_ids

@@ -96,7 +96,7 @@ class CountingEngine(SimEngine):
         before = self._cold
         super()._join(sequence, context)
         self.prefilled += self._cold - before
-        self.moved += bool(sequence.request.done and not sequence.sampled)
+        self.moved += bool(sequence.request.generated and not sequence.sampled)
 
     def _swapped(self, now: float) -> None:
         before, keeps = self._cold, self._swap is not None and self._swap.keep_cache

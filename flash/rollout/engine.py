@@ -6,8 +6,9 @@ engine steps, loads, resumes; sequences go on and their later tokens carry the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -16,45 +17,51 @@ from flash.sampling import PLAIN, Kept, Sampling
 from flash.types import Completion, Published, VersionRun
 
 
-def ignored(tokens: int) -> None:
-    """For who does not ask what was lost."""
+def ignore_tokens(tokens: Sequence[int]) -> None:
+    """Do nothing: the caller does not need the tokens before the response is complete."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True):
-    """One response asked of an engine."""
+def ignore_count(tokens: int) -> None:
+    """Do nothing: the caller does not count lost tokens."""
+
+
+class ResponseRequest(msgspec.Struct, frozen=True):
+    """A request for one response of the policy. It goes from the episode through the proxy to an engine.
+
+    If the request moves to another engine, the proxy sends that engine a copy in which `prompt`, `max_new_tokens` and
+    `generated` account for the tokens that were sampled before.
+    """
 
     prompt: list[int]
-    """Token ids."""
+    """Token ids of the prompt, followed by the `generated` tokens of the response that exist already."""
     max_new_tokens: int
-    """Without `done`."""
+    """Most tokens to sample. Does not count the `generated` ones."""
     key: int
-    """Names the response: equal whenever the same one is asked for again. A simulated engine derives its length from
-    it; one that samples need not look at it."""
+    """Number that names the response; the same in every attempt at its task. A simulated engine derives the length of
+    the response from it. Other engines ignore it."""
     sampling: Sampling = PLAIN
+    """Distribution that each token is drawn from."""
     stop: tuple[str, ...] = ()
-    """Texts of which the first ends the response, beside those of its sampling; its tokens are the response's last."""
-    done: int = 0
-    """The last tokens of the prompt that are the response's own, sampled before its request moved to this engine."""
+    """Texts that end the response, beside `sampling.stop`. The response ends with the tokens of the text."""
     seed: int | None = None
-    """What the tokens are drawn with, so that they depend on it and on the weights alone. None: with the engine's own
-    randomness, so that they also depend on what else it serves."""
-    lost: Callable[[int], None] = ignored
-    """Told, when the request is aborted, how many tokens had been sampled for it that were in no piece yet."""
-
-
-class EpisodeRequest(NamedTuple):
-    """One response that an episode asks of its node's engines."""
-
-    request: GenerateRequest
-    """What to sample."""
-    min_version: int
-    """The oldest engine version that may sample any of its tokens."""
-    affinity: tuple[int, int]
-    """The group's and the task's number; the engine that served them before is preferred."""
-    progress: Callable[[Sequence[int]], None]
-    """Told the new tokens as they come; the last ones come with the completion."""
-    timeout: float
-    """Seconds until the request is aborted; waiting for an engine counts, but not a time without engines that ends."""
+    """Seed of the random draws: the tokens then depend on it and on the weights alone. None: the engine uses its own
+    random state, so the tokens also depend on the other requests that it serves."""
+    group_id: int = 0
+    """Group of the sample. The router prefers the engine that has served the group before."""
+    task_id: int = 0
+    """Task of the sample. The router prefers the engine that has served the task before. Ids grow with time, so the
+    router also orders its wait queue by (`group_id`, `task_id`)."""
+    min_version: int = 0
+    """Oldest policy version that may sample any of the tokens."""
+    timeout_s: float = math.inf
+    """Seconds until the proxy aborts the request. The time in the wait queue counts; an outage, in which no engine
+    serves, does not."""
+    on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
+    """Called by the proxy with the new tokens of each `Progress`. The last tokens come with the `Completion` only."""
+    on_lost: Callable[[int], None] = ignore_count
+    """Called by the engine when the request is aborted, with the number of sampled tokens that were in no piece yet."""
+    generated: int = 0
+    """Number of tokens at the end of `prompt` that belong to this response: earlier engines have sampled them."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -108,11 +115,11 @@ class Engine(Protocol):
         """How full it is, as far as it has told."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
-        `Completion` holds the new tokens, without `request.done`. Closing or cancelling the iterator aborts the request
-        in the engine.
+        The `Completion` holds the new tokens only, not the `request.generated` ones. Closing or cancelling the iterator
+        aborts the request in the engine.
         """
         ...
 

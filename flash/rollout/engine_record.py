@@ -8,7 +8,7 @@ from flash.errors import EngineDeadError
 from flash.observe.state_times import StateTimes
 from flash.rollout.concurrency import ConcurrencyLimit, ResponseLengths
 from flash.rollout.engine import Engine
-from flash.rollout.routing import EngineView, RoutedRequest
+from flash.rollout.routing import EngineView, RequestRecord
 from flash.types import Activity
 
 MERGE_GAP_S = 0.05
@@ -87,7 +87,7 @@ class EngineRecord(EngineView):
         super().__init__(index, limit, engine.version)
         self.number = number
         self._lengths = lengths
-        self.running: dict[anyio.CancelScope, RoutedRequest] = {}
+        self.running: dict[anyio.CancelScope, RequestRecord] = {}
         """One scope per request, the youngest last: cancelling it makes the request move."""
         self.emptied = anyio.Event()
         self.usage = EngineUsage(f"engine {number}")

@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from flash.errors import EngineDeadError, EngineError, EngineRefusal
-from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
@@ -51,7 +51,7 @@ class FakeEngine:
         self.aborted = 0
         self.running = 0
         self.waiting = 0
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[ResponseRequest] = []
         """All that it was ever asked."""
         self.numbers: list[int] = []
         """What it was called by one hub after the first."""
@@ -74,13 +74,13 @@ class FakeEngine:
         if self.start_error is not None:
             raise self.start_error
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         self._check_alive()
         if not request.prompt:
             raise EngineRefusal("a prompt of 0 tokens does not fit")
         self.requests.append(request)
-        problem = len(request.prompt) - request.done
-        answer = self._answer(request.prompt[:problem])[request.done :]
+        problem = len(request.prompt) - request.generated
+        answer = self._answer(request.prompt[:problem])[request.generated :]
         tokens = answer[: request.max_new_tokens]
         finish = "length" if len(answer) > len(tokens) else "stop"
         self.waiting += 1

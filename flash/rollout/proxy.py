@@ -19,11 +19,11 @@ import msgspec
 from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
 from flash.rollout.concurrency import ResponseLengths
-from flash.rollout.engine import Engine, EpisodeRequest
+from flash.rollout.engine import Engine, ResponseRequest
 from flash.rollout.engine_record import EngineRecord
 from flash.rollout.outage import OutageClock
 from flash.rollout.response import Response
-from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
+from flash.rollout.routing import MAX_DEATHS, RequestRecord, Router
 from flash.types import Activity, Completion, Published
 from flash.waiting import deadline
 
@@ -87,13 +87,13 @@ class LLMProxy:
         ]
         """Of each engine, what is known of it."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
-        self._waits: dict[RoutedRequest, _Wait] = {}
+        self._waits: dict[RequestRecord, _Wait] = {}
         self._on_room = on_room
         self._now = now
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
+    async def generate(self, request: ResponseRequest) -> Completion:
         """Sample one response.
 
         Raises:
@@ -101,24 +101,24 @@ class LLMProxy:
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
             DeadlineError: the response took longer than it may.
         """
-        response = Response(asked.request)
-        routed = RoutedRequest(asked.affinity, asked.min_version, seeded=asked.request.seed is not None)
+        response = Response(request)
+        routed = RequestRecord(request)
         with (
-            deadline(asked.timeout, "a response", lambda: self._whereabouts(asked.min_version)) as scope,
+            deadline(request.timeout_s, "a response", lambda: self._whereabouts(request.min_version)) as scope,
             self._outages.left_out(scope),
         ):
             while (whole := response.exhausted()) is None:
                 record = await self._admit(routed)
-                whole = await self._stream(record, routed, response, asked.progress)
+                whole = await self._stream(record, routed, response)
                 if whole is not None:
                     break
             return whole
 
-    async def _admit(self, routed: RoutedRequest) -> EngineRecord:
+    async def _admit(self, routed: RequestRecord) -> EngineRecord:
         """Wait for an engine; returns the one that holds the request from then on."""
         while True:
             if routed.deaths >= MAX_DEATHS:
-                self._convict_group(routed.affinity[0])
+                self._convict_group(routed.order[0])
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
             engine = self._router.ask(routed)
             if engine is not None:
@@ -131,7 +131,7 @@ class LLMProxy:
             # A swap or its death came between the choice and now.
             self._release(record, routed)
 
-    async def _queued(self, routed: RoutedRequest) -> EngineRecord | None:
+    async def _queued(self, routed: RequestRecord) -> EngineRecord | None:
         """Wait in the queue until an engine has taken the request; None when it has to ask again."""
         wait = self._waits[routed] = _Wait()
         try:
@@ -147,13 +147,12 @@ class LLMProxy:
             del self._waits[routed]
         return wait.engine
 
-    async def _stream(
-        self, record: EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[Sequence[int]], None]
-    ) -> Completion | None:
+    async def _stream(self, record: EngineRecord, routed: RequestRecord, response: Response) -> Completion | None:
         """One engine's part of a response: the whole, or None when it goes on elsewhere."""
         scope, concurrency, rest, whole = anyio.CancelScope(), record.concurrency, response.rest(), None
         self._begin(record, scope, routed)
-        concurrency.begins(scope, len(rest.prompt) - rest.done, rest.done, rest.done + rest.max_new_tokens)
+        own = rest.generated
+        concurrency.begins(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._look(record)
         if not routed.settled:  # others may have run dry while it moved
             for other in self.records:
@@ -174,7 +173,7 @@ class LLMProxy:
                             self._proven(record, routed)
                             self._look(record)
                         response.add(piece)
-                        progress(piece.token_ids)
+                        routed.request.on_tokens(piece.token_ids)
                 raise EngineError(f"engine {record.number} ended a response without completing it")
         except EngineDeadError as error:
             self._died(record, error)
@@ -190,7 +189,7 @@ class LLMProxy:
             self._release(record, routed)
         return None
 
-    def _release(self, record: EngineRecord, routed: RoutedRequest) -> None:
+    def _release(self, record: EngineRecord, routed: RequestRecord) -> None:
         """A request has left an engine: the oldest that waits takes its place."""
         self._observe(record)
         record.release(routed)
@@ -298,7 +297,7 @@ class LLMProxy:
         for scope in record.running:
             scope.cancel()
 
-    def _proven(self, record: EngineRecord, routed: RoutedRequest) -> None:
+    def _proven(self, record: EngineRecord, routed: RequestRecord) -> None:
         """An engine has given a token of a request."""
         routed.proven = True
         if routed.deaths:
@@ -309,7 +308,7 @@ class LLMProxy:
     def _convict_group(self, group: int) -> None:
         """A request of this group has killed its engines: the suspects that share its prompt are given none either."""
         for routed, wait in self._waits.items():
-            if routed.suspected and routed.affinity[0] == group:
+            if routed.suspected and routed.order[0] == group:
                 routed.deaths = MAX_DEATHS
                 if routed.place is not None:
                     self._router.withdraw(routed)
@@ -344,7 +343,7 @@ class LLMProxy:
         record.usage.restart()
         self._ask_again(self._router.replace(engine, self._settings.max_sequences, new.version))
 
-    def _ask_again(self, homeless: Sequence[RoutedRequest]) -> None:
+    def _ask_again(self, homeless: Sequence[RequestRecord]) -> None:
         """The queue has forgotten these: who waits for them asks, in the order in which they are woken."""
         for routed in homeless:
             self._waits[routed].over.set()
@@ -374,7 +373,7 @@ class LLMProxy:
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, record: EngineRecord, scope: anyio.CancelScope, routed: RoutedRequest) -> None:
+    def _begin(self, record: EngineRecord, scope: anyio.CancelScope, routed: RequestRecord) -> None:
         record.running[scope] = routed
         routed.proven = False
         if len(record.running) == 1:

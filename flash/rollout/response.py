@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from flash.branches import divide_versions
-from flash.rollout.engine import GenerateRequest, Progress
+from flash.rollout.engine import Progress, ResponseRequest
 from flash.sampling import Kept, together
 from flash.types import Completion, VersionRun, append_versions
 
@@ -16,7 +16,7 @@ from flash.types import Completion, VersionRun, append_versions
 class Response:
     """A response and what is still to be asked for, over all engines it has been on."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: ResponseRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -29,7 +29,7 @@ class Response:
         """Tokens so far."""
         return len(self._tokens)
 
-    def rest(self) -> GenerateRequest:
+    def rest(self) -> ResponseRequest:
         """What the next engine is asked for: it goes on after the tokens so far."""
         self._moved_at = len(self._tokens)
         if not self._tokens:
@@ -39,7 +39,7 @@ class Response:
             request,
             prompt=request.prompt + self._tokens,
             max_new_tokens=request.max_new_tokens - len(self._tokens),
-            done=request.done + len(self._tokens),
+            generated=request.generated + len(self._tokens),
         )
 
     def add(self, piece: Progress) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from flash.rollout.engine import ResponseRequest
+
 TASK_SLACK = 0.25
 """How much fuller, as a share of its requests, the engine that served a task before may be than the emptiest one: it
 saves computing the whole context. The one that served a sibling saves only the prompt, and decides between equals."""
@@ -33,35 +35,36 @@ REMEMBERED = 1 << 16
 """Tasks and groups whose engine is remembered: more than live at once on a node."""
 
 
-class RoutedRequest:
-    """One request that wants an engine.
+class RequestRecord:
+    """The router's own record of one request: where it waits, and what has become of it so far. Mutable."""
 
-    `affinity`: the number of the request's group and that of its task. `seeded`: the request has a seed of its own.
-    """
-
-    def __init__(self, affinity: tuple[int, int], min_version: int, *, seeded: bool = False) -> None:
-        self.affinity = affinity
-        self.min_version = min_version
+    def __init__(self, request: ResponseRequest) -> None:
+        self.request = request
+        self.order = (request.group_id, request.task_id)
+        """Position in the wait queue: the smaller, the older."""
+        self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Engines that failed it."""
+        """Engines that failed the request."""
         self.place: int | None = None
-        """Its number in the order of arrival while it waits."""
+        """Number in the order of arrival; None unless the request waits."""
         self.need: Need | None = None
-        """What it asks of an engine while it waits."""
+        """Requirements on the engine; None unless the request waits."""
         self.settled = True
-        """Whether the engine that served its task or group before is preferred."""
+        """True if the router prefers the engine that served the task or group before."""
         self.proven = False
-        """Whether the engine that has it has given a token of it."""
-        self._seeded = seeded
+        """True if the engine that holds the request has given a token of it."""
         self.deaths = 0
-        """Engines that have died under it since one has given a token of it."""
+        """Engines that have died under the request since one of them has given a token of it."""
         self.death = ""
-        """How the last one did."""
+        """How the last of these engines died."""
 
     @property
     def movable(self) -> bool:
-        """Whether it may move without need: with a seed it would go on with other draws, which no other run repeats."""
-        return not (self._seeded and self.proven)
+        """True if the request may move to balance the load. With a seed it may not once it has tokens.
+
+        A moved request goes on with other draws, which no other run of the same seed would repeat.
+        """
+        return not (self.request.seed is not None and self.proven)
 
     @property
     def suspected(self) -> bool:
@@ -89,7 +92,7 @@ class EngineView:
         self.closed = False
         """It takes no request before its swap is over."""
         self.swapping = False
-        self.suspect: RoutedRequest | None = None
+        self.suspect: RequestRecord | None = None
         """Of its requests the one that may kill it."""
 
     @property
@@ -114,14 +117,14 @@ class EngineView:
         """It has loaded this version."""
         self.swapping, self.closed, self.version = False, False, version
 
-    def release(self, request: RoutedRequest) -> None:
+    def release(self, record: RequestRecord) -> None:
         """A request that was placed on it has left it."""
         self.held -= 1
-        self.acquit(request)
+        self.acquit(record)
 
-    def acquit(self, request: RoutedRequest) -> None:
+    def acquit(self, record: RequestRecord) -> None:
         """It has given a token of a request, or the request has left it: it may have another suspect."""
-        if self.suspect is request:
+        if self.suspect is record:
             self.suspect = None
 
 
@@ -134,8 +137,8 @@ class Need(NamedTuple):
     suspect: bool
 
 
-_Entry = tuple[tuple[int, int], int, RoutedRequest]
-"""A place in a queue: the request's affinity, which is its age, its order of arrival, and the request."""
+_Entry = tuple[tuple[int, int], int, RequestRecord]
+"""A place in a queue: the request's `order`, which is its age, its order of arrival, and the request."""
 
 
 class Router:
@@ -161,9 +164,9 @@ class Router:
         """Whether an engine lives."""
         return any(view.alive for view in self.views)
 
-    def hopeless(self, request: RoutedRequest) -> bool:
+    def hopeless(self, record: RequestRecord) -> bool:
         """Whether every living engine has failed this request."""
-        return all(view.index in request.barred for view in self.views if view.alive)
+        return all(view.index in record.barred for view in self.views if view.alive)
 
     def room(self) -> int:
         """Requests that could start now, beyond those that wait for the same engines."""
@@ -175,31 +178,31 @@ class Router:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def ask(self, request: RoutedRequest) -> int | None:
+    def ask(self, record: RequestRecord) -> int | None:
         """Place a request and return its engine, or let it wait."""
-        if self.hopeless(request):
+        if self.hopeless(record):
             # The engine that could still serve it has died: those that have failed it get another chance.
-            request.barred = frozenset()
-        bound = self._bound_view(request) if self._bind and self.alive else None
+            record.barred = frozenset()
+        bound = self._bound_view(record) if self._bind and self.alive else None
         if bound is None:
-            view = self._choose(request)
+            view = self._choose(record)
         else:
-            served = bound.takes(request.suspected) and bound.version >= request.min_version
+            served = bound.takes(record.suspected) and bound.version >= record.min_version
             view = bound if served else None
         if view is None:
-            self._wait(request, bound)
+            self._wait(record, bound)
             return None
-        self._hold(view, request)
+        self._hold(view, record)
         return view.index
 
-    def fill(self, engine: int) -> list[RoutedRequest]:
+    def fill(self, engine: int) -> list[RequestRecord]:
         """Place waiting requests on an engine that may have got room; the oldest first."""
         view = self.views[engine]
-        placed: list[RoutedRequest] = []
-        while view.open and self._counts and (request := self._oldest(view)) is not None:
-            self.withdraw(request)
-            self._hold(view, request)
-            placed.append(request)
+        placed: list[RequestRecord] = []
+        while view.open and self._counts and (record := self._oldest(view)) is not None:
+            self.withdraw(record)
+            self._hold(view, record)
+            placed.append(record)
         return placed
 
     def surplus(self, engine: int) -> list[tuple[int, int]]:
@@ -231,20 +234,20 @@ class Router:
             gives[giver] = gives.get(giver, 0) + 1
         return list(gives.items())
 
-    def adopted(self, engine: int, requests: Iterable[RoutedRequest], count: int) -> list[RoutedRequest]:
+    def adopted(self, engine: int, requests: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
         """Return the first `count` of these requests of a fuller engine that may move to this engine."""
         fit = (one for one in requests if one.movable and not one.suspected and engine not in one.barred)
         return list(islice(fit, count))
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    def fail(self, engine: int) -> list[RoutedRequest]:
+    def fail(self, engine: int) -> list[RequestRecord]:
         """An engine is gone; returns the requests that it alone could serve, to be asked again."""
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
         return self._expel(lambda need: engine == need.engine or alive <= need.barred)
 
-    def replace(self, engine: int, limit: int, version: int) -> list[RoutedRequest]:
+    def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
         """Another engine takes the place of one that is gone; returns the requests to be asked again.
 
         They have waited without any engine, and could not be bound to one.
@@ -257,26 +260,26 @@ class Router:
         view.alive, view.closed, view.swapping = True, False, False
         return self._expel(lambda need: first)
 
-    def _expel(self, which: Callable[[Need], bool]) -> list[RoutedRequest]:
+    def _expel(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
         """Take requests out of the queue by what they need, the oldest of each kind first."""
-        left: list[RoutedRequest] = []
+        left: list[RequestRecord] = []
         for need in [need for need in self._queues if which(need)]:
             left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
-        for request in left:
-            self.withdraw(request)
+        for record in left:
+            self.withdraw(record)
         return left
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, request: RoutedRequest) -> EngineView | None:
+    def _choose(self, record: RequestRecord) -> EngineView | None:
         best: EngineView | None = None
         best_key = (True, 0.0, True)
-        suspect = request.suspected
-        group, task = request.affinity
-        mine = self._task_engine.get(task) if request.settled else None
-        ours = self._group_engine.get(group) if request.settled else None
+        suspect = record.suspected
+        group, task = record.order
+        mine = self._task_engine.get(task) if record.settled else None
+        ours = self._group_engine.get(group) if record.settled else None
         for view in self.views:
-            if not view.takes(suspect) or view.version < request.min_version or view.index in request.barred:
+            if not view.takes(suspect) or view.version < record.min_version or view.index in record.barred:
                 continue
             # A swapping engine would make the request wait for its pause.
             slack = 1 + TASK_SLACK * view.held if view.index == mine else 0.0
@@ -285,50 +288,50 @@ class Router:
                 best, best_key = view, key
         return best
 
-    def _bound_view(self, request: RoutedRequest) -> EngineView:
+    def _bound_view(self, record: RequestRecord) -> EngineView:
         """The engine of the request's group; chosen once, and again only when it dies or fails the request."""
-        group = request.affinity[0]
+        group = record.order[0]
         engine = self._group_engine.get(group)
-        if engine is not None and self.views[engine].alive and engine not in request.barred:
+        if engine is not None and self.views[engine].alive and engine not in record.barred:
             return self.views[engine]
-        fit = [view for view in self.views if view.alive and view.index not in request.barred]
-        view = min(fit, key=lambda view: (view.version < request.min_version, view.closed, view.load, view.index))
+        fit = [view for view in self.views if view.alive and view.index not in record.barred]
+        view = min(fit, key=lambda view: (view.version < record.min_version, view.closed, view.load, view.index))
         _remember(self._group_engine, group, view.index)
         return view
 
-    def _hold(self, view: EngineView, request: RoutedRequest) -> None:
+    def _hold(self, view: EngineView, record: RequestRecord) -> None:
         view.held += 1
-        if request.suspected:
-            view.suspect = request
-        group, task = request.affinity
+        if record.suspected:
+            view.suspect = record
+        group, task = record.order
         _remember(self._task_engine, task, view.index)
         if not self._bind:
             _remember(self._group_engine, group, view.index)
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
-    def _wait(self, request: RoutedRequest, bound: EngineView | None) -> None:
-        request.place = self._arrivals
+    def _wait(self, record: RequestRecord, bound: EngineView | None) -> None:
+        record.place = self._arrivals
         self._arrivals += 1
         only = None if bound is None else bound.index
-        request.need = need = Need(only, request.min_version, request.barred, request.suspected)
-        heapq.heappush(self._queues.setdefault(need, []), (request.affinity, request.place, request))
+        record.need = need = Need(only, record.min_version, record.barred, record.suspected)
+        heapq.heappush(self._queues.setdefault(need, []), (record.order, record.place, record))
         self._counts[need] += 1
         if bound is not None:
             bound.bound += 1
 
-    def withdraw(self, request: RoutedRequest) -> None:
+    def withdraw(self, record: RequestRecord) -> None:
         """A request waits no more; its entry in the heap is cleared when it comes to the top."""
-        need = request.need
+        need = record.need
         assert need is not None, "only a waiting request can leave the queue"
-        request.place = request.need = None
+        record.place = record.need = None
         self._counts[need] -= 1
         if not self._counts[need]:
             del self._counts[need]
         if need.engine is not None:
             self.views[need.engine].bound -= 1
 
-    def _oldest(self, view: EngineView) -> RoutedRequest | None:
+    def _oldest(self, view: EngineView) -> RequestRecord | None:
         """Return the oldest waiting request that an engine may serve."""
         oldest: _Entry | None = None
         for need, queue in list(self._queues.items()):

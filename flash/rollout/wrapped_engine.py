@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
 from flash.errors import EngineDeadError
-from flash.rollout.engine import Engine, GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.types import Completion, Published
 
 EngineT = TypeVar("EngineT", bound=Engine)
@@ -32,7 +32,7 @@ class WrappedEngine(Generic[EngineT]):
         """See `Engine`."""
         await self._engine.start()
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """See `Engine`."""
         return self._engine.generate(request)
 

@@ -21,7 +21,7 @@ from flash.environment.interface import is_held_out
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
-from flash.rollout.engine import EpisodeRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -131,11 +131,11 @@ class _Answers:
         self._left = list(answers)
         self._count = len(answers)
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
+    async def generate(self, request: ResponseRequest) -> Completion:
         if not self._left:
             raise EnvError(f"the episode goes on after {self._count} answer(s): give more, or end it with `terminated`")
         tokens = [*map(ord, self._left.pop(0)), END]
-        asked.progress(tokens)
+        request.on_tokens(tokens)
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
 
 

@@ -41,8 +41,8 @@ from flash.service.items import (
 from flash.types import ASSISTANT, Message, Piece, Tool
 
 
-class ResponseRequest(msgspec.Struct, frozen=True):
-    """A request for a response."""
+class ResponsesCall(msgspec.Struct, frozen=True):
+    """A request of an agent through OpenAI's Responses API."""
 
     asked: AgentRequest
     said: list[Message]
@@ -89,7 +89,7 @@ class _Body(AskedSampling, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponseRequest:
+def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesCall:
     """A request; `earlier` holds what was said up to each response of the episode.
 
     Raises:
@@ -130,7 +130,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponseReque
         parallel=given.parallel_tool_calls is not False,
         drawn=drawn(given),
     )
-    return ResponseRequest(asked, said, given.previous_response_id)
+    return ResponsesCall(asked, said, given.previous_response_id)
 
 
 def _pieces(given: _Body) -> Iterator[Sequence[Any]]:
@@ -167,7 +167,7 @@ def name_of(name: str) -> str:
     return f"resp_{name}"
 
 
-def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponseRequest) -> bytes:
+def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponsesCall) -> bytes:
     """The one answer, in one piece."""
     (answer,) = answers
     return msgspec.json.encode(_response(answer, name, wanted))
@@ -176,7 +176,7 @@ def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponseRequest
 class ResponseEvents:
     """A response as server-sent events. Its calls come with its end."""
 
-    def __init__(self, name: str, wanted: ResponseRequest) -> None:
+    def __init__(self, name: str, wanted: ResponsesCall) -> None:
         self._name = name
         self._wanted = wanted
         self._number = 0
@@ -249,7 +249,7 @@ class ResponseEvents:
         return b"".join(lines)
 
 
-def _response(answer: PolicyAnswer, name: str, wanted: ResponseRequest) -> dict[str, Any]:
+def _response(answer: PolicyAnswer, name: str, wanted: ResponsesCall) -> dict[str, Any]:
     asked = wanted.asked
     return {
         "id": name_of(name),

@@ -31,7 +31,7 @@ import msgspec
 
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
-from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.simulate.steps import PrefixCache, SimSequence, Stretch
 from flash.simulate.workload import episode_of, turn_of
 from flash.types import Completion, Published
@@ -133,7 +133,7 @@ class SimEngine:
         """Ready at once: it has no process to start."""
         await anyio.lowlevel.checkpoint()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response of zeros, as long as the workload says."""
         assert self._version >= 0, "an engine generates under a version"
         self._refuse_if_dead()
@@ -153,7 +153,7 @@ class SimEngine:
         finally:
             if not sequence.ended:
                 if (piece := self._piece(sequence)) is not None:
-                    request.lost(len(piece.token_ids))
+                    request.on_lost(len(piece.token_ids))
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
@@ -203,8 +203,8 @@ class SimEngine:
         if self._dead is not None:
             raise self._dead
 
-    def _sequence(self, request: GenerateRequest) -> SimSequence:
-        natural = max(1, self._response_tokens(request.key) - request.done)
+    def _sequence(self, request: ResponseRequest) -> SimSequence:
+        natural = max(1, self._response_tokens(request.key) - request.generated)
         limit = request.max_new_tokens
         return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
 
@@ -380,7 +380,7 @@ class SimEngine:
         """Whoever shares the prompt of this sequence finds it in the cache."""
         request = sequence.request
         if turn_of(request.key) == 0:
-            self._cache.hold("problem", request.prompt[0], sequence.prompt - request.done)
+            self._cache.hold("problem", request.prompt[0], sequence.prompt - request.generated)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

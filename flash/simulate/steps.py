@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.types import VersionRun, append_versions
 
 
@@ -55,7 +55,7 @@ class Stretch(msgspec.Struct, frozen=True):
 class SimSequence:
     """One request in the engine."""
 
-    def __init__(self, request: GenerateRequest, length: int, finish: str) -> None:
+    def __init__(self, request: ResponseRequest, length: int, finish: str) -> None:
         self.request = request
         self.prompt = len(request.prompt)
         self.length = length

@@ -13,7 +13,7 @@ import msgspec
 
 from envs.agent import ENDPOINT, Agent, AgentEndpoint, AgentOptions
 from flash.environment import Environment, shared, sharing
-from flash.rollout.engine import EpisodeRequest, GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -65,16 +65,15 @@ class Policy:
     """A `Responder` that says what a function gives, and keeps all it was asked and said."""
 
     def __init__(
-        self, say: Callable[[GenerateRequest], Sequence[int]], seconds: float = 1.0, ends: Collection[int] = (END,)
+        self, say: Callable[[ResponseRequest], Sequence[int]], seconds: float = 1.0, ends: Collection[int] = (END,)
     ) -> None:
         self._say = say
         self._ends = ends
         self._seconds = seconds
-        self.asked: list[GenerateRequest] = []
+        self.asked: list[ResponseRequest] = []
         self.said: list[Completion] = []
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
-        request = asked.request
+    async def generate(self, request: ResponseRequest) -> Completion:
         await anyio.sleep(self._seconds)
         tokens = list(self._say(request))[: request.max_new_tokens]
         finish = "stop" if tokens[-1] in self._ends else "length"
@@ -83,7 +82,7 @@ class Policy:
             if at >= 0:
                 tokens, finish = tokens[: at + len(stop.encode())], "text"
         for token in tokens[:-1]:
-            asked.progress([token])
+            request.on_tokens([token])
             await self.pause()
         completion = Completion(tokens, [-0.5] * len(tokens), [VersionRun(3, len(tokens))], finish)
         self.asked.append(request)
@@ -99,7 +98,7 @@ def says(text: str) -> Policy:
     return Policy(lambda _: [*text.encode(), END])
 
 
-def babble(request: GenerateRequest) -> list[int]:
+def babble(request: ResponseRequest) -> list[int]:
     """Any bytes, of any length, ended by the policy or cut."""
     rng = random.Random(repr(request.prompt))
     return [rng.randrange(256) for _ in range(rng.randrange(1, 30))] + [END]

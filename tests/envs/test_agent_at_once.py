@@ -11,7 +11,7 @@ from envs.agent import ENDPOINT
 from flash.branches import spans_by_turn
 from flash.environment import shared, sharing
 from flash.errors import EngineError
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import KEYS_PER_TASK, Episode, EpisodeProgress
 from flash.rollout.episode.phases import LockStep, RuledPhases
 from flash.simulate.clock import run_virtual
@@ -22,7 +22,7 @@ QUESTION = [{"role": "user", "content": "5?"}]
 told: list[str] = []
 
 
-def echo(request: GenerateRequest) -> list[int]:
+def echo(request: ResponseRequest) -> list[int]:
     """The last thing that was asked, and which response this is."""
     asked = BYTES.decode(request.prompt).rpartition("?")[0][-1]
     return [*f"{asked}, {request.key // 2 % KEYS_PER_TASK}".encode(), END]
@@ -174,7 +174,7 @@ async def is_refused(base_url: str, api_key: str, task: str) -> str:
 
 
 def test_an_engine_that_fails_what_was_asked_ahead_fails_the_episode() -> None:
-    def fails(request: GenerateRequest) -> list[int]:
+    def fails(request: ResponseRequest) -> list[int]:
         if "b?" in BYTES.decode(request.prompt):
             raise EngineError("no luck")
         return echo(request)

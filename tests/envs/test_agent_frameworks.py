@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.types import Outcome, ToolCall, Trajectory
 from tests.envs.agents import Policy, make, play
 from tests.envs.forms import ADD, FORMS, HarmonyTokenizer
@@ -28,7 +28,7 @@ FUNCTION: Any = ADD["function"]
 QUESTION = "What is 1 + 2, and then plus 3?"
 
 
-def sums(request: GenerateRequest, tokenizer: HarmonyTokenizer) -> list[int]:
+def sums(request: ResponseRequest, tokenizer: HarmonyTokenizer) -> list[int]:
     """Two calls, one after the other, and then what the last one returned."""
     shown = tokenizer.inner.decode(request.prompt)
     results = shown.split("<|start|>functions.add to=assistant<|channel|>commentary<|message|>")[1:]

@@ -15,7 +15,7 @@ from envs.agent import Agent, AgentOptions
 from envs.frozen_lake import FrozenLake, FrozenLakeOptions
 from flash.config.objects import load_object
 from flash.environment import HELD_OUT
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.types import Trajectory
 from tests.envs.agents import END, Policy, play
 from tests.envs.test_frozen_lake import lake
@@ -34,7 +34,7 @@ class Player:
         board = re.findall(r"(?:[.OGP]{4}\n){4}", shown)[-1]
         return self._chance.choice("UDLR") if self._chance.random() < 0.3 else lake(board).best()
 
-    def say(self, request: GenerateRequest) -> list[int]:
+    def say(self, request: ResponseRequest) -> list[int]:
         shown = bytes(token for token in request.prompt if token < 256).decode()
         return [*self.move(shown).encode(), END]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import anyio
 import pytest
 
-from flash.rollout.engine import EpisodeRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.transcript import LARGE_LETTERS
 from flash.types import Completion, Observation, Tool, Trajectory
 from tests.envs.agents import END, NODE, ByteTokenizer, Policy, ask, choice_of, make, play
@@ -111,13 +111,13 @@ class AtOnce(Policy):
         self._waiting = 0
         self._enough = anyio.Event()
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
+    async def generate(self, request: ResponseRequest) -> Completion:
         self._waiting += 1
         if self._waiting == 3:
             self._enough.set()
         with anyio.fail_after(20):
             await self._enough.wait()
-        return await super().generate(asked)
+        return await super().generate(request)
 
 
 async def asks_long_things(base_url: str, api_key: str, task: str) -> str:

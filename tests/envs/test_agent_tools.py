@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Outcome, ToolCall, Trajectory
@@ -50,7 +50,7 @@ class Speaker:
         self.meant: list[Message | None] = []
         """What an answer says; None for one that may say anything."""
 
-    def __call__(self, request: GenerateRequest) -> list[int]:
+    def __call__(self, request: ResponseRequest) -> list[int]:
         rng = self._rng
         clean = rng.random() < 0.7
         letters = CLEAN if clean else HOSTILE

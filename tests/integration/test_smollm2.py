@@ -13,7 +13,7 @@ import torch
 
 from flash.config.load import load
 from flash.config.tree import ModelConfig
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
@@ -112,7 +112,7 @@ async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[
     try:
         for prompt in prompts:
             pieces = [
-                piece async for piece in engine.generate(GenerateRequest(prompt, 24, key=0, sampling=Sampling(0.0)))
+                piece async for piece in engine.generate(ResponseRequest(prompt, 24, key=0, sampling=Sampling(0.0)))
             ]
             said += [list(piece.token_ids) for piece in pieces if isinstance(piece, Completion)]
     finally:

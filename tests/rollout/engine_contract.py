@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from flash.errors import EngineDeadError, EngineRefusal
-from flash.rollout.engine import Engine, GenerateRequest, Progress
+from flash.rollout.engine import Engine, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun
 
 LONG = 400
@@ -35,8 +35,8 @@ class Subject(Protocol):
         ...
 
 
-def ask(count: int, first: int = 5) -> GenerateRequest:
-    return GenerateRequest([first, 6, 7], count, key=first)
+def ask(count: int, first: int = 5) -> ResponseRequest:
+    return ResponseRequest([first, 6, 7], count, key=first)
 
 
 def each(versions: list[VersionRun]) -> list[int]:
@@ -44,7 +44,7 @@ def each(versions: list[VersionRun]) -> list[int]:
     return [run.version for run in versions for _ in range(run.count)]
 
 
-async def complete(engine: Engine, request: GenerateRequest, began: Callable[[], object] = lambda: None) -> Completion:
+async def complete(engine: Engine, request: ResponseRequest, began: Callable[[], object] = lambda: None) -> Completion:
     """Consume a stream and check that its pieces add up. `began` is called at each piece."""
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -96,7 +96,7 @@ async def a_response_streams_and_ends_at_its_limit(subject: Subject) -> None:
 
 async def an_empty_prompt_is_refused_and_the_engine_is_well(subject: Subject) -> None:
     with pytest.raises(EngineRefusal):
-        await complete(subject.engine, GenerateRequest([], 4, key=0))
+        await complete(subject.engine, ResponseRequest([], 4, key=0))
     assert len((await complete(subject.engine, ask(4))).token_ids) == 4
 
 

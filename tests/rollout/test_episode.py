@@ -15,7 +15,7 @@ import pytest
 
 from flash.environment import EpisodeView, Said, wrap
 from flash.errors import EngineError, EnvError, RewardError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import (
     Episode,
     EpisodeProgress,
@@ -72,15 +72,15 @@ class Script:
 
     def __init__(self, *completions: Completion | Exception) -> None:
         self._completions = list(completions)
-        self.calls: list[tuple[GenerateRequest, int, tuple[int, int], float]] = []
+        self.calls: list[ResponseRequest] = []
         self.seconds = 0.5
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
-        self.calls.append((asked.request, asked.min_version, asked.affinity, asked.timeout))
+    async def generate(self, request: ResponseRequest) -> Completion:
+        self.calls.append(request)
         completion = self._completions.pop(0)
         for _ in range(2 if isinstance(completion, Exception) else len(completion.token_ids)):
             await anyio.sleep(self.seconds)
-            asked.progress([0])
+            request.on_tokens([0])
         if isinstance(completion, Exception):
             raise completion
         return completion
@@ -170,7 +170,7 @@ def test_law_4_tokens_are_only_appended_over_five_turns() -> None:
     tokens = trajectory.tokens().tolist()
     said = "start" + "".join(f"{text}\0|after {i}" for i, text in enumerate(FIVE[:-1])) + "e\0"
     assert tokens == [ord(c) for c in said]
-    for (request, *_), span in zip(proxy.calls, trajectory.action_spans, strict=True):
+    for request, span in zip(proxy.calls, trajectory.action_spans, strict=True):
         assert request.prompt == tokens[: span.start]
     assert env.actions == FIVE
 
@@ -223,8 +223,9 @@ def test_a_request_carries_the_lease_and_a_key_of_its_turn() -> None:
     env, proxy = Env(go("x"), end(1.0)), Script(say("a"), say("b"))
     retried = msgspec.structs.replace(LEASE, task=msgspec.structs.replace(LEASE.task, attempt=2))
     run(env, proxy, lease=retried)
-    assert [call[1:] for call in proxy.calls] == [(3, (7, 42), 40)] * 2
-    assert [call[0].key for call in proxy.calls] == [response_key(LEASE.task, 0), response_key(LEASE.task, 1)]
+    told = [(call.min_version, call.group_id, call.task_id, call.timeout_s) for call in proxy.calls]
+    assert told == [(3, 7, 42, 40)] * 2
+    assert [call.key for call in proxy.calls] == [response_key(LEASE.task, 0), response_key(LEASE.task, 1)]
 
 
 def test_keys_differ_between_tasks_turns_and_splits() -> None:
@@ -250,17 +251,17 @@ def test_seeds_differ_between_runs_problems_samples_turns_splits_and_attempts() 
 def test_a_response_is_asked_for_with_its_seed_where_the_run_has_one() -> None:
     proxy = Script(say("a"), say("b"))
     run(Env(go("more"), end(1.0)), proxy)
-    assert [call[0].seed for call in proxy.calls] == [response_seed(7, LEASE.task, turn) for turn in (0, 1)]
+    assert [call.seed for call in proxy.calls] == [response_seed(7, LEASE.task, turn) for turn in (0, 1)]
     bare = Script(say("a"))
     run(Env(end(1.0)), bare, seed=None)
-    assert bare.calls[0][0].seed is None
+    assert bare.calls[0].seed is None
 
 
 def test_each_response_is_sampled_as_its_task_says_and_the_trajectory_tells_it() -> None:
     env, proxy = Env(go("x"), end(1.0)), Script(say("a"), say("b"))
     task = msgspec.structs.replace(LEASE.task, sampling=Sampling(0.3))
     trajectory = run(env, proxy, lease=msgspec.structs.replace(LEASE, task=task))
-    assert [call[0].sampling for call in proxy.calls] == [Sampling(0.3)] * 2
+    assert [call.sampling for call in proxy.calls] == [Sampling(0.3)] * 2
     assert isinstance(trajectory, Trajectory)
     assert trajectory.task.sampling == Sampling(0.3)
 
@@ -318,7 +319,7 @@ def test_a_domain_has_limits_of_its_own() -> None:
     script = Script(say("a"))
     trajectory = succeed(Env(go("x", 0.5)), script, domains={"game": own})
     assert (len(trajectory.turns), trajectory.outcome) == (1, Outcome.TRUNCATED)
-    assert script.calls[0][0].max_new_tokens == 3
+    assert script.calls[0].max_new_tokens == 3
     assert len(succeed(Env(go("x"), end(1.0)), Script(say("a"), say("b")), domains={"other": own}).turns) == 2
 
 
@@ -341,7 +342,7 @@ def test_an_observation_that_leaves_no_room_for_a_response_truncates_the_episode
 def test_a_response_gets_no_more_tokens_than_there_is_room_for() -> None:
     proxy = Script(say("a"), say("b"))
     run(Env(go("x"), end(1.0)), proxy, max_length=12)
-    assert [call[0].max_new_tokens for call in proxy.calls] == [7, 3]
+    assert [call.max_new_tokens for call in proxy.calls] == [7, 3]
 
 
 def test_the_last_observation_is_not_rendered() -> None:
@@ -403,7 +404,7 @@ def test_an_engine_error_in_turn_two_reports_the_tokens_of_the_broken_response_t
 def test_a_response_without_a_token_is_an_engine_error() -> None:
     failure = fail(Env(end(1.0)), Script(Completion([], [], [], "stop")))
     assert failure.outcome == Outcome.ENGINE_ERROR
-    assert "response 1 (seed 5) without a token" in failure.message
+    assert "ended a response (seed 5) without a token" in failure.message
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_of_the_environment() -> None:
@@ -521,13 +522,13 @@ def test_an_environment_that_wants_to_know_of_tokens_is_told_and_may_ask_for_few
         (Said(prompt_tokens=5, tokens=4, cut=False), 9, 200 - len("startabc0|after")),
         (Said(prompt_tokens=15, tokens=3, cut=True), 8, 200 - len("startabc0|afterdef/") - 400),
     ]
-    assert [call[0].max_new_tokens for call in proxy.calls] == [8, 3]
+    assert [call.max_new_tokens for call in proxy.calls] == [8, 3]
 
 
 def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
     env, proxy = Knowing(go("after"), go("on"), end(1.0)), Script(say("a"), say("b"), say("c"))
     succeed(env, proxy)
-    assert [call[0].max_new_tokens for call in proxy.calls] == [8, 3, 8]
+    assert [call.max_new_tokens for call in proxy.calls] == [8, 3, 8]
 
 
 class Branching(Env):
@@ -563,7 +564,7 @@ def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_promp
     assert "".join(map(chr, sampled)).replace("\0", "0") == "a0bc0d0e0", (
         "what a branch has from another is prompt in it"
     )
-    prompts = ["".join(map(chr, request.prompt)).replace("\0", "0") for request, *_ in script.calls]
+    prompts = ["".join(map(chr, request.prompt)).replace("\0", "0") for request in script.calls]
     assert prompts == ["start", "starta0|more", "starta0|other", "starta0|otherd0|on"]
     assert env.left == [
         (2, 200 - len("starta0|more")),
@@ -769,9 +770,9 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
     class Echo:
         """A proxy that says the last character of the prompt, and takes longer for later tasks."""
 
-        async def generate(self, asked: EpisodeRequest) -> Completion:
-            await anyio.sleep(asked.affinity[1])
-            return say(chr(asked.request.prompt[-1]))
+        async def generate(self, request: ResponseRequest) -> Completion:
+            await anyio.sleep(request.task_id)
+            return say(chr(request.prompt[-1]))
 
     async def main() -> None:
         made = Episode(
@@ -826,7 +827,7 @@ def test_reset_may_give_arguments_of_the_chat_template(info: dict[str, Any], pro
     episode = Episode(lambda kind: env, Argued(), script, SETTINGS, FreePhases(), now=lambda: 0.0)
     played = run_virtual(lambda: episode.run(LEASE, EpisodeProgress()))
     if prompt:
-        assert "".join(map(chr, script.calls[0][0].prompt)) == prompt
+        assert "".join(map(chr, script.calls[0].prompt)) == prompt
     else:
         assert isinstance(played, Failure)
         assert "chat_template_kwargs in its info that are 7: expected names with values" in played.message

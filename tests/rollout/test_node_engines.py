@@ -218,7 +218,7 @@ def test_a_dead_engines_tokens_are_kept_and_its_node_stops_listing_it() -> None:
             await anyio.sleep(2.7)
             fakes[0].kill()
         assert [len(report.engines) for report in hub.reports] == [2, 2, 1, 1]
-        assert {len(request.prompt) for request in fakes[1].requests if request.done} == {len("say 0") + 5}
+        assert {len(request.prompt) for request in fakes[1].requests if request.generated} == {len("say 0") + 5}
         for result in hub.results.values():
             assert isinstance(result, Trajectory)
             said = result.action_mask()

@@ -89,7 +89,7 @@ def test_an_engine_that_dies_comes_back_and_takes_part_again(engines: int, swap:
 def test_a_response_goes_on_at_the_next_engine_with_its_tokens() -> None:
     one = world(1)
     run_with(one, (START_S + 15.2, lambda: one.engines[0].kill()))
-    moved = [request for request in one.engines[0].requests if request.done]
+    moved = [request for request in one.engines[0].requests if request.generated]
     assert len(moved) == SLOTS
     mixed = [s.trajectory.versions for shard in one.trainer.shards for s in shard.samples]
     assert any(len(runs) > 1 for runs in mixed)

@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from flash.errors import EngineDeadError, PoisonError
-from flash.rollout.engine import GenerateRequest, Progress
+from flash.rollout.engine import Progress, ResponseRequest
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.routing import RoutedRequest, Router
+from flash.rollout.routing import RequestRecord, Router
 from flash.types import Completion
 from tests.rollout.test_proxy import SLOTS, SWAP_S, House, answer, engine, published, run
 from tests.rollout.test_routing import views
@@ -24,7 +24,7 @@ class Mortal(FakeEngine):
         super().__init__(answer, seconds_per_token, SWAP_S, SLOTS)
         self._deadly = deadly
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         if request.prompt[0] in self._deadly:
             await anyio.sleep(0.5)
             self.kill()
@@ -168,9 +168,14 @@ def test_failures_to_load_and_engines_that_only_fail_blame_no_request() -> None:
     run(scenario)
 
 
+def record(task: int) -> RequestRecord:
+    """The record of a task's only request."""
+    return RequestRecord(ResponseRequest([1], 1, key=task, group_id=task, task_id=task))
+
+
 def test_a_suspect_that_is_cancelled_or_ends_makes_room_for_the_next_one() -> None:
     router = Router(views(4, [0]), bind_groups=False)
-    first, second = RoutedRequest((0, 0), 0), RoutedRequest((1, 1), 0)
+    first, second = record(0), record(1)
     for request in (first, second):
         request.died_under("once")
     assert not first.suspected, "once may be chance"
@@ -178,6 +183,6 @@ def test_a_suspect_that_is_cancelled_or_ends_makes_room_for_the_next_one() -> No
         request.died_under("boom")
     assert router.ask(first) == 0
     assert router.ask(second) is None
-    assert router.ask(RoutedRequest((2, 2), 0)) == 0, "what is no suspect may run beside one"
+    assert router.ask(record(2)) == 0, "what is no suspect may run beside one"
     router.views[0].release(first)
     assert router.fill(0) == [second]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
@@ -90,17 +90,20 @@ class House:
         def progress(tokens: Sequence[int]) -> None:
             self.progress[task] = self.progress.get(task, 0) + len(tokens)
 
-        request = GenerateRequest([task, length], 100, key=task, seed=seed)
+        request = ResponseRequest(
+            [task, length],
+            100,
+            key=task,
+            seed=seed,
+            group_id=task if group is None else group,
+            task_id=task,
+            min_version=min_version,
+            timeout_s=TIMEOUT_S,
+            on_tokens=progress,
+        )
         try:
-            asked = EpisodeRequest(
-                request,
-                min_version=min_version,
-                affinity=(task if group is None else group, task),
-                progress=progress,
-                timeout=TIMEOUT_S,
-            )
             with self.outages.left_out(episode or anyio.CancelScope()):
-                self.done[task] = await self.proxy.generate(asked)
+                self.done[task] = await self.proxy.generate(request)
         except (EngineError, DeadlineError) as error:
             self.failed[task] = error
         self.ended_at[task] = anyio.current_time()
@@ -217,15 +220,9 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
     async def scenario() -> None:
         house = House(engine())
         await house.load_all()
-        asked = EpisodeRequest(
-            GenerateRequest([1, 50], 100, key=0),
-            min_version=0,
-            affinity=(0, 0),
-            progress=lambda tokens: None,
-            timeout=5.5,
-        )
+        request = ResponseRequest([1, 50], 100, key=0, timeout_s=5.5)
         with pytest.raises(DeadlineError, match=r"engine 0 has version 0 and 0 of 4 requests; 0 requests wait"):
-            await house.proxy.generate(asked)
+            await house.proxy.generate(request)
         house.check_empty()
 
     run(scenario)
@@ -250,7 +247,7 @@ def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> N
         assert house.progress == {1: 19}, "the last token comes with the completion"
         (moved,) = house.engines[1].requests
         assert moved.prompt == [1, 20, *answer([1, 5])]
-        assert (moved.done, moved.max_new_tokens, moved.key) == (5, 95, 1)
+        assert (moved.generated, moved.max_new_tokens, moved.key) == (5, 95, 1)
         house.check_empty()
 
     run(scenario)
@@ -369,7 +366,7 @@ def test_requests_without_an_engine_go_on_at_the_next_one_with_their_tokens_the_
         assert house.failed == {}
         assert sorted(house.done) == [*range(10), 99]
         assert [request.key for request in new.requests] == [*range(10), 99]
-        assert [request.done for request in new.requests] == [3] * SLOTS + [0] * 7
+        assert [request.generated for request in new.requests] == [3] * SLOTS + [0] * 7
         for task, completion in house.done.items():
             assert completion.token_ids == answer([task, 10])
             moved = 3 if task < SLOTS else 0
@@ -599,7 +596,7 @@ def test_requests_told_to_leave_go_to_an_engine_with_room() -> None:
             await anyio.sleep(4.5)
             await house.proxy.load(0, published(1))
         house.check(1, 10)
-        assert [request.done for request in house.engines[1].requests] == [4]
+        assert [request.generated for request in house.engines[1].requests] == [4]
         assert house.done[1].versions == [VersionRun(0, 10)]
 
     run(scenario)
@@ -636,7 +633,7 @@ def test_what_is_drawn_with_a_seed_moves_only_before_it_has_a_token(after_s: flo
             await anyio.sleep(after_s - SWAP_S)
             await house.proxy.load(1, published(1))
         assert sorted(served_by(house)[1]) == moved
-        assert all(request.done == 0 for engine in house.engines for request in engine.requests)
+        assert all(request.generated == 0 for engine in house.engines for request in engine.requests)
         for task in range(8):
             house.check(task, 10)
 
@@ -668,14 +665,14 @@ def test_an_engine_that_runs_dry_is_given_its_share_with_the_tokens_so_far() -> 
             assert sum(len(engine.requests) for engine in house.engines) == 12, "two of five have moved, once"
             assert [engine.running for engine in house.engines] == [3, 2]
             await house.load_all(1)
-        moved = [request for request in house.engines[1].requests if request.done]
+        moved = [request for request in house.engines[1].requests if request.generated]
         assert len(moved) == 2
         for task in range(10):
             house.check(task, 5 if task % 2 else 60)
         for request in moved:
             completion = house.done[request.prompt[0]]
             assert [run.version for run in completion.versions] == [0, 1]
-            assert completion.versions[0].count > request.done, "tokens of both engines"
+            assert completion.versions[0].count > request.generated, "tokens of both engines"
             assert house.progress[request.prompt[0]] == 59, "each token is told once, the last with the completion"
         house.check_empty()
 
@@ -696,7 +693,7 @@ def test_the_shortest_contexts_move_and_not_what_has_come_last() -> None:
             await anyio.sleep(2.2)
             house.engines[1].kill()
             await anyio.sleep(2.0)
-            assert [request.done for request in house.engines[0].requests] == [0] * 5 + [43]
+            assert [request.generated for request in house.engines[0].requests] == [0] * 5 + [43]
             new = engine(slots=8)
             await house.proxy.replace(1, new)
             await house.proxy.load(1, published(1))
@@ -768,7 +765,7 @@ def test_what_may_soon_reach_its_greatest_length_stays_where_it_is() -> None:
                 group.start_soon(lambda task=task: house.ask(task, 95 if task % 2 else 99))
             await anyio.sleep(97.5)
             assert [engine.running for engine in house.engines] == [5, 0]
-        assert all(request.done == 0 for engine in house.engines for request in engine.requests)
+        assert all(request.generated == 0 for engine in house.engines for request in engine.requests)
 
     run(scenario)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.rollout.engine import GenerateRequest, Progress
+from flash.rollout.engine import Progress, ResponseRequest
 from flash.rollout.response import Response
 from flash.sampling import Kept
 from flash.types import Completion, VersionRun
@@ -31,12 +31,12 @@ def versions_of(completion: Completion) -> list[int]:
 def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_number_of_moves(
     engines: list[list[tuple[int, int]]],
 ) -> None:
-    response = Response(GenerateRequest([1, 2], 100, key=5))
+    response = Response(ResponseRequest([1, 2], 100, key=5))
     expected: list[tuple[int, int]] = []
     for sampled in engines[:-1]:
         rest = response.rest()
         assert rest.prompt == [1, 2, *(token for token, _ in expected)]
-        assert rest.done == len(expected)
+        assert rest.generated == len(expected)
         assert rest.max_new_tokens == 100 - len(expected)
         assert rest.key == 5
         for token, version in sampled:
@@ -58,7 +58,7 @@ def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_numb
 
 
 def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None:
-    response = Response(GenerateRequest([1], 2, key=0))
+    response = Response(ResponseRequest([1], 2, key=0))
     response.rest()
     response.add(piece(7, 0))
     assert response.exhausted() is None

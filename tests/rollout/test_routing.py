@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flash.rollout.routing import TASK_SLACK, EngineView, RoutedRequest, Router
+from flash.rollout.engine import ResponseRequest
+from flash.rollout.routing import TASK_SLACK, EngineView, RequestRecord, Router
 
 ENGINES = 3
 LIMIT = 4
@@ -20,13 +21,18 @@ def views(limit: int, versions: Sequence[int]) -> list[EngineView]:
     return [EngineView(index, limit, version) for index, version in enumerate(versions)]
 
 
-def only(request: RoutedRequest) -> int | None:
+def only(request: RequestRecord) -> int | None:
     """The only engine that a request waits for, if any."""
     return request.need and request.need.engine
 
 
+def record(group: int, task: int, min_version: int = 0) -> RequestRecord:
+    """The record of a request of one token."""
+    return RequestRecord(ResponseRequest([1], 1, key=task, group_id=group, task_id=task, min_version=min_version))
+
+
 def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
-    return router.ask(RoutedRequest((group, task), min_version))
+    return router.ask(record(group, task, min_version))
 
 
 def test_requests_spread_over_the_engines() -> None:
@@ -77,13 +83,13 @@ def test_a_swapping_engine_is_the_last_choice() -> None:
 def test_what_waits_leaves_in_the_order_of_its_tasks() -> None:
     router = Router(views(1, [0]), bind_groups=False)
     place(router, 0, 0)
-    requests = [RoutedRequest((task // 2, task), 0) for task in (5, 1, 3)]
+    requests = [record(task // 2, task) for task in (5, 1, 3)]
     for request in requests:
         assert router.ask(request) is None
     order: list[int] = []
     for _ in requests:
         router.views[0].held -= 1
-        order += [request.affinity[1] for request in router.fill(0)]
+        order += [request.order[1] for request in router.fill(0)]
     assert order == [1, 3, 5]
 
 
@@ -92,7 +98,7 @@ def test_a_bound_group_stays_on_its_engine_though_others_are_empty() -> None:
     assert [place(router, 7, task) for task in range(3)] == [0, 0, None]
     assert place(router, 8, 10) == 1
     router.views[0].held -= 1
-    assert [request.affinity for request in router.fill(0)] == [(7, 2)]
+    assert [request.order for request in router.fill(0)] == [(7, 2)]
 
 
 def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -> None:
@@ -102,13 +108,13 @@ def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -
     place(router, 1, 4)
     assert place(router, 2, 5) is None
     router.views[1].held -= 1
-    assert [request.affinity for request in router.fill(1)] == [(2, 5)]
+    assert [request.order for request in router.fill(1)] == [(2, 5)]
 
 
 def test_a_dead_engines_groups_are_bound_anew() -> None:
     router = Router(views(1, [0, 0]), bind_groups=True)
     place(router, 0, 0)
-    waiting = RoutedRequest((0, 1), 0)
+    waiting = record(0, 1)
     assert router.ask(waiting) is None
     assert router.fail(0) == [waiting]
     assert router.ask(waiting) == 1
@@ -118,7 +124,7 @@ def test_what_no_living_engine_but_the_failed_ones_can_serve_gets_another_chance
     router = Router(views(1, [0, 0]), bind_groups=False)
     place(router, 0, 0)
     place(router, 1, 1)
-    request = RoutedRequest((2, 2), 0)
+    request = record(2, 2)
     request.barred = frozenset({0})
     assert router.ask(request) is None
     assert router.fail(1) == [request]
@@ -140,7 +146,7 @@ def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
 
 def test_what_no_engine_with_room_may_serve_takes_no_room() -> None:
     router = Router(views(LIMIT, [0, 0]), bind_groups=False)
-    barred = RoutedRequest((1, 1), 0)
+    barred = record(1, 1)
     barred.barred = frozenset({0})
     router.views[1].begin_swap(closed=True)
     assert router.ask(barred) is None
@@ -171,7 +177,7 @@ def test_nothing_moves_to_an_engine_while_others_wait_that_it_may_serve() -> Non
     router.views[0].held, router.views[1].held = 30, 1
     assert router.surplus(1) == [(0, 14)]
     router.views[0].closed = router.views[1].closed = True
-    assert router.ask(RoutedRequest((0, 0), 0)) is None, "both are closed"
+    assert router.ask(record(0, 0)) is None, "both are closed"
     router.views[0].closed = router.views[1].closed = False
     assert router.surplus(1) == []
 
@@ -191,18 +197,18 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(views(LIMIT, [0] * ENGINES), bind_groups=self.bind)
-        self.held: dict[RoutedRequest, int] = {}
-        self.waiting: list[RoutedRequest] = []
+        self.held: dict[RequestRecord, int] = {}
+        self.waiting: list[RequestRecord] = []
         self.tasks = 0
 
-    def ask(self, request: RoutedRequest) -> None:
+    def ask(self, request: RequestRecord) -> None:
         engine = self.router.ask(request)
         if engine is None:
             self.waiting.append(request)
         else:
             self.hold(request, engine)
 
-    def hold(self, request: RoutedRequest, engine: int) -> None:
+    def hold(self, request: RequestRecord, engine: int) -> None:
         view = self.router.views[engine]
         assert view.alive
         assert not view.closed
@@ -212,13 +218,13 @@ class Traffic(RuleBasedStateMachine):
         self.held[request] = engine
 
     def fill(self, engine: int) -> None:
-        eldest = min((t.affinity for t in self.waiting if self.fits(t, engine)), default=None)
+        eldest = min((t.order for t in self.waiting if self.fits(t, engine)), default=None)
         for number, request in enumerate(self.router.fill(engine)):
-            assert number > 0 or request.affinity == eldest
+            assert number > 0 or request.order == eldest
             self.waiting.remove(request)
             self.hold(request, engine)
 
-    def fits(self, request: RoutedRequest, engine: int) -> bool:
+    def fits(self, request: RequestRecord, engine: int) -> bool:
         view = self.router.views[engine]
         mine = only(request) in (None, engine)
         return mine and view.version >= request.min_version and engine not in request.barred
@@ -227,14 +233,14 @@ class Traffic(RuleBasedStateMachine):
     def arrive(self, group: int, behind: int) -> None:
         newest = max(view.version for view in self.router.views)
         self.tasks += 1
-        self.ask(RoutedRequest((group, self.tasks), max(0, newest + 1 - behind)))
+        self.ask(record(group, self.tasks, max(0, newest + 1 - behind)))
 
     @rule(data=st.data())
     def end(self, data: Any) -> None:
         if self.held:
             self.take(data.draw(st.sampled_from(list(self.held))))
 
-    def take(self, request: RoutedRequest) -> int:
+    def take(self, request: RequestRecord) -> int:
         engine = self.held.pop(request)
         self.router.views[engine].held -= 1
         self.fill(engine)

@@ -28,7 +28,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
 from flash.types import Canary, Completion, Published
@@ -152,8 +152,8 @@ class Served:
         return self.call(complete, self.engine, ask(prompt, count, temperature, stop))
 
 
-def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()) -> GenerateRequest:
-    return GenerateRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
+def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()) -> ResponseRequest:
+    return ResponseRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
 
 
 def make_config(
@@ -350,9 +350,8 @@ def test_a_seed_draws_the_same_tokens_and_log_probs_in_any_company(served: Serve
 def test_a_response_that_moved_goes_on_with_other_draws(served: Served) -> None:
     served.load(served.publish())
     request = msgspec.structs.replace(ask([2, 3, 4], 20), seed=5)
-    first, moved = (
-        served.call(complete, served.engine, msgspec.structs.replace(request, done=done)).token_ids for done in (0, 2)
-    )
+    moved_request = msgspec.structs.replace(request, generated=2)
+    first, moved = (served.call(complete, served.engine, each).token_ids for each in (request, moved_request))
     assert first != moved
 
 
@@ -481,7 +480,7 @@ def test_a_text_that_ends_a_response_may_have_begun_before_it_moved(served: Serv
     assert ended.finish == "text"
     count = len(ended.token_ids)
     for done in {1, count // 2, count - 1}:
-        rest = {"prompt": asked.prompt + whole.token_ids[:done], "max_new_tokens": 24 - done, "done": done}
+        rest = {"prompt": asked.prompt + whole.token_ids[:done], "max_new_tokens": 24 - done, "generated": done}
         moved = served.call(complete, served.engine, msgspec.structs.replace(asked, **rest))
         assert (moved.token_ids, moved.finish) == (whole.token_ids[done:count], "text")
 

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from flash.errors import EngineError
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.vllm.requests import TIES, Told, routes_of, tail, told
 from flash.sampling import Kept, Sampling
 
@@ -84,7 +84,7 @@ def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=inner)
     said: list[int] = tokenizer.encode("xñbc")  # of five tokens
-    moved = GenerateRequest([*tokenizer.encode("…"), *said[:done]], 9, 0, stop=("ñb",), done=done)
+    moved = ResponseRequest([*tokenizer.encode("…"), *said[:done]], 9, 0, stop=("ñb",), generated=done)
     processor: Any = OutputProcessor(tokenizer, log_stats=False)
     queue: Any = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     parameters = vllm.sampling_parameters(asked(Sampling(stop=moved.stop)) | {"stop": ["ñb"]}, 9)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from flash.service.chat import PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.responses import ResponseEvents, ResponseRequest, read, response
+from flash.service.responses import ResponseEvents, ResponsesCall, read, response
 from flash.types import Message, Piece, ToolCall
 from tests.service.told import told_in
 
@@ -21,7 +21,7 @@ SAID = Message("assistant", "two", "hm", CALLS)
 ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
 
 
-def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponseRequest:
+def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponsesCall:
     return read(msgspec.json.encode({"model": "policy", "input": "hello", **fields}), earlier or {})
 
 

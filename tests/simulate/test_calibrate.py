@@ -18,7 +18,7 @@ from flash.config.tree import ClusterConfig, Config, EngineConfig, EnvConfig, Mo
 from flash.errors import ConfigError
 from flash.observe.observer import Wish
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
@@ -58,7 +58,7 @@ class Machine:
     async def respond(self, group: int, key: int) -> None:
         prompt = tokens(group, 50 + group * 13 % 100)
         begun = anyio.current_time()
-        request = GenerateRequest(prompt, 500, key * 8192)
+        request = ResponseRequest(prompt, 500, key * 8192)
         done = [piece async for piece in self.engine.generate(request) if isinstance(piece, Completion)]
         spent = anyio.current_time() - begun
         self.turns.setdefault(group, {})[key] = TurnTimes(len(prompt), len(done[0].token_ids), begun, spent, 0.0, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
-from flash.rollout.engine import GenerateRequest, Progress
+from flash.rollout.engine import Progress, ResponseRequest
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
 from flash.simulate.steps import PrefixCache
@@ -132,9 +132,9 @@ class Naive:
         self.cached.move_to_end((kind, name))
 
 
-def request(arrival: Arrival) -> GenerateRequest:
+def request(arrival: Arrival) -> ResponseRequest:
     prompt = [arrival.problem, *[0] * (arrival.prompt - 1)]
-    return GenerateRequest(prompt, NEVER, key=arrival.key * 8192)
+    return ResponseRequest(prompt, NEVER, key=arrival.key * 8192)
 
 
 def published(version: int) -> Published:
@@ -241,11 +241,11 @@ def make(places: int = 4, length: int = 50, interval: int = 10, **constants: Any
     return SimEngine(settings, places, lambda key: length, interval)
 
 
-def ask(key: int, *, limit: int = NEVER, done: int = 0) -> GenerateRequest:
-    return GenerateRequest([key, *[0] * (9 + done)], limit, key=key * 8192, done=done)
+def ask(key: int, *, limit: int = NEVER, done: int = 0) -> ResponseRequest:
+    return ResponseRequest([key, *[0] * (9 + done)], limit, key=key * 8192, generated=done)
 
 
-async def collect(engine: SimEngine, request: GenerateRequest) -> tuple[list[Progress], Completion]:
+async def collect(engine: SimEngine, request: ResponseRequest) -> tuple[list[Progress], Completion]:
     pieces = [piece async for piece in engine.generate(request)]
     completion = pieces.pop()
     assert isinstance(completion, Completion)
@@ -398,7 +398,7 @@ async def test_a_later_turn_on_the_same_engine_prefills_only_what_is_new() -> No
     await engine.load(published(0), keep_cache=False)
     await collect(engine, ask(1))
     start = anyio.current_time()
-    later = GenerateRequest([1, *[0] * 34], NEVER, key=1 * 8192 + 2)
+    later = ResponseRequest([1, *[0] * 34], NEVER, key=1 * 8192 + 2)
     await collect(engine, later)
     assert anyio.current_time() - start == pytest.approx(20 * 0.1 + 5 * 0.01)
 

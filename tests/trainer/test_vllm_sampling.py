@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.sampling import Sampling
 from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.packing import pack
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def drawn(served: Served, sampling: Sampling, count: int = 60, done: int = 0) -> Completion:
     return served.call(
-        complete, served.engine, GenerateRequest(PROMPT, count, key=0, sampling=sampling, seed=1, done=done)
+        complete, served.engine, ResponseRequest(PROMPT, count, key=0, sampling=sampling, seed=1, generated=done)
     )
 
 
@@ -111,7 +111,7 @@ def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and
         found: dict[str, Completion] = {}
 
         async def one(name: str) -> None:
-            request = GenerateRequest(PROMPT, 60, key=0, sampling=HOW[name], seed=len(name))
+            request = ResponseRequest(PROMPT, 60, key=0, sampling=HOW[name], seed=len(name))
             found[name] = await complete(served.engine, request)
 
         async with anyio.create_task_group() as group:

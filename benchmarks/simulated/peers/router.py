@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.simulate.engine import SimEngine
 from flash.types import Completion
 
@@ -107,7 +107,7 @@ class Router:
         self, engine: PeerEngine, prompt: list[int], key: int, max_new_tokens: int, response: Response
     ) -> None:
         left = max_new_tokens - response.tokens
-        request = GenerateRequest(prompt + [0] * response.tokens, left, key, done=response.tokens)
+        request = ResponseRequest(prompt + [0] * response.tokens, left, key, generated=response.tokens)
         stream = engine.generate(request)
         try:
             async for piece in stream:

@@ -8,8 +8,7 @@ goes wrong becomes a typed `Failure`; only cancellation passes through. The envi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
@@ -29,8 +28,8 @@ from flash.environment.results import (
     template_arguments,
 )
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
-from flash.rollout.engine import EpisodeRequest, GenerateRequest
-from flash.rollout.episode.asking import Asking, Wanted
+from flash.rollout.engine import ResponseRequest, ignore_count
+from flash.rollout.episode.ahead import ResponsesAhead
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits
@@ -55,7 +54,7 @@ KEYS_PER_TASK = 4096
 class Responder(Protocol):
     """Where responses come from; `LLMProxy` is one."""
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
+    async def generate(self, request: ResponseRequest) -> Completion:
         """Sample one response, within the deadline of an episode. Raises EngineError, DeadlineError."""
         ...
 
@@ -143,7 +142,7 @@ class Episode:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
         transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
-        state = _EpisodeState(lease, progress, transcript)
+        state = _EpisodeState(lease, progress, transcript, settings)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
                 return await self._live(state)
@@ -187,13 +186,19 @@ class Episode:
         async with unwrapped_group() as group:
             outcome = await self._turns(env, state, group)
             group.cancel_scope.cancel()
-        state.asking.drop()
+        if state.ahead is not None:
+            state.ahead.drop()
         return state.ended(outcome)
 
-    async def _turns(self, env: Environment, state: _EpisodeState, ahead: TaskGroup | None) -> Outcome:
-        """Turn by turn, until the environment ends the episode or a limit does."""
-        state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
-        state.transcript.asks(state.asking)
+    async def _turns(self, env: Environment, state: _EpisodeState, tasks: TaskGroup | None) -> Outcome:
+        """Turn by turn, until the environment ends the episode or a limit does.
+
+        `tasks` runs responses that are sampled ahead; None: none are.
+        """
+        if tasks is not None:
+            sample = partial(self._sample, state)
+            state.ahead = ResponsesAhead(state.new_request, sample, state.progress, tasks, now=self._now)
+            state.transcript.sample_ahead(state.ahead)
         transcript, settings = state.transcript, self._settings.of(state.task.kind)
         observation = await self._reset(env, state)
         await transcript.prepare(observation)
@@ -265,38 +270,42 @@ class Episode:
     # -- the policy --------------------------------------------------------------------------------------------------
 
     async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
-        """The next response, and when it was asked for."""
+        """Return the next response, and when it was requested in Unix seconds."""
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
         await self._phases.stepped(state.lease)
-        wanted = state.transcript.wanted()
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
-        return await state.asking.respond(wanted)
+        if state.ahead is not None and (expected := state.transcript.take_ahead()) is not None:
+            return await state.ahead.take(expected), expected.start
+        request = state.transcript.next_request(state.new_request)
+        start = self._now()
+        # The episode waits for the engines: an outage does not count in its deadline. Responses that are sampled ahead
+        # are not waited for, so there an outage counts.
+        with self._outages.left_out(state.scope):
+            return await self._sample(state, request, ignore_count), start
 
-    async def _sample(self, state: _EpisodeState, wanted: Wanted, number: int, *, ahead: bool) -> Completion:
-        """Sample the response of a number; `ahead`: before the episode waits for it."""
-        task, settings = state.task, self._settings.of(state.task.kind)
-        request = GenerateRequest(
-            prompt=wanted.prompt,
-            max_new_tokens=wanted.tokens,
-            key=response_key(task, number),
-            sampling=task.sampling,
-            stop=wanted.stop,
-            seed=None if settings.seed is None else response_seed(settings.seed, task, number),
-            lost=state.lost,
-        )
+    async def _sample(self, state: _EpisodeState, request: ResponseRequest, count: Callable[[int], None]) -> Completion:
+        """Have the engines sample one response. Calls `count` with the number of its tokens as they come.
+
+        Raises:
+            EngineError, DeadlineError: there is no response.
+        """
+        counted = 0
+
+        def add(tokens: int) -> None:
+            nonlocal counted
+            counted += tokens
+            state.progress.tokens += tokens
+            count(tokens)
+
+        def on_tokens(tokens: Sequence[int]) -> None:
+            add(len(tokens))
+            request.on_tokens(tokens)
+
         state.progress.asks()
-        asked = EpisodeRequest(
-            request,
-            min_version=state.lease.min_version,
-            affinity=(task.group_id, task.task_id),
-            progress=wanted.hears,
-            timeout=settings.generate_s,
-        )
-        # What is asked for ahead is not what the episode waits for.
-        with nullcontext() if ahead else self._outages.left_out(state.scope):
-            completion = await self._proxy.generate(asked)
+        completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
+        add(len(completion.token_ids) - counted)
         if not completion.token_ids:
-            raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
+            raise EngineError(f"an engine ended a response (seed {state.task.seed}) without a token")
         return completion
 
     def _prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
@@ -316,13 +325,18 @@ class Episode:
 class _EpisodeState:
     """How far the episode of one lease is: what was said, and what it waits for now."""
 
-    asking: Asking
-
-    def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView) -> None:
+    def __init__(
+        self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView, settings: EpisodeSettings
+    ) -> None:
         self.lease = lease
         self.task = lease.task
         self.progress = progress
         self.transcript = transcript
+        self.ahead: ResponsesAhead | None = None
+        """Responses that are sampled ahead; None: the environment cannot expect any, or may not."""
+        self._settings = settings
+        self._requests = 0
+        """Requests made so far; the next one has this number."""
         self.scope = anyio.CancelScope()
         """Has the episode's deadline."""
         self.context = copy_context()
@@ -333,9 +347,30 @@ class _EpisodeState:
         """The turn under way, counted from 1 as people do."""
         return len(self.transcript.turns) + 1
 
-    def lost(self, count: int) -> None:
-        """Tokens of an aborted request that were in no piece."""
-        self.progress.lost += count
+    def new_request(
+        self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], on_tokens: Callable[[Sequence[int]], None]
+    ) -> ResponseRequest:
+        """Return the next request of the episode; requests are numbered in the order in which they are made."""
+        number, self._requests = self._requests, self._requests + 1
+        task, settings = self.task, self._settings
+        return ResponseRequest(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            key=response_key(task, number),
+            sampling=task.sampling,
+            stop=stop,
+            seed=None if settings.seed is None else response_seed(settings.seed, task, number),
+            group_id=task.group_id,
+            task_id=task.task_id,
+            min_version=self.lease.min_version,
+            timeout_s=settings.generate_s,
+            on_tokens=on_tokens,
+            on_lost=self._lose,
+        )
+
+    def _lose(self, tokens: int) -> None:
+        """Count tokens of an aborted request that were in no piece."""
+        self.progress.lost += tokens
 
     def waits_for(self, late: Outcome, what: str, look_at: str) -> None:
         """Note what comes next, and what its lateness would be called."""

@@ -12,7 +12,7 @@ import msgspec
 
 from flash.environment.interface import Environment
 from flash.errors import ConfigError
-from flash.rollout.engine import EpisodeRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -26,9 +26,9 @@ PROBLEMS = 3
 class Echo:
     """A `Responder` that answers at once, with the last token that it was shown."""
 
-    async def generate(self, asked: EpisodeRequest) -> Completion:
-        last = asked.request.prompt[-1:]
-        asked.progress(last)
+    async def generate(self, request: ResponseRequest) -> Completion:
+        last = request.prompt[-1:]
+        request.on_tokens(last)
         return Completion(last, [-1.0], [VersionRun(0, 1)], "stop")
 
 

@@ -11,7 +11,8 @@ import anyio.to_thread
 
 from flash.environment.interface import Expected, Said, Spoken
 from flash.errors import EnvError
-from flash.rollout.episode.asking import Asking, Wanted
+from flash.rollout.engine import ResponseRequest, ignore_tokens
+from flash.rollout.episode.ahead import NewRequest, ResponseAhead, ResponsesAhead
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.rollout.episode.transcript import (
     Branch,
@@ -65,7 +66,8 @@ class TranscriptView(Transcript):
         """Who hears it, and whether its calls are told apart."""
         self._name = ""
         """By which the next response may be expected."""
-        self._asking: Asking | None = None
+        self._responses_ahead: ResponsesAhead | None = None
+        """Responses that are sampled ahead; None: none may be."""
 
     @property
     def last(self) -> Said:
@@ -123,13 +125,13 @@ class TranscriptView(Transcript):
 
     def expect(self, expected: Expected) -> None:
         """Let a later response be sampled from now on, where the limits have room for it, whatever else is."""
-        if self._asking is None or not self._may_expect(self._asking):
+        if self._responses_ahead is None or not self._may_expect(self._responses_ahead):
             return
         if self._slow(expected.observation, expected.tools):
             least = least_tokens(expected.observation, expected.tools, self.tokenizer.min_message_tokens)
             if least <= self.limits.max_length:
                 self._expected.add(expected.name)
-                self._asking.start(self._expect_large, expected)
+                self._responses_ahead.tasks.start_soon(self._expect_large, expected)
             return
         if least_tokens(expected.observation, expected.tools, 1) > self.limits.max_length:
             return
@@ -151,22 +153,20 @@ class TranscriptView(Transcript):
                 if expected.name in self._expected:
                     self._ask_ahead(expected, prompt, form)
 
-    def _may_expect(self, asking: Asking) -> bool:
+    def _may_expect(self, ahead: ResponsesAhead) -> bool:
         """Return True if the limits have room for one more response, whatever becomes of those under way."""
-        if asking.waiting is None:
-            return False
-        under_way = asking.waiting + 1
+        under_way = ahead.pending + 1
         together = sum(len(branch.tokens) for branch in self.branches) + (under_way + 1) * self.limits.max_length
         return together <= self.limits.max_tokens and min(self.turns_left, self.branches_left) > under_way
 
     def _ask_ahead(self, expected: Expected, prompt: list[int], form: BranchForm) -> None:
         room = self.limits.max_length - len(prompt)
-        if room < 1 or self._asking is None or not self._may_expect(self._asking):
+        if room < 1 or self._responses_ahead is None or not self._may_expect(self._responses_ahead):
             return
         hear = expected.hear
-        hears = _unheard if hear is None else self._heard(prompt, form, hear, expected.calling)
+        hears = ignore_tokens if hear is None else self._heard(prompt, form, hear, expected.calling)
         most = min(self.limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
-        self._asking.expect(Wanted(prompt, most, expected.stop, hears, expected.name))
+        self._responses_ahead.expect(expected.name, prompt, most, expected.stop, hears)
 
     def comes(self, name: str) -> None:
         """Show next what was expected by this name, if anything was."""
@@ -186,15 +186,15 @@ class TranscriptView(Transcript):
         shown = self.follow(branch, expected.responses, observation)
         return branch.tokens[: branch.ends[expected.responses - 1].place] + shown, branch.form
 
-    def asks(self, asking: Asking) -> None:
-        """Responses are asked for here."""
-        self._asking = asking
+    def sample_ahead(self, responses: ResponsesAhead) -> None:
+        """Let `expect` have responses sampled ahead."""
+        self._responses_ahead = responses
 
     def _listening(self) -> Callable[[Sequence[int]], None]:
         """What is to be told the tokens of the next response as they come."""
-        heard, self._hears = self._hears, None
+        heard = self._hears
         branch = self.branches[self.branch]
-        return _unheard if heard is None else self._heard(branch.tokens, branch.form, *heard)
+        return ignore_tokens if heard is None else self._heard(branch.tokens, branch.form, *heard)
 
     def _heard(
         self, prompt: Sequence[int], form: BranchForm, hear: Callable[[Piece], None], calling: bool
@@ -211,17 +211,32 @@ class TranscriptView(Transcript):
 
         return hears
 
-    def wanted(self) -> Wanted:
-        """The next response."""
-        most, stop, name = min(self.left(), self._most, self.limits.max_new_tokens), self._stop, self._name
-        self._most, self._stop, self._name = self.limits.max_length, (), ""
-        return Wanted(list(self.tokens), most, stop, self._listening(), name)
+    def take_ahead(self) -> ResponseAhead | None:
+        """Return the response that was sampled ahead for the next request, if there is one.
+
+        The options that the environment has set for the next response are then used up.
+        """
+        if self._responses_ahead is None or not self._name:
+            return None
+        found = self._responses_ahead.find(self._name, self.tokens, self._max_new_tokens(), self._stop)
+        if found is not None:
+            self._reset_options()
+        return found
+
+    def next_request(self, new_request: NewRequest) -> ResponseRequest:
+        """Return the request of the next response. Uses up the options that the environment has set for it."""
+        request = new_request(list(self.tokens), self._max_new_tokens(), self._stop, self._listening())
+        self._reset_options()
+        return request
+
+    def _max_new_tokens(self) -> int:
+        """Return how many tokens the next response may have."""
+        return min(self.left(), self._most, self.limits.max_new_tokens)
+
+    def _reset_options(self) -> None:
+        self._most, self._stop, self._name, self._hears = self.limits.max_length, (), "", None
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
     # A limiter of its own: the threads of the default one may all be busy with an environment's calls.
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
-
-
-def _unheard(tokens: Sequence[int]) -> None:
-    """Ignore the tokens: nobody listens."""

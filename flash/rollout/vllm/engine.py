@@ -30,7 +30,7 @@ from flash.errors import (
     WeightsError,
 )
 from flash.foreign import vllm, vllm_processes
-from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.vllm.adapters import Adapter, Adapters
 from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
@@ -156,7 +156,7 @@ class VLLMEngine:
         finally:
             self._answer_scope = None
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """See `Engine`.
 
         The response ends at the model's end-of-text token, at a limit, or at the end of the context.
@@ -201,7 +201,7 @@ class VLLMEngine:
         finally:
             self._steps.ends()
             if not finished:
-                await self._abort(request_id, queue, request.lost)
+                await self._abort(request_id, queue, request.on_lost)
             self._adapters.ends(adapter)
         if piece.finish_reason not in GOOD_ENDS:  # as all requests of an engine that is closed
             self._check_alive()

@@ -11,7 +11,7 @@ import numpy as np
 from flash.config.section import HIGHEST_TOP_K
 from flash.errors import EngineError, EngineRefusal
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.sampling import Kept, Routes, Sampling
 from flash.types import VersionRun
 
@@ -39,11 +39,11 @@ class SamplingParameters:
         self._ends = tuple(ends)
         self._made: dict[tuple[Sampling, int], Any] = {}
 
-    def of(self, request: GenerateRequest, vocabulary: int) -> Any:
+    def of(self, request: ResponseRequest, vocabulary: int) -> Any:
         """Those of a request to an engine whose model has so many tokens."""
         sampling = request.sampling
         # As vLLM counts: of a response that moved here its first tokens are prompt.
-        least = min(max(sampling.min_tokens - request.done, 0), request.max_new_tokens)
+        least = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
         if request.stop or least != sampling.min_tokens:
             stop = (*sampling.stop, *request.stop)
             sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=least)
@@ -62,13 +62,13 @@ class SamplingParameters:
         if request.seed is None or sampling.temperature == 0:
             return made
         # A response that moved here goes on with other draws than those that its first tokens had.
-        return vllm.seeded(made, (request.seed + request.done) % SEEDS)
+        return vllm.seeded(made, (request.seed + request.generated) % SEEDS)
 
 
-def tail(request: GenerateRequest) -> int:
+def tail(request: ResponseRequest) -> int:
     """How many tokens at its prompt's end may begin a text that ends the response: its own ones, where it moved."""
     longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
-    return min(request.done, LETTER * (longest - 1))
+    return min(request.generated, LETTER * (longest - 1))
 
 
 class Told(NamedTuple):
@@ -136,7 +136,7 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
     ]
 
 
-def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Literal["stop", "length", "text"]:
+def finish_of(piece: Any, asked: ResponseRequest, tokens: int, whose: str) -> Literal["stop", "length", "text"]:
     """Why a response ended, from its last piece.
 
     Args:

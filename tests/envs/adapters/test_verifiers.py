@@ -18,7 +18,7 @@ from envs.adapters.verifiers_server.__main__ import CHAT, Server
 from envs.agent import Agent, AgentOptions
 from flash.environment import HELD_OUT, sharing
 from flash.errors import EnvError
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.types import Failure, Outcome, Trajectory
 from tests.envs.agents import END, Policy, live, play
 
@@ -71,7 +71,7 @@ async def test_episodes_at_once_are_answered_by_their_own_policies() -> None:
     ended: list[Trajectory | Failure] = []
 
     async def one(options: VerifiersOptions, said: str, again: str) -> None:
-        def say(request: GenerateRequest) -> list[int]:
+        def say(request: ResponseRequest) -> list[int]:
             return [*(again if len(request.prompt) > 20 else said).encode(), END]
 
         ended.append(await live(agent(options), Policy(say, seconds=0.01)))

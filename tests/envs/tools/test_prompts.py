@@ -9,7 +9,7 @@ import pytest
 from envs.tools import ToolEnv, ToolOptions
 from flash.config.tree import ModelConfig
 from flash.environment import sharing
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Outcome, ToolCall, Trajectory
@@ -34,7 +34,7 @@ def test_tools_are_rendered_calls_are_read_and_results_are_appended(tmp_path: Pa
         ]
     )
 
-    def say(request: GenerateRequest) -> list[int]:
+    def say(request: ResponseRequest) -> list[int]:
         return [*tokenizer.inner.encode(next(answers), add_special_tokens=False), end]
 
     tasks = {"path": "tests.envs.tools.test_env:Doubles"}
@@ -67,7 +67,7 @@ def test_a_lone_surrogate_in_a_call_is_a_malformed_call_and_no_new_try(tmp_path:
     calls = [ToolCall("", "slow", r'{"what": "\ud800"}'), ToolCall("", "\ud800", "{}")]
     answers = iter([form.write("", "", calls), "<|im_start|>\\ud800"])
 
-    def say(request: GenerateRequest) -> list[int]:
+    def say(request: ResponseRequest) -> list[int]:
         return [*tokenizer.inner.encode(next(answers), add_special_tokens=False), end]
 
     tasks = {"path": "tests.envs.tools.test_env:Doubles"}
