@@ -16,7 +16,7 @@ from algorithms.rhythm import FloatArray, Rhythm, top_share
 from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.packing import MicroBatch
-from flash.trainer.rhythm import MicroSignals, RhythmPass, responses
+from flash.trainer.rhythm import MicroSignals, RhythmPass, trained_responses
 
 OPTIONS = Rhythm()
 """Whose `gain` and `top` are taken."""
@@ -31,11 +31,11 @@ class Marks(RhythmPass):
         self._by, self._model = by, model
         self._rng = np.random.default_rng(seed)
 
-    def multiplied(self, advantage_T: FloatArray, seen: MicroSignals, micro: MicroBatch) -> FloatArray:
+    def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
         """float64 [T]: the advantages of the chosen tokens multiplied."""
         signal_T = self._signal(micro)
         gamma_T = np.ones(len(micro.target_T))
-        for tokens, *_ in responses(micro):
+        for tokens, *_ in trained_responses(micro):
             gamma_T[tokens] = marked(signal_T[tokens])
         self.tally[-2:] += (gamma_T[micro.mask_T] > 1).sum(), micro.mask_T.sum()
         return advantage_T * gamma_T

@@ -144,7 +144,7 @@ def look_at_blocks(folder: str, tokens: int) -> int:
     before = memory_now("cpu")
     watch = rhythm.watch(micro)
     watch_attention(model, micro, watch)
-    rhythm.seen(watch)
+    rhythm.collect(watch)
     found = memory_peak("cpu") - before
     dist.destroy_process_group()
     return found

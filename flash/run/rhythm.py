@@ -157,7 +157,7 @@ def look_at(
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.packing import pack
-    from flash.trainer.rhythm_look import look, maps
+    from flash.trainer.rhythm import attention_maps, observe_responses
 
     with alone("gloo"):
         mesh = trainer_mesh("cpu")
@@ -168,7 +168,7 @@ def look_at(
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
         samples = [ShardSample(number, one) for number, one in enumerate(given.trajectories)]
         micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
-        heads, found = look(policy, mesh, micros, options)
+        heads, found = observe_responses(policy, mesh, micros, options)
         found.sort(key=lambda one: one.sample)
         seen = RhythmSeen(
             weights=weights,
@@ -186,7 +186,7 @@ def look_at(
         number, begin = drawn
         part = _part(found[number].signals, samples[number].trajectory.length, begin)
         (micro,) = pack([samples[number]], min_version=given.min_version, max_tokens=given.max_tokens)
-        return seen, DrawnRhythm(seen.responses[number], part.start, maps(policy, micro, heads, part))
+        return seen, DrawnRhythm(seen.responses[number], part.start, attention_maps(policy, micro, heads, part))
 
 
 def _part(signals: Signals, length: int, begin: int) -> slice:

@@ -167,7 +167,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
             logp_T = policy_logprobs(models.policy, micro, watch=watch).logp_T
         elif watch is not None:
             watch_attention(models.policy, micro, watch)
-        return logp_T, None if rhythm is None or watch is None else rhythm.seen(watch)
+        return logp_T, None if rhythm is None or watch is None else rhythm.collect(watch)
 
     starts = _each(plan.minibatches, start)
     if first or models.rhythm is not None:
@@ -253,7 +253,7 @@ def _in_rhythm(
 
     def multiplied(one: Worth, known: Passes, micro: MicroBatch) -> Worth:
         assert known.signals is not None, "the first pass ran for this"
-        return one._replace(advantage_T=rhythm.multiplied(one.advantage_T, known.signals, micro))
+        return one._replace(advantage_T=rhythm.multiply(one.advantage_T, known.signals, micro))
 
     return [
         list(map(multiplied, of_tokens, known, minibatch.micro_batches))
@@ -264,7 +264,7 @@ def _in_rhythm(
 def facts_in_rhythm(facts: TokenFacts, rhythm: RhythmPass, watch: RhythmWatch) -> TokenFacts:
     """What is known of the tokens of a micro-batch once a pass over it was watched; its heads are settled."""
     advantage_T = facts.advantage_T.double().cpu().numpy()
-    found_T = rhythm.multiplied(advantage_T, rhythm.seen(watch), watch.micro).astype(np.float32)
+    found_T = rhythm.multiply(advantage_T, rhythm.collect(watch), watch.micro).astype(np.float32)
     return replace(facts, advantage_T=torch.from_numpy(found_T).to(facts.advantage_T.device))
 
 

@@ -1,17 +1,22 @@
-"""The pass that looks at the policy's attention at the start of a step: from packed sequences to token multipliers.
+"""Observe the policy's attention at the start of a step, and multiply token advantages by it (`algorithms.rhythm`).
 
-Whatever kernel attends, each layer hands its queries and keys, as the model made them, to `packed_attention`; there a
-`RhythmWatch` looks on. It makes the attention weights of the chosen layers once more, for the rows of action tokens
-only and block by block, and keeps two numbers per head and token: WAAD and FAI are linear in the weights, so the mean
-over the heads of a kind may wait until all ranks have told how far their heads look. A sequence never sees another.
+`flash.trainer.step` runs a forward pass with a `RhythmWatch`. Whatever kernel computes the attention, each layer hands
+its queries and keys, as the model made them, to `packed_attention`, which calls the watch. The watch computes the
+attention weights of the chosen layers once more, only for the rows of action tokens and block by block. It keeps two
+numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention influence). Both are
+linear in the attention weights, so the mean over local or global heads can be taken after all ranks have reported the
+spans of their heads. The sequences of a micro-batch never influence one another.
 
-Shape legend: H = heads of a layer, N = heads of all chosen layers, R = action tokens of a sequence, T = those of a
-micro-batch.
+`flash rhythm` uses `observe_responses` and `attention_maps` to show the same signals without training.
+
+Shape legend: H = heads of a layer, N = heads of all chosen layers, L = tokens of a sequence, R = action tokens of a
+sequence, T = action tokens of a micro-batch, B = tokens of a part of a sequence whose map is drawn, C = columns of a
+block, D = width of a head, 2 = local and global.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -22,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from algorithms.couplings import Signals
 from algorithms.rhythm import (
     FloatArray,
     IntArray,
@@ -38,51 +44,56 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.attention import Block, attention_rows, blocks, make_scratch
-from flash.trainer.model.logprobs import watch_attention
+from flash.trainer.model.logprobs import policy_logprobs, watch_attention
+from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 
 class HeadKinds(NamedTuple):
-    """Heads of a layer, by number."""
+    """Numbers of the local and of the global heads, within one layer or among all chosen layers."""
 
-    near: IntArray
-    """Local."""
+    local: IntArray
+    """Heads with the shortest span; WAAD is averaged over them."""
     far: IntArray
-    """Global."""
+    """Global heads, which have the longest span; FAI is averaged over them."""
 
 
 @dataclass
 class HeadSignals:
-    """What the heads of a layer said of a micro-batch; 0 for those that were not asked."""
+    """Signals of one layer's heads for a micro-batch; 0 for heads that the watch was not asked to observe."""
 
     span_H: Tensor
-    """float64: summed over the rows."""
+    """float64: mean distance that the head looks back, summed over the rows."""
     waad_HT: Tensor
+    """WAAD of each token."""
     influence_HT: Tensor
-    """FAI; 0 for a token that nothing comes after in time."""
+    """FAI of each token; 0 for a token without later action tokens."""
 
 
 @dataclass
 class RhythmWatch:
-    """Looks on at one forward pass over one micro-batch."""
+    """Observes the attention of one forward pass over one micro-batch; an `AttentionWatch`."""
 
     micro: MicroBatch
     layers: Sequence[int]
+    """Numbers of the layers to observe."""
     options: Rhythm
     kinds: dict[int, HeadKinds] | None = None
-    """By layer, where they are settled: only local heads are asked for WAAD then, only global ones for FAI."""
+    """Local and global heads by layer, once they are settled: WAAD is then computed for local heads only, and FAI for
+    global heads only. None computes both for all heads."""
     heads: dict[int, int] = field(default_factory=dict)
-    """Of each layer that attended."""
+    """Number of heads of each layer that has attention, observed or not."""
     unnumbered: str = ""
-    """The class of an attention module that does not say which layer it is of."""
+    """Class of an attention module that does not report the number of its layer; empty if there is none."""
     signals: dict[int, HeadSignals] = field(default_factory=dict)
+    """Results, by layer."""
 
     @torch.no_grad()
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """See `AttentionWatch`."""
+        """Observe one layer. See `AttentionWatch` for the arguments."""
         layer = layer_number(module)
         if layer is None:
             self.unnumbered = class_name(module)
@@ -93,91 +104,101 @@ class RhythmWatch:
         query, key = (one[0].to(torch.promote_types(one.dtype, torch.float32)) for one in (query, key))
         attend = partial(attention_rows, scaling=scaling, window=sliding_window)
         if self.kinds is None:
-            everyone = slice(None)
-            self.signals[layer] = self._signals(query, key, everyone, everyone, sliding_window, attend)
+            all_heads = slice(None)
+            self.signals[layer] = self._signals(query, key, all_heads, all_heads, sliding_window, attend)
             return
-        near, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
-        asked = torch.cat([near, far])
-        shared = len(query) // len(key)
-        order = slice(0, len(near)), slice(len(near), len(asked))
-        part = self._signals(query[asked], key[asked // shared], *order, sliding_window, attend)
+        local, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
+        observed = torch.cat([local, far])
+        queries_per_key = len(query) // len(key)
+        order = slice(0, len(local)), slice(len(local), len(observed))
+        part = self._signals(query[observed], key[observed // queries_per_key], *order, sliding_window, attend)
         self.signals[layer] = HeadSignals(
-            span_H=_spread(part.span_H, asked, len(query)),
-            waad_HT=_spread(part.waad_HT, near, len(query)),
+            span_H=_spread(part.span_H, observed, len(query)),
+            waad_HT=_spread(part.waad_HT, local, len(query)),
             influence_HT=_spread(part.influence_HT, far, len(query)),
         )
 
     def _signals(
-        self, query: Tensor, key: Tensor, near: slice, far: slice, window: int | None, attend: Callable[..., Tensor]
+        self,
+        query_HPD: Tensor,
+        key_HPD: Tensor,
+        local: slice,
+        far: slice,
+        window: int | None,
+        attend: Callable[..., Tensor],
     ) -> HeadSignals:
-        """What all these heads, and those of each kind among them, say of the whole micro-batch."""
-        tokens = len(self.micro.target_T)
+        """Return the spans of these heads, the WAAD of the heads `local` and the FAI of the heads `far`."""
+        action_tokens = len(self.micro.target_T)
         found = HeadSignals(
-            span_H=query.new_zeros(len(query), dtype=torch.float64),
-            waad_HT=query.new_zeros(len(query[near]), tokens),
-            influence_HT=query.new_zeros(len(query[far]), tokens),
+            span_H=query_HPD.new_zeros(len(query_HPD), dtype=torch.float64),
+            waad_HT=query_HPD.new_zeros(len(query_HPD[local]), action_tokens),
+            influence_HT=query_HPD.new_zeros(len(query_HPD[far]), action_tokens),
         )
-        seen = [(*one, blocks(one[-1], window)) for one in responses(self.micro)]
-        scratch = make_scratch(query, chain.from_iterable(each for *_, each in seen))
-        for tokens, start, stop, position_R, each in seen if len(query) else ():
-            mine = HeadSignals(found.span_H, found.waad_HT[:, tokens], found.influence_HT[:, tokens])
-            self._look(
-                mine,
-                query[:, start:stop],
-                key[:, start:stop],
-                near,
+        responses = [(*response, blocks(response[-1], window)) for response in trained_responses(self.micro)]
+        # One scratch for all blocks: allocating memory of this size would take longer than the arithmetic.
+        scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for *_, row_blocks in responses))
+        for tokens, start, stop, position_R, row_blocks in responses if len(query_HPD) else ():
+            self._add_response(
+                HeadSignals(found.span_H, found.waad_HT[:, tokens], found.influence_HT[:, tokens]),
+                query_HPD[:, start:stop],
+                key_HPD[:, start:stop],
+                local,
                 far,
                 position_R,
-                each,
+                row_blocks,
                 partial(attend, scratch=scratch),
             )
         return found
 
-    def _look(
+    def _add_response(
         self,
         found: HeadSignals,
-        query: Tensor,
-        key: Tensor,
-        near: slice,
+        query_HLD: Tensor,
+        key_HLD: Tensor,
+        local: slice,
         far: slice,
         position_R: IntArray,
-        each: Iterable[Block],
+        row_blocks: Sequence[Block],
         attend: Callable[..., Tensor],
     ) -> None:
-        """One sequence: the weights of a block of rows, what they say, and no trace of them."""
+        """Write the signals of one sequence into `found`, keeping the weights of one block of rows at a time."""
         options = self.options
-        row_R = torch.from_numpy(position_R).to(query.device)
-        place_L = torch.arange(query.shape[1], device=query.device)
-        # Of all columns up to the last row, since blocks add to those of rows before them.
-        given = query.new_zeros(len(found.influence_HT), query.shape[1])
-        for block in each:
+        row_R = torch.from_numpy(position_R).to(query_HLD.device)
+        place_L = torch.arange(query_HLD.shape[1], device=query_HLD.device)
+        # One sum per column up to the last row, since a block adds to the columns of rows before it.
+        received_HL = query_HLD.new_zeros(len(found.influence_HT), query_HLD.shape[1])
+        for block in row_blocks:
             rows, columns = row_R[block.rows], place_L[block.seen]
             lowest, highest = block.seen.stop - 1 - block.ahead, block.seen.stop - 1
-            # Within a turn rows are neighbours, and need not be copied.
-            theirs = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
-            weights = attend(query[:, theirs], key[:, block.seen], rows, columns, ahead=block.ahead)
+            # Within a turn the rows are neighbours, and a slice of them needs no copy.
+            query_rows = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
+            weights = attend(query_HLD[:, query_rows], key_HLD[:, block.seen], rows, columns, ahead=block.ahead)
             found.span_H += spans(weights, rows, columns).double().sum(-1)
-            found.waad_HT[:, block.rows] = windowed_distance(weights[near], rows, columns, options.window)
+            found.waad_HT[:, block.rows] = windowed_distance(weights[local], rows, columns, options.window)
             first = block.seen.start
+            # Only columns from `farthest` before the lowest row to `nearest` before the highest can count for FAI.
             late = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
             inside = slice(late.start - first, late.stop - first)
-            given[:, late] += future_influence(
+            received_HL[:, late] += future_influence(
                 weights[far, :, inside], rows, columns[inside], options.nearest, options.farthest
             )
-        count_R = torch.from_numpy(followers(position_R, options.nearest, options.farthest)).to(query.device)
-        found.influence_HT[:] = given[:, row_R] / count_R.clamp(min=1)
+        count_R = torch.from_numpy(followers(position_R, options.nearest, options.farthest)).to(query_HLD.device)
+        found.influence_HT[:] = received_HL[:, row_R] / count_R.clamp(min=1)
 
 
 def _spread(values: Tensor, heads: Tensor, count: int) -> Tensor:
-    """[.., ..] of these heads to [count, ..] of all."""
+    """Return [count, …] with the rows of `values` at the places `heads`, and zeros elsewhere."""
     spread = values.new_zeros(count, *values.shape[1:])
     spread[heads] = values
     return spread
 
 
-def responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
-    """The sequences that have a token to train: where they are in T, from where to where in P, and [R] the places of
-    their action tokens in the sequence, old ones included.
+def trained_responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
+    """Yield the sequences that have a token to train.
+
+    Yields:
+        The slice of the sequence's action tokens in T; its start and stop in P; and `position_R`, the places of its
+        action tokens in the sequence, including tokens that are too old to train.
     """
     starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
     for sequence, (begin, end) in enumerate(pairwise(starts)):
@@ -189,35 +210,40 @@ def responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
 
 @dataclass(frozen=True)
 class MicroSignals:
-    """What all chosen layers said of a micro-batch; on the CPU."""
+    """Signals of the heads of all chosen layers for one micro-batch, on the CPU."""
 
     waad_NT: Float32Array
     influence_NT: Float32Array
 
 
 class LayerHead(NamedTuple):
-    """A head of a chosen layer, and what it was chosen for."""
+    """One head of a chosen layer."""
 
     layer: int
     head: int
-    """Within its layer."""
+    """Number of the head within its layer."""
     span: float
-    """Tokens that it looks back, in the mean."""
+    """Mean distance that the head looks back, in tokens."""
     kind: Literal["local", "global", ""]
+    """Kind for which the head was chosen; empty if it was not chosen."""
 
 
 class RhythmPass:
-    """Advantages in rhythm, step by step.
+    """Multiplies the advantages of step after step by the rhythm of the policy's attention.
 
-    A step is `watch` and `seen` at every micro-batch, `choose_heads`, `multiplied` at every micro-batch, and `report`.
-    Once the heads are settled, each micro-batch may be multiplied as soon as it is seen.
+    In each step, all ranks make these calls: `watch` and `collect` for every micro-batch, `choose_heads`, `multiply`
+    for every micro-batch, `report`. Once the heads are settled, a micro-batch may be multiplied as soon as its signals
+    are collected.
     """
 
     def __init__(self, options: Rhythm, model: PreTrainedModel) -> None:
-        """Find the layers to look at, and look at them once: a collective.
+        """Find the chosen layers and observe them in one forward pass. A collective.
+
+        The model is left gathered; the caller reshards it.
 
         Raises:
-            ConfigError: the model has no such layer, or one of them is not attention.
+            ConfigError: the model does not have such a layer, one of them is not attention, the attention does not
+                report its layer, or there are fewer than two heads.
         """
         try:
             self._layers = chosen_layers(options.layers, layer_count(model))
@@ -238,42 +264,43 @@ class RhythmPass:
                 f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so nothing "
                 f"in it says which token looks at which (layers that are: {others})"
             )
-        self._heads_of = {layer: watch.heads[layer] for layer in self._layers}
-        count = sum(self._heads_of.values())
+        self._heads_of_layer = {layer: watch.heads[layer] for layer in self._layers}
+        count = sum(self._heads_of_layer.values())
         if count < 2:
             raise ConfigError(
                 f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
                 "global at once; look at more layers"
             )
         self.kinds_2N: Tensor | None = torch.zeros(2, count) if options.heads == "first" else None
-        """Which heads are local, and which global, by 1, once they have been chosen for the whole run; 0 before."""
-        self._kinds: tuple[IntArray, IntArray] | None = None
-        """The local and the global heads of this step."""
+        """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until they are chosen. None if
+        the heads are chosen in each step. Checkpoints hold this tensor."""
+        self._step_kinds: HeadKinds | None = None
+        """Heads chosen in this step, by number among the N."""
         self.tally = np.zeros(count + 3)
-        """Of this rank's part of the step: [N] spans summed over rows, the rows, multiplied and trained tokens."""
+        """Sums over this rank's part of the step: [N] spans over rows, then the number of rows, of tokens whose
+        advantage was multiplied, and of trained tokens."""
 
     @property
     def settled(self) -> bool:
-        """Whether the heads are known before a batch is seen."""
+        """True if the heads are known before the batch is observed."""
         return self.kinds_2N is not None and bool(self.kinds_2N.any())
 
     def watch(self, micro: MicroBatch) -> RhythmWatch:
-        """To look on at one forward pass over this micro-batch."""
-        return RhythmWatch(micro, self._layers, self._options, self._by_layer() if self.settled else None)
-
-    def _by_layer(self) -> dict[int, HeadKinds]:
-        """The local and the global heads of each layer, by their numbers in it."""
-        ends = list(accumulate(self._heads_of.values(), initial=0))
-        return {
-            layer: HeadKinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._heads()))
-            for layer, (begin, end) in zip(self._heads_of, pairwise(ends), strict=True)
+        """Return a watch for one forward pass over this micro-batch."""
+        if not self.settled:
+            return RhythmWatch(micro, self._layers, self._options)
+        ends = list(accumulate(self._heads_of_layer.values(), initial=0))
+        kinds = {
+            layer: HeadKinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._kinds()))
+            for layer, (begin, end) in zip(self._heads_of_layer, pairwise(ends), strict=True)
         }
+        return RhythmWatch(micro, self._layers, self._options, kinds)
 
-    def seen(self, watch: RhythmWatch) -> MicroSignals:
-        """What was seen, all chosen layers together."""
+    def collect(self, watch: RhythmWatch) -> MicroSignals:
+        """Return the signals of all chosen layers, and add the spans of their heads to the tally."""
         found = [watch.signals[layer] for layer in self._layers]
         span_N = torch.cat([one.span_H for one in found]).cpu().numpy()
-        rows = sum(len(position_R) for *_, position_R in responses(watch.micro))
+        rows = sum(len(position_R) for *_, position_R in trained_responses(watch.micro))
         self.tally[:-2] += np.append(span_N, rows)
         return MicroSignals(
             waad_NT=torch.cat([one.waad_HT for one in found]).cpu().numpy(),
@@ -281,37 +308,44 @@ class RhythmPass:
         )
 
     def choose_heads(self, mesh: TrainerMesh) -> None:
-        """Which heads are local and global follows from the rows of all ranks, once this rank has seen all of its own.
+        """Choose the local and the global heads by their spans over all ranks.
 
-        A collective, unless the heads are settled. A batch without a row settles nothing.
+        A collective, unless the heads are settled; called once this rank has collected all of its micro-batches. With
+        `heads = "first"`, a batch without any row does not settle the heads.
         """
         if self.settled:
             return
         mean_N, rows = self._spans(mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy())
-        self._kinds = head_kinds(mean_N, self._options)
+        self._step_kinds = HeadKinds(*head_kinds(mean_N, self._options))
         if self.kinds_2N is not None and rows > 0:
-            for row, heads in zip(self.kinds_2N, self._kinds, strict=True):
+            for row, heads in zip(self.kinds_2N, self._step_kinds, strict=True):
                 row[torch.from_numpy(heads)] = 1
 
-    def averaged(self, seen: MicroSignals) -> tuple[FloatArray, FloatArray]:
-        """float64 [T]: WAAD over the local heads, FAI over the global ones."""
-        near, far = self._heads()
-        return seen.waad_NT[near].mean(0, dtype=np.float64), seen.influence_NT[far].mean(0, dtype=np.float64)
+    def head_means(self, signals: MicroSignals) -> tuple[FloatArray, FloatArray]:
+        """Return WAAD averaged over the local heads and FAI averaged over the global heads, float64 [T] each."""
+        local, far = self._kinds()
+        return signals.waad_NT[local].mean(0, dtype=np.float64), signals.influence_NT[far].mean(0, dtype=np.float64)
 
     def heads(self) -> list[LayerHead]:
-        """Those of the chosen layers, by what this rank has seen in this step, once they are told apart."""
-        (span_N, _), (near, far) = self._spans(self.tally), self._heads()
-        numbered = [(layer, head) for layer, count in self._heads_of.items() for head in range(count)]
+        """Return all heads of the chosen layers, with their spans over this rank's part of the step.
+
+        Called after `choose_heads`.
+        """
+        (span_N, _), (local, far) = self._spans(self.tally), self._kinds()
+        numbered = [(layer, head) for layer, count in self._heads_of_layer.items() for head in range(count)]
         return [
-            LayerHead(layer, head, float(span_N[n]), "local" if n in near else "global" if n in far else "")
+            LayerHead(layer, head, float(span_N[n]), "local" if n in local else "global" if n in far else "")
             for n, (layer, head) in enumerate(numbered)
         ]
 
-    def multiplied(self, advantage_T: FloatArray, seen: MicroSignals, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: the advantages in rhythm, those of the chosen signs; as they were without a token to train."""
-        waad_T, influence_T = self.averaged(seen)
+    def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
+        """Return the advantages times γ, float64 [T].
+
+        Advantages of other signs than `signs` and sequences without a token to train are left unchanged.
+        """
+        waad_T, influence_T = self.head_means(signals)
         gamma_T = np.ones(len(micro.target_T))
-        for tokens, _, _, position_R in responses(micro):
+        for tokens, _, _, position_R in trained_responses(micro):
             gamma_T[tokens] = multiplier(self._options, waad_T[tokens], influence_T[tokens], position_R)
         if self._options.signs != "both":
             sign = 1 if self._options.signs == "positive" else -1
@@ -320,23 +354,122 @@ class RhythmPass:
         return advantage_T * gamma_T
 
     def report(self, mesh: TrainerMesh) -> dict[str, float]:
-        """What the step showed over all ranks; the next one starts anew. A collective."""
+        """Return the metrics of the step over all ranks, and clear the tally. A collective."""
         tally = mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy()
-        (mean_N, _), (near, far) = self._spans(tally), self._heads()
+        (mean_N, _), (local, far) = self._spans(tally), self._kinds()
         self.tally = np.zeros_like(self.tally)
         return {
             "rhythm_share": float(tally[-2] / max(tally[-1], 1.0)),
-            "rhythm_span_local": float(mean_N[near].mean()),
+            "rhythm_span_local": float(mean_N[local].mean()),
             "rhythm_span_global": float(mean_N[far].mean()),
         }
 
-    def _heads(self) -> tuple[IntArray, IntArray]:
+    def _kinds(self) -> HeadKinds:
+        """Return the local and global heads, as numbers among the N: those of the run if settled, else of the step."""
         if self.kinds_2N is not None and self.settled:
-            near, far = (row.nonzero().flatten().numpy() for row in self.kinds_2N)
-            return near, far
-        assert self._kinds is not None, "heads are chosen before they are asked for"
-        return self._kinds
+            return HeadKinds(*(row.nonzero().flatten().numpy() for row in self.kinds_2N))
+        assert self._step_kinds is not None, "heads are chosen before they are used"
+        return self._step_kinds
 
     def _spans(self, tally: FloatArray) -> tuple[FloatArray, float]:
-        """[N] mean spans, and the rows that they are the means over."""
+        """Return [N] mean spans, and the number of rows that they are averaged over."""
         return tally[:-3] / max(tally[-3], 1.0), float(tally[-3])
+
+
+class ResponseSignals(NamedTuple):
+    """Signals of one response, outside training."""
+
+    sample: int
+    """Place of the response among the samples, as in `MicroBatch.index_S`."""
+    signals: Signals
+    multiplier_R: FloatArray
+    """γ of each token, for an advantage of a sign that is multiplied."""
+
+
+@torch.no_grad()
+def observe_responses(
+    model: PreTrainedModel, mesh: TrainerMesh, micros: Sequence[MicroBatch], options: Rhythm
+) -> tuple[list[LayerHead], list[ResponseSignals]]:
+    """Return the heads, chosen over all these responses, and the signals of each response in the micro-batches' order.
+
+    The signals are those of a training step that begins with a forward pass. Entropies are of the distributions that
+    the tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
+
+    Raises:
+        ConfigError: as `RhythmPass`.
+    """
+    rhythm = RhythmPass(options, model)
+    passes: list[tuple[MicroBatch, MicroSignals, FloatArray]] = []
+    for micro in micros:
+        watch = rhythm.watch(micro)
+        logprobs = policy_logprobs(model, micro, watch=watch)
+        passes.append((micro, rhythm.collect(watch), logprobs.entropy_T.double().cpu().numpy()))
+    reshard(model)
+    rhythm.choose_heads(mesh)
+    found: list[ResponseSignals] = []
+    for micro, micro_signals, entropy_T in passes:
+        waad_T, influence_T = rhythm.head_means(micro_signals)
+        for tokens, _, _, position_R in trained_responses(micro):
+            signals = Signals(position_R, waad_T[tokens], influence_T[tokens], entropy_T[tokens])
+            gamma_R = multiplier(options, signals.waad_R, signals.influence_R, position_R)
+            found.append(ResponseSignals(int(micro.index_T[tokens.start]), signals, gamma_R))
+    return rhythm.heads(), found
+
+
+class MapWatch:
+    """Observes one forward pass over one sequence, and sums the attention maps of its local and its global heads."""
+
+    def __init__(self, heads: Sequence[LayerHead], part: slice) -> None:
+        """Observe these heads of the chosen kinds; `part` is the slice of the sequence whose map is drawn."""
+        self._heads = heads
+        self._part = part
+        size = part.stop - part.start
+        self.sum_2BB = torch.zeros(2, size, size)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
+    ) -> None:
+        """Add the maps of one layer. See `AttentionWatch` for the arguments."""
+        here = [head for head in self._heads if head.layer == layer_number(module) and head.kind]
+        if not here:
+            return
+        query, key = (one[0].to(torch.promote_types(one.dtype, torch.float32)) for one in (query, key))
+        numbers = torch.tensor([head.head for head in here])
+        query, key = query[numbers], key[numbers // (len(query) // len(key))]
+        row_B = np.arange(self._part.start, self._part.stop)
+        row_blocks = blocks(row_B, sliding_window)
+        scratch = make_scratch(query, row_blocks)
+        place_L = torch.arange(query.shape[1])
+        for block in row_blocks:
+            rows = torch.from_numpy(row_B[block.rows])
+            weights_HBC = attention_rows(
+                query[:, rows],
+                key[:, block.seen],
+                rows,
+                place_L[block.seen],
+                scaling,
+                sliding_window,
+                ahead=block.ahead,
+                scratch=scratch,
+            )
+            # Columns before the drawn part are left out.
+            begin = max(block.seen.start, self._part.start)
+            inside_HBC = weights_HBC[..., begin - block.seen.start :]
+            columns = slice(begin - self._part.start, begin - self._part.start + inside_HBC.shape[-1])
+            for place, kind in enumerate(("local", "global")):
+                chosen_H = torch.tensor([head.kind == kind for head in here])
+                self.sum_2BB[place, block.rows, columns] += inside_HBC[chosen_H].sum(0)
+
+
+@torch.no_grad()
+def attention_maps(model: PreTrainedModel, micro: MicroBatch, heads: Sequence[LayerHead], part: slice) -> Float32Array:
+    """Return [2, B, B]: the attention within a part of the only sequence, averaged over the heads of each kind.
+
+    Row t holds the weights with which token t attends. Beside the result, memory holds one block of rows at a time.
+    """
+    assert micro.sequences == 1, "a map shows one sequence"
+    watch = MapWatch(heads, part)
+    watch_attention(model, micro, watch)
+    reshard(model)
+    count_2 = [sum(head.kind == kind for head in heads) for kind in ("local", "global")]
+    return (watch.sum_2BB / torch.tensor(count_2)[:, None, None]).numpy()

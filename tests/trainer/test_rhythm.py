@@ -26,7 +26,7 @@ from flash.trainer.model.model import shard_model
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
-from flash.trainer.rhythm import RhythmPass, responses
+from flash.trainer.rhythm import RhythmPass, trained_responses
 from flash.types import Shard, VersionRun
 from tests.algorithms import rhythm_reference as reference
 from tests.trainer.packed_cases import tiny
@@ -127,7 +127,7 @@ def seen(model: PreTrainedModel, micro: MicroBatch, options: Rhythm = OPTIONS) -
         rhythm = RhythmPass(options, model)
         watch = rhythm.watch(micro)
         watch_attention(model, micro, watch)
-    return rhythm, rhythm.seen(watch)
+    return rhythm, rhythm.collect(watch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +139,7 @@ def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> N
     rhythm, found = seen(prepared(tiny(name, **options)), micro)
     *told_N, told_rows, _, _ = rhythm.tally
     span_N, count = np.zeros(len(told_N)), 0
-    for sequence, (tokens, _, _, position_R) in zip(trained(micro), responses(micro), strict=True):
+    for sequence, (tokens, _, _, position_R) in zip(trained(micro), trained_responses(micro), strict=True):
         heads = torch.cat(maps[sequence]).double().tolist()
         rows = position_R.tolist()
         for head, one in enumerate(heads):
@@ -154,8 +154,8 @@ def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> N
     order = sorted(range(len(span_N)), key=lambda head: span_N[head])
     take = max(round(0.3 * len(order)), 1)
     rhythm.choose_heads(trainer_mesh("cpu"))
-    gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, micro)
-    for sequence, (tokens, _, _, position_R) in zip(trained(micro), responses(micro), strict=True):
+    gamma_T = rhythm.multiply(np.ones(len(micro.target_T)), found, micro)
+    for sequence, (tokens, _, _, position_R) in zip(trained(micro), trained_responses(micro), strict=True):
         heads = torch.cat(maps[sequence]).double()
         near, far = heads[order[:take]].mean(0), heads[order[-take:]].mean(0)
         expected = reference.gamma(OPTIONS, near.tolist(), far.tolist(), position_R.tolist())
@@ -185,7 +185,7 @@ def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
     micro = micro_batch(long_shard(2 * ROWS + 40))
     (maps,) = eager_maps(tiny(name, **sizes), micro)
     rhythm, found = seen(prepared(tiny(name, **sizes)), micro, replace(OPTIONS, farthest=ROWS + 10))
-    ((_, _, _, position_R),) = responses(micro)
+    ((_, _, _, position_R),) = trained_responses(micro)
     weights = torch.cat(maps)[:, torch.from_numpy(position_R)].double()
     distance = torch.from_numpy(position_R)[:, None] - torch.arange(weights.shape[-1])
     counted = (distance >= 2) & (distance <= ROWS + 10)
@@ -265,7 +265,7 @@ def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> 
     rhythm, found = seen(model, emptied)
     assert rhythm.tally[-3] == (micro.sequence_T != 0).sum()
     rhythm.choose_heads(trainer_mesh("cpu"))
-    gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, emptied)
+    gamma_T = rhythm.multiply(np.ones(len(micro.target_T)), found, emptied)
     assert (gamma_T[micro.sequence_T == 0] == 1).all()
     assert (gamma_T[micro.sequence_T != 0] > 1).any()
     metrics = trainer_with(untied_model, TABLE).train_step(young)

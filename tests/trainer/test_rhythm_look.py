@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.packing import pack
-from flash.trainer.rhythm_look import look, maps
+from flash.trainer.rhythm import attention_maps, observe_responses
 from tests.algorithms import rhythm_reference as reference
 from tests.trainer.packed_cases import tiny
 from tests.trainer.test_rhythm import KINDS, OPTIONS, eager_maps, long_shard, micro_batch, prepared, seen
@@ -22,11 +22,11 @@ def test_signals_heads_and_multipliers_are_those_of_a_step() -> None:
     whole = micro_batch(shard)
     rhythm, said = seen(prepared(tiny(name, **kind)), whole)
     rhythm.choose_heads(trainer_mesh("cpu"))
-    waad_T, influence_T = rhythm.averaged(said)
-    gamma_T = rhythm.multiplied(np.ones(len(whole.target_T)), said, whole)
+    waad_T, influence_T = rhythm.head_means(said)
+    gamma_T = rhythm.multiply(np.ones(len(whole.target_T)), said, whole)
 
     parts = pack(shard.samples, min_version=shard.min_version, max_tokens=30)
-    heads, found = look(prepared(tiny(name, **kind)), trainer_mesh("cpu"), parts, OPTIONS)
+    heads, found = observe_responses(prepared(tiny(name, **kind)), trainer_mesh("cpu"), parts, OPTIONS)
     assert [(one.layer, one.head, one.kind) for one in heads] == [
         (one.layer, one.head, one.kind) for one in rhythm.heads()
     ]
@@ -42,7 +42,7 @@ def test_signals_heads_and_multipliers_are_those_of_a_step() -> None:
 def test_entropies_are_those_of_the_distributions_that_the_tokens_were_drawn_from() -> None:
     micro = micro_batch(sampled_at(long_shard(20), 0.7))
     model = tiny("llama")
-    (_, (found,)) = look(prepared(tiny("llama")), trainer_mesh("cpu"), [micro], OPTIONS)
+    (_, (found,)) = observe_responses(prepared(tiny("llama")), trainer_mesh("cpu"), [micro], OPTIONS)
     with torch.no_grad():
         logp = (model(input_ids=torch.from_numpy(micro.input_P)[None]).logits[0] / 0.7).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)[found.signals.position_R - 1]
@@ -57,8 +57,8 @@ def test_the_maps_are_the_means_of_eager_maps_over_the_heads_of_a_kind(kind: str
     micro = micro_batch(long_shard(170))
     (layers,) = eager_maps(tiny(name, **sizes), micro)
     model = prepared(tiny(name, **sizes))
-    heads, _ = look(model, trainer_mesh("cpu"), [micro], replace(OPTIONS, local_heads=0.5))
-    found = maps(model, micro, heads, part)
+    heads, _ = observe_responses(model, trainer_mesh("cpu"), [micro], replace(OPTIONS, local_heads=0.5))
+    found = attention_maps(model, micro, heads, part)
     for place, wanted in enumerate(("local", "global")):
         chosen = [layers[one.layer][one.head].tolist() for one in heads if one.kind == wanted]
         expected = np.array(reference.mean_map(chosen))[part, part]

@@ -160,7 +160,7 @@ def test_marks_multiply_two_fifths_of_each_answer(by: str, tmp_path: Path, proce
     (micro,) = pack(shard.samples, min_version=0, max_tokens=1000)
     watch = marks.watch(micro)
     entropy_T = policy_logprobs(trainer.model, micro, watch=watch).entropy_T.double().numpy()
-    gamma_T = marks.multiplied(np.ones(len(micro.target_T)), marks.seen(watch), micro)
+    gamma_T = marks.multiply(np.ones(len(micro.target_T)), marks.collect(watch), micro)
     for sequence in range(micro.sequences):
         mine = micro.sequence_T == sequence
         gammas, entropies = gamma_T[mine], entropy_T[mine]
