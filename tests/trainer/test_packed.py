@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flash.foreign import kernels
 from flash.foreign.kernels import Attention
+from flash.trainer.model.attention import Ragged, RaggedKernels, Scores, TakenRows, taken
 from flash.trainer.model.logprobs import policy_logprobs, token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row
-from flash.trainer.model.parts import Ragged, RaggedKernels, Scores, TakenRows, taken
 from flash.trainer.model.prefixes import Computed, Sequences, in_one_row
 from flash.trainer.packing import pack
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded

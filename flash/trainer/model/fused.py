@@ -59,7 +59,7 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
     """The same for a model's layers, in place. To be called before the model is sharded.
 
     `whole`: all of a decoder layer but its attention; else its norms and MLPs alone. A layer that chooses experts is
-    never taken whole: each token's way is another one, and may be told (`flash.trainer.model.replay`).
+    never taken whole: each token's way is another one, and may be told (`flash.trainer.model.routing_replay`).
     """
     keep_kernels(KERNELS)
     choosing = {router.module for router in routers(model)}

@@ -30,7 +30,7 @@ from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import LogitChange, logit_change
 from flash.trainer.model.fused import fused
-from flash.trainer.model.replay import RoutingReplay
+from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.packing import KeptTokens
 
 CHUNK_BYTES = 256 * 2**20

@@ -5,7 +5,7 @@ group's prompt or the turns before branches part, is in the row once (`flash.tra
 single tokens is not repeated. Attention is computed in two parts, which are merged as the softmax of both: each
 sequence's own tokens attend to one another causally, and those of all sequences that go on from the same tokens attend
 to these, however deep in the tree. So no key is there twice and none is masked, and fast kernels apply
-(`flash.trainer.model.parts`).
+(`flash.trainer.model.attention`).
 
 A model that attends by itself, since something else in it passes between tokens, is given one sequence at a time.
 
@@ -30,8 +30,8 @@ from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import attention
 from flash.trainer.mesh import sent
+from flash.trainer.model.attention import Part, Parts, Scores, States
 from flash.trainer.model.context import RowSlice
-from flash.trainer.model.parts import Part, Parts, Scores, States
 from flash.trainer.model.prefixes import PackedSequences
 
 PACKED_ATTENTION = "packed"

@@ -37,7 +37,7 @@ from flash.trainer.model.model import device_of, reshard
 from flash.trainer.model.output_layer import OutputLayer, Selection, changed
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, packs
 from flash.trainer.model.prefixes import in_one_row
-from flash.trainer.model.replay import RoutingReplay
+from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
 
 LENGTHS = (9, 24, 5, 16)
