@@ -14,16 +14,6 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.real.objective_cost import GIB, LayerCase, apart, layer_cost, random_shard, step_config
 from flash.config.tree import Config
 
-PEAKS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-"""FLOP/s of dense bfloat16 products, from NVIDIA's data sheets, by a part of the card's name."""
 PRODUCT = 8192
 """Rows and columns of the matrices whose product is timed."""
 MFU_GOAL = 0.35
@@ -48,7 +38,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Median."""
     tokens: int
     """That went through the model in a step, prompts included."""
-    mean_length: float
+    step_flops: float
+    """Model FLOPs of the last step, as the column `mfu` counts them."""
     peak_bytes: int
     product_flops: float
     """FLOP/s of one large product: what the card gives at best, where it is measured."""
@@ -56,11 +47,13 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def mfu_rows(sizes: Sizes) -> list[Row]:
-    """Model FLOPs of a step over its time, against the data sheet and against one large product."""
+    """Return the model FLOPs of a step over its time, as a share of the data sheet's peak and of one large product."""
+    from flash.trainer.performance import peak_flops
+
     found = apart(measure_steps, sizes)
-    flops = sizes.shape.training_flops(found.tokens, found.mean_length) / found.step_s
+    flops = found.step_flops / found.step_s
     case = f"training step, {sizes.shape.layers} layers × {sizes.shape.width}, {found.tokens:,} tokens"
-    peak = next((peak for name, peak in PEAKS.items() if name in found.card), None)
+    peak = peak_flops(found.card)
     rows = [
         Row(case, "step_s", "s", found.step_s),
         Row(case, "trained_tokens_per_s", "tokens/s", found.tokens / found.step_s),
@@ -85,7 +78,7 @@ def measure_steps(sizes: Sizes) -> Measured:
         config = step_config_for(folder, dtype, sizes.length[1], sizes.sequences, sizes.steps + 1, gpu=sizes.gpu)
         trainer = Trainer(config)
     seconds: list[float] = []
-    tokens = sequences = 0
+    tokens = 0
     for step in range(sizes.steps + 1):
         shard = random_shard(step, sizes.sequences // 8, sizes.length, sizes.shape.vocabulary)
         start = time.perf_counter()
@@ -94,13 +87,13 @@ def measure_steps(sizes: Sizes) -> Measured:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         tokens += sum(sample.trajectory.length for sample in shard.samples)
-        sequences += len(shard.samples)
     peak = torch.cuda.max_memory_allocated() if sizes.gpu else 0
     card = torch.cuda.get_device_name() if sizes.gpu else "cpu"
+    flops = trainer.flops
     del trainer
     rate = product_flops(gpu=sizes.gpu)
     dist.destroy_process_group()
-    return Measured(statistics.median(seconds[1:]), tokens // (sizes.steps + 1), tokens / sequences, peak, rate, card)
+    return Measured(statistics.median(seconds[1:]), tokens // (sizes.steps + 1), flops, peak, rate, card)
 
 
 def step_config_for(

@@ -53,16 +53,6 @@ class Shape(msgspec.Struct, frozen=True):
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.width * self.inner)
 
-    def training_flops(self, tokens: int, mean_length: float) -> float:
-        """Of one step over so many tokens, in sequences of this mean length (×6 for a weight: 2 forwards, 4 back).
-
-        Model FLOPs as in PaLM (2204.02311, appendix B), attention causal: what is computed again, such as the logits
-        of a chunk in its backward pass, does not count.
-        """
-        weights = self.layer_weights + self.width * self.vocabulary
-        attention = 6 * self.layers * self.heads * self.head_dim * mean_length
-        return tokens * (6.0 * weights + attention)
-
 
 SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)
 """Of Qwen3-0.6B."""

@@ -21,7 +21,7 @@ from flash.hub import protocol as p
 from flash.trainer import checkpoint
 from flash.trainer.checkpoint_files import FileEntry
 from flash.trainer.model.adapters import engine_tensors
-from flash.trainer.performance import StepProfiler
+from flash.trainer.performance import StepMeter, StepProfiler
 from flash.trainer.step import Trainer
 from flash.transport.frames import ReplyT, Request
 from flash.types import Activity, Published, Shard
@@ -60,6 +60,7 @@ class TrainerLoop:
         self._hub = hub
         self._tokenizer = tokenizer
         self._profiler = profiler
+        self._meter = StepMeter(trainer.mesh)
         self._activities: list[Activity] = []
         self._saved_version = -1
         self._sent = 0
@@ -78,7 +79,9 @@ class TrainerLoop:
         self._publish()
         while (shard := self._next_shard()) is not None:
             with self._doing("train") as seconds:
+                self._meter.begin()
                 metrics = self._trainer.train_step(shard)
+                metrics |= self._meter.finish(self._trainer.flops)
             self._commit(shard, metrics, seconds[0])
             self._publish()
             due = self._saves or self._trainer.version % self._config.checkpoint.every == 0

@@ -1,25 +1,213 @@
-"""Records the steps of one trainer rank with torch's profiler.
+"""Measures the steps of a trainer rank: arithmetic, memory, and a trace of torch's profiler.
 
-The loops of `flash train` and of `flash sft` call `StepProfiler.begin_step` before each step, and `close` once at their
-end. Recording does not change any number that a step computes, and a trace that cannot be written does not end the run.
+The loops of `flash train` and of `flash sft` call `StepMeter.begin` before a step and `StepMeter.finish` after it,
+which returns the columns `memory_gib` and `mfu`. They call `StepProfiler.begin_step` before each step, and `close`
+once at their end. Measuring does not change any number that a step computes, and does not end the run: a trace that
+cannot be written is only warned of.
+
+Shape legend: U = tokens of a micro-batch that are computed, R = trainer ranks.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import PreTrainedModel
+
+from flash.foreign.transformers import RUNNING, windows
+from flash.trainer.mesh import TrainerMesh
+from flash.trainer.packing import DUMMY, MicroBatch
 
 log = logging.getLogger("flash")
+
+GIB = 2**30
+PEAKS: dict[str, float] = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bfloat16 FLOP/s of NVIDIA's cards, by a part of the card's name; the first match counts.
+
+The numbers are those of NVIDIA's data sheets, which often give the value "with sparsity": twice this number.
+"""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names under which configurations of transformers give the number of experts of a layer."""
 
 TRACES = "profile"
 """Name of the folder inside the run's folder that holds the traces."""
 QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variables that keep torch's profiler from printing a line at each start and stop."""
+
+
+def peak_flops(card: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a card, given its name in torch; None if the card is not in `PEAKS`."""
+    # A part of a card (MIG) has the whole card's name, and only some of its arithmetic.
+    if "MIG" in card:
+        return None
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
+
+
+@dataclass(frozen=True)
+class ModelArithmetic:
+    """Floating point operations (FLOPs) that a model needs for its tokens, as MFU counts them.
+
+    MFU is the share of the device's peak that the model's own arithmetic takes (PaLM, arXiv 2204.02311, appendix B). A
+    forward pass has one multiplication and one addition for each weight and token, which are 2 FLOPs. A backward pass
+    has as many for the gradient of the layer's input, and as many again for the gradient of the weight, if that weight
+    is trained. A trained weight therefore costs 6 FLOPs per token, a frozen one (below LoRA) 4. Attention costs 2 FLOPs
+    per token that is seen, head and number of a query or a value, and twice as many in the backward pass; a token sees
+    the tokens before it and itself, as far as its layer's window reaches.
+
+    Activations that are computed again for the backward pass do not count. Neither do passes of critics, a reference or
+    a teacher, nor passes that only read log-probs. Of a mixture's experts those count that a token is sent to. The
+    output layer counts for action tokens only, because it is computed for no others.
+    """
+
+    trained: float
+    """Trained weights that are multiplied with each token, without the output layer."""
+    frozen: float
+    """Frozen weights that are multiplied with each token, without the output layer."""
+    output: int
+    """Weights of the output layer."""
+    output_trained: bool
+    """True if the output layer is trained."""
+    windows: tuple[float, ...]
+    """For each attention layer, how many tokens a token sees at most; infinite without a window."""
+    attention_width: int
+    """Numbers in all queries and all values that one token has in a layer."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Count the weights of a whole model: one that is not divided over ranks yet."""
+        described = model.config.get_text_config()
+        experts = next((count for name in EXPERTS if (count := getattr(described, name, None))), 0)
+        output: nn.Module = model.get_output_embeddings()
+        # A lookup multiplies nothing. The output layer may share its weights with the embedding, and is counted apart.
+        apart = {id(weight) for weight in output.parameters()}
+        apart |= {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+        weights = {True: 0.0, False: 0.0}
+        for weight in model.parameters():
+            # Biases and the scales of norms are not multiplied with matrices.
+            if weight.dim() < 2 or id(weight) in apart:
+                continue
+            routed = experts > 1 and weight.dim() == 3 and weight.shape[0] == experts
+            share = described.num_experts_per_tok / experts if routed else 1.0
+            weights[weight.requires_grad] += share * weight.numel()
+        heads = getattr(described, "num_attention_heads", None) or 0
+        width = getattr(described, "head_dim", None) or described.hidden_size // max(heads, 1)
+        query = getattr(described, "qk_head_dim", None) or width
+        value = getattr(described, "v_head_dim", None) or width
+        return cls(
+            trained=weights[True],
+            frozen=weights[False],
+            output=sum(weight.numel() for weight in output.parameters() if weight.dim() == 2),
+            output_trained=any(weight.requires_grad for weight in output.parameters()),
+            windows=_layer_windows(model),
+            attention_width=heads * (query + value),
+        )
+
+    def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
+        """Return the FLOPs of one forward pass over micro-batches, and of its backward pass if `backward`."""
+        total = 0.0
+        for micro in micro_batches:
+            if micro is DUMMY:
+                continue
+            place_U = micro.computed.place_U
+            total += 2 * (self.trained + self.frozen) * len(place_U) * (2 if backward else 1)
+            total += 2 * self.output * len(micro.keep_T) * (2 if backward else 1)
+            if backward:
+                total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.keep_T)
+            seen_U = micro.position_P[place_U] + 1
+            for window in set(self.windows):
+                seen = float(np.minimum(seen_U, window).sum())
+                total += self.windows.count(window) * 2 * self.attention_width * seen * (3 if backward else 1)
+        return total
+
+
+def _layer_windows(model: PreTrainedModel) -> tuple[float, ...]:
+    """Return for each attention layer how many tokens a token sees at most; layers without attention are left out."""
+    described, limits = model.config.get_text_config(), windows(model)
+    window = float(limits[0]) if limits else math.inf
+    kinds: Sequence[str] | None = getattr(described, "layer_types", None)
+    if kinds is None:
+        return (window,) * described.num_hidden_layers
+    return tuple(math.inf if kind == "full_attention" else window for kind in kinds if kind not in RUNNING)
+
+
+class StepMeter:
+    """Measures the memory of the trainer ranks in a step, and the share of their peak that its arithmetic takes.
+
+    Args:
+        mesh: the trainer ranks. `finish` is a collective of all ranks.
+    """
+
+    def __init__(self, mesh: TrainerMesh) -> None:
+        self._mesh = mesh
+        self._cuda = mesh.device.type == "cuda"
+        self._peak = (peak_flops(torch.cuda.get_device_name()) or 0.0) if self._cuda else 0.0
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """Begin to measure a step."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._begun = time.perf_counter()
+
+    def finish(self, flops: float) -> dict[str, float]:
+        """Return `memory_gib`, and `mfu` if the peak of every rank's card is known. A collective of all ranks.
+
+        Args:
+            flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, and
+                one of them counts.
+        """
+        # A step reads its metrics from the GPU, so the GPU has finished it by now.
+        seconds = time.perf_counter() - self._begun
+        memory = torch.cuda.max_memory_allocated() if self._cuda else resident_bytes()
+        own = [float(memory), seconds, flops if self._mesh.leads else 0.0, self._peak]
+        row = torch.tensor(own, dtype=torch.float64, device=self._mesh.device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return performance_metrics(torch.stack(rows).cpu())
+
+
+def performance_metrics(rows_R4: Tensor) -> dict[str, float]:
+    """Return `memory_gib`, and `mfu` if all peaks are known.
+
+    Each rank has a row: bytes of memory, seconds of the step, FLOPs, and the peak FLOP/s of its card, 0 if unknown.
+    """
+    memory_R, seconds_R, flops_R, peak_R = rows_R4.unbind(dim=1)
+    metrics = {"memory_gib": memory_R.max().item() / GIB}
+    if peak_R.min() > 0:
+        metrics["mfu"] = (flops_R.sum() / (seconds_R.max() * peak_R.sum())).item()
+    return metrics
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in main memory now, memory that it shares with others included."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class StepProfiler:

@@ -48,6 +48,7 @@ from flash.trainer.model.packing_check import attend_alone, check_packing, repla
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LagPass, LossScale, apply_gradient, lags_behind, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
+from flash.trainer.performance import ModelArithmetic
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
 from flash.trainer.rhythm import RhythmPass
 from flash.trainer.statistics import StepStatistics, TokenLook, batch_metrics
@@ -72,7 +73,9 @@ class Trainer:
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         recompute = recomputed(config.train)
-        self.model = shard_model(empty_policy(config), mesh, config.model, recompute=recompute)
+        policy = empty_policy(config)
+        self._arithmetic = ModelArithmetic.of(policy)
+        self.model = shard_model(policy, mesh, config.model, recompute=recompute)
         self.base: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
         """Of the weights at `model.path`, where adapters are trained and these stay."""
         self.alpha = config.lora and config.lora.alpha
@@ -120,6 +123,8 @@ class Trainer:
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
         """Optimizer updates left out so far: their gradient was not finite, or they had no token to train."""
+        self.flops = 0.0
+        """Model FLOPs of the last step on the samples of this rank, as `ModelArithmetic` counts them."""
         self.seen: list[TrainedSample] = []
         """On rank 0: what the last step found at the tokens of the samples that the run shows."""
 
@@ -164,6 +169,8 @@ class Trainer:
             self._train_critics(minibatch, known, plan.critic_B)
             if not self._warming_up:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
+        micro_batches = [micro for minibatch in plan.minibatches for micro in minibatch.micro_batches]
+        self.flops = passes * self._arithmetic.flops(micro_batches, backward=not self._warming_up)
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         metrics |= self._critic_metrics()
         if self.lag is not None:

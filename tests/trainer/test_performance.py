@@ -1,20 +1,161 @@
-"""The profile of a trainer rank's steps."""
+"""The memory, the arithmetic and the profile of a trainer rank's steps."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from flash.config.learning import TrainConfig
-from flash.trainer.performance import StepProfiler
+from flash.config.learning import LoraConfig, TrainConfig
+from flash.trainer.model.adapters import add_adapters
+from flash.trainer.packing import DUMMY, MicroBatch
+from flash.trainer.performance import (
+    GIB,
+    PEAKS,
+    ModelArithmetic,
+    StepMeter,
+    StepProfiler,
+    peak_flops,
+    performance_metrics,
+    resident_bytes,
+)
 from tests.trainer.trainer_cases import make_config, random_shard, trainer_at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+LAYER = 2 * 32 * 8 * (4 + 2) + 3 * 32 * 48
+"""Weights of the matrices of one layer of `dense`: queries, keys, values and output, then three of the MLP."""
+HEAD = 40 * 32
+
+
+def dense(**options: Any) -> PreTrainedModel:
+    """A Qwen3 without memory: two layers, four heads and two heads of keys and values, each 8 wide."""
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(Qwen3Config(**sizes | options))
+
+
+def row(length: int, actions: int) -> MicroBatch:
+    """One sequence of this length, of which the last tokens are actions."""
+    return replace(
+        DUMMY,
+        input_P=np.arange(length),
+        position_P=np.arange(length),
+        offset_S=np.array([0, length]),
+        keep_T=np.arange(length - actions, length) - 1,
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_token_costs_six_operations_for_each_weight_and_its_attention(tied: bool) -> None:
+    found = ModelArithmetic.of(dense(tie_word_embeddings=tied))
+    assert (found.trained, found.frozen, found.output, found.output_trained) == (2 * LAYER, 0, HEAD, True)
+    tokens, actions = 10, 7
+    # Causal: the first token sees itself, the last one all ten. A query and a value are multiplied for each of them.
+    seen = sum(range(1, tokens + 1))
+    attention = 2 * (4 * 2 * 8 * 2) * seen
+    weights = 2 * 2 * LAYER * tokens + 2 * HEAD * actions
+    assert found.flops([row(tokens, actions)]) == 3 * (weights + attention)
+    assert found.flops([row(tokens, actions)], backward=False) == weights + attention
+    assert found.flops([DUMMY]) == 0
+
+
+def test_frozen_weights_below_adapters_cost_four(tied_model: Path) -> None:
+    plain = ModelArithmetic.of(dense())
+    model = add_adapters(dense(), make_config(tied_model).model, LoraConfig(rank=2, targets=("q_proj",)))
+    found, adapters = ModelArithmetic.of(model), 2 * 2 * (32 + 4 * 8)
+    assert (found.trained, found.frozen, found.output_trained) == (adapters, plain.trained, False)
+    tokens, actions = 10, 7
+    less = 2 * plain.trained * tokens + 2 * HEAD * actions
+    assert found.flops([row(tokens, actions)]) == plain.flops([row(tokens, actions)]) + 6 * adapters * tokens - less
+
+
+def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2}
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    layer = 2 * 32 * 8 * (4 + 2) + 8 * 32 + 2 * 3 * 32 * 16
+    assert ModelArithmetic.of(model).trained == 2 * layer
+
+
+def test_a_window_bounds_the_tokens_that_are_seen() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    found = ModelArithmetic.of(dense(layer_types=kinds, use_sliding_window=True, sliding_window=4))
+    assert sorted(found.windows) == [4, math.inf]
+    seen = sum(range(1, 11)) + (1 + 2 + 3 + 7 * 4)
+    without = ModelArithmetic.of(dense())
+    difference = without.flops([row(10, 7)]) - found.flops([row(10, 7)])
+    assert difference == 3 * 2 * (4 * 2 * 8) * (2 * sum(range(1, 11)) - seen)
+
+
+def test_tokens_that_two_sequences_begin_with_are_counted_once() -> None:
+    one = row(10, 7)
+    two = replace(
+        one,
+        input_P=np.tile(one.input_P, 2),
+        position_P=np.tile(one.position_P, 2),
+        offset_S=np.array([0, 10, 20]),
+        keep_T=np.concatenate([one.keep_T, one.keep_T + 10]),
+    )
+    found = ModelArithmetic.of(dense())
+    assert len(two.computed.place_U) == 10, "both are the same"
+    assert found.flops([two]) == found.flops([one]) + 6 * HEAD * 7
+
+
+def test_each_pass_over_a_batch_counts(tied_model: Path) -> None:
+    trainer = trainer_at(0, tied_model)
+    trainer.train_step(random_shard())
+    assert trainer.flops > 6 * 2 * LAYER * len({one.trajectory.task.group_id for one in random_shard().samples})
+    twice = trainer_at(0, tied_model, train={"updates_per_batch": 2}, algorithm={"lag": None})
+    twice.train_step(random_shard())
+    assert twice.flops == 2 * trainer.flops
+
+
+def test_the_memory_of_a_rank_on_the_cpu_is_its_resident_memory(tied_model: Path) -> None:
+    meter = StepMeter(trainer_at(0, tied_model).mesh)
+    meter.begin()
+    block = np.ones(1 << 24)
+    found = meter.finish(1e9)
+    assert found.keys() == {"memory_gib"}, "the peak of a processor is not known, so there is no mfu"
+    assert block.nbytes / GIB < found["memory_gib"] <= 1.5 * resident_bytes() / GIB
+
+
+def test_the_utilisation_is_of_all_ranks_over_the_slowest_one() -> None:
+    rows = torch.tensor([[2.0 * GIB, 0.5, 3e12, 4e12], [3.0 * GIB, 1.5, 3e12, 4e12]], dtype=torch.float64)
+    assert performance_metrics(rows) == {"memory_gib": 3.0, "mfu": 6e12 / (1.5 * 8e12)}
+    rows[1, 3] = 0
+    assert performance_metrics(rows) == {"memory_gib": 3.0}, "the peak of one card is unknown"
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", PEAKS["GB200"]),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A1000", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_card_is_found_by_its_name(card: str, peak: float | None) -> None:
+    assert peak_flops(card) == peak
 
 
 def events_of(file: Path) -> list[dict[str, Any]]:

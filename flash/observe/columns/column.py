@@ -26,7 +26,7 @@ PLACEHOLDERS = {
     "N": r"(\d+)",
 }
 """What stands for more than one name, in capitals as nothing else, and the expression that matches these."""
-FORMS = {"share": ".1%", "tokens": "short", "tokens/s": "short", "versions": ".1f", "s": ".1f"}
+FORMS = {"share": ".1%", "tokens": "short", "tokens/s": "short", "versions": ".1f", "s": ".1f", "GiB": ".2f"}
 """How numbers of a unit look."""
 OTHER_FORM = ".3f"
 

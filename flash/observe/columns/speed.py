@@ -61,6 +61,29 @@ SPEED = ColumnGroup(
             alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
             tracked="perf/wait_share",
         ),
+        Column(
+            "memory_gib",
+            "most memory of a trainer rank in the step, over all ranks: on a GPU the most that torch allocated, on the "
+            "CPU the memory of the process at the end of the step",
+            "GiB",
+            label="memory of a trainer rank",
+            chart="memory",
+            worry="it nears the memory of the card, or it rises from step to step",
+            helps="lower `train.max_tokens_per_microbatch`, or set `train.activation_checkpointing` or "
+            "`train.offload`; `flash plan` computes what a layout needs",
+            tracked="perf/memory_gib",
+        ),
+        Column(
+            "mfu",
+            "model FLOPs utilisation: FLOPs of the policy's forward and backward passes, over the seconds of the step "
+            "times the bfloat16 peak of all trainer ranks' cards; only on cards whose peak is known",
+            "share",
+            label="MFU",
+            chart="mfu",
+            worry="it is far below that of other runs of this model",
+            helps="raise `train.max_tokens_per_microbatch`; `train.profile` shows where the time of a step goes",
+            tracked="perf/mfu",
+        ),
         Column("version_bytes", "of the weights that the step began with, as they travel to an engine", "bytes"),
         Column("engines", "engines that the run has now", form=".0f", label="engines", tracked="perf/engines"),
         Column(

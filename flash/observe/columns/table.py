@@ -56,6 +56,8 @@ CHARTS = (
     Chart("throughput", "Throughput"),
     Chart("waits", "Who waits for whom"),
     Chart("seconds", "Seconds per step"),
+    Chart("memory", "Memory of a trainer rank"),
+    Chart("mfu", "Model FLOPs utilisation"),
     Chart("failures", "Failures"),
     Chart("environment", "What the environment measures"),
 )

@@ -29,7 +29,7 @@ from flash.samples.batches import deal
 from flash.samples.slices import at_once
 from flash.trainer import checkpoint
 from flash.trainer.checkpoint_files import FileEntry, choose_checkpoint, file_entry, hub_state
-from flash.trainer.performance import StepProfiler
+from flash.trainer.performance import StepMeter, StepProfiler
 from flash.trainer.step import Trainer
 from flash.types import Batch, Shard
 
@@ -37,7 +37,7 @@ log = logging.getLogger("flash")
 
 TOLD = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
-    *("tokens", "trained_tokens", "shared_token_share"),
+    *("tokens", "trained_tokens", "shared_token_share", "memory_gib", "mfu"),
 )
 """Metrics of a step that mean something for rows that no engine has sampled."""
 MARK = b"sft"
@@ -132,7 +132,7 @@ class SftLoop:
     ) -> None:
         self._config, self._trainer, self._course = config, trainer, course
         self._tokenizer, self._recorder, self._told = tokenizer, recorder, told
-        self._profiler = profiler
+        self._profiler, self._meter = profiler, StepMeter(trainer.mesh)
 
     def run(self) -> End:
         """Train to the end.
@@ -170,7 +170,10 @@ class SftLoop:
     def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
         """Train one batch and report it. Returns what the alarms ask for because of it."""
         begun = time.perf_counter()
-        metrics = self._trainer.train_step(self._dealt(batch))
+        shard = self._dealt(batch)
+        self._meter.begin()
+        metrics = self._trainer.train_step(shard)
+        metrics |= self._meter.finish(self._trainer.flops)
         if self._recorder is None:
             return None
         seconds = time.perf_counter() - begun

@@ -22,15 +22,6 @@ def test_the_weights_that_count_are_those_of_the_model(shape):
     assert matrices == shape.layer_weights + shape.width * shape.vocabulary
 
 
-def test_a_step_has_six_products_for_each_weight_and_its_attention():
-    alone = TINY.training_flops(1, 0.0)
-    assert alone == 6 * (TINY.layer_weights + TINY.width * TINY.vocabulary)
-    # Causal: a token sees half of the sequence on average; two products of 2 × head width, three times.
-    seen = 10 / 2
-    attention = 3 * 2 * 2 * TINY.layers * TINY.heads * TINY.head_dim * seen
-    assert TINY.training_flops(7, 10.0) == pytest.approx(7 * (alone + attention))
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
