@@ -103,7 +103,7 @@ class ModelArithmetic:
         """Count the weights of a whole model: one that is not divided over ranks yet."""
         described = model.config.get_text_config()
         experts = next((count for name in EXPERTS if (count := getattr(described, name, None))), 0)
-        output: nn.Module = model.get_output_embeddings()
+        output: Any = model.get_output_embeddings()
         # A lookup multiplies nothing. The output layer may share its weights with the embedding, and is counted apart.
         apart = {id(weight) for weight in output.parameters()}
         apart |= {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
