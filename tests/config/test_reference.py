@@ -32,7 +32,7 @@ def test_the_page_has_a_row_for_every_key():
 
 def test_the_page_names_every_kind_of_a_table_with_its_options():
     page = configuration_page()
-    assert len(tables()) == 14
+    assert len(tables()) == 13
     for struct in tables():
         tag = struct.__struct_config__.tag
         assert tag is None or f'**`kind = "{tag}"`**' in page
