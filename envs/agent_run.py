@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from flash.environment.calls import UserTask, told_of
+from flash.environment.calls import UserTask, describe_error
 from flash.service.sessions import EpisodeSession
 
 Function = Callable[[str, str, str], Awaitable[str] | str]
@@ -31,7 +31,7 @@ class AgentRun:
         if isinstance(error, asyncio.CancelledError):
             return ": it was cancelled from within"
         if error is not None:
-            return f": it raised {told_of(error)}"
+            return f": it raised {describe_error(error)}"
         if self.answer is not None:
             return ""
         # Only the type: showing the value would run the agent's code.

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, cast
 import anyio
 import anyio.to_process
 
-from flash.environment.calls import told_of
+from flash.environment.calls import describe_error
 from flash.errors import EnvError, FlashError
 
 _P = ParamSpec("_P")
@@ -67,7 +67,7 @@ def _guarded(
     except FlashError as raised:
         error = _sendable(raised)
     except BaseException as raised:  # whatever a user's code raises: SystemExit would end the worker
-        error = EnvError(f"it raised {told_of(raised)}")
+        error = EnvError(f"it raised {describe_error(raised)}")
     if os.getpid() != process:
         os._exit(0)  # forked by the function: a second answer to this call would be taken for that to the next one
     for stream, kept in enumerate(streams):
@@ -83,5 +83,5 @@ def _sendable(error: FlashError) -> FlashError:
     try:
         pickle.loads(pickle.dumps(error))
     except BaseException:
-        return EnvError(f"it raised {told_of(error)}")
+        return EnvError(f"it raised {describe_error(error)}")
     return error

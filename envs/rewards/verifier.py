@@ -21,7 +21,7 @@ import anyio
 
 from envs.workers import in_worker
 from flash.config.objects import load_object
-from flash.environment.calls import UserTask, message_of, told_of
+from flash.environment.calls import UserTask, describe_error, message_of
 from flash.environment.results import check_reward
 from flash.environment.threaded import is_async
 from flash.errors import ConfigError, EnvError, RewardError
@@ -102,7 +102,7 @@ async def _awaited(
         return None, f"no answer within {timeout:g} s{where}{abandoned}; raise the environment's timeout"
     if isinstance(task.error, EnvError):
         raise task.error
-    return task.value, None if task.error is None else f"it raised {told_of(task.error)}"
+    return task.value, None if task.error is None else f"it raised {describe_error(task.error)}"
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
@@ -159,4 +159,4 @@ def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str 
     except RewardError as error:
         return None, message_of(error)
     except BaseException as error:  # whatever a user's code raises, `sys.exit` and an interrupt of its own included
-        return None, f"it raised {told_of(error)}"
+        return None, f"it raised {describe_error(error)}"

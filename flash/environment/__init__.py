@@ -1,6 +1,9 @@
-"""The contract between Flash and environments: what an environment is, and what it may use.
+"""The contract between Flash and environments.
 
-`interface` holds the protocols, `threaded` runs blocking environments, `shared` is what the episodes of a node share.
+- `interface` has the protocols of environments.
+- `load` finds the configured environment; `fingerprint` tells one set of problems from another.
+- `calls` makes each call of an environment safe; `results` checks the results; `places` finds the user's line.
+- `threaded` runs blocking environments; `shared` holds the resources that the episodes of a node share.
 """
 
 from flash.environment.interface import (

@@ -1,8 +1,11 @@
-"""Calls of a user's code: its exceptions, hangs and swallowed cancellations become errors that name file and line.
+"""Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
-The code runs in an asyncio task of its own, in no task group. Nothing that it raises can end anything but the call, and
-a call that does not end is abandoned: its coroutine is never resumed, so it can neither hold its caller nor keep the
-event loop busy.
+`Episode` makes every call of an environment through `made`, `called` and `checked`; the node and the verifiers use
+`UserTask`.
+
+Invariants: the code runs in an asyncio task of its own and in no task group, so that nothing that it raises ends more
+than the call. A call that does not end after its deadline is cancelled. If it does not end then either, it is
+abandoned: its coroutine is never resumed, so that it can neither delay the caller nor keep the event loop busy.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 
-from flash.environment.places import awaited, is_told, lines_awaited, place_in, place_of
+from flash.environment.places import awaited_coroutines, is_logged, lines_awaited, place_in, place_of
 from flash.environment.threaded import Threaded
 from flash.errors import EnvError, RewardError
 from flash.foreign.abandoned import are_delivering, disarm, keep_for_ever, scopes_within, unregister
@@ -27,43 +30,45 @@ from flash.waiting import first_error
 
 _T = TypeVar("_T")
 
-TOLD = 2000
-"""Characters kept of a user's error message: many processes hold a copy. Both ends are kept."""
+MAX_MESSAGE = 2000
+"""Characters kept of a user's error message, from both of its ends: many processes hold a copy."""
 
-END_S = 6.0
-"""Seconds that cancelled user code has for its cleanup: more than `envs.programs.REST_S`, in which a program ends."""
+CLEANUP_S = 6.0
+"""Seconds that cancelled user code has for its cleanup. More than `envs.programs.REST_S`, in which a program ends."""
 
-MOST_SWALLOWED = 100
+MAX_SWALLOWED = 100
 """Cancellations that a call may swallow before it is abandoned. Each `await` of an orderly cleanup swallows one."""
 
 SPIN_S = 0.5
-"""Seconds after which a call is abandoned whose tasks swallow one cancellation on each turn of the loop."""
+"""Seconds after which a call is abandoned if its tasks swallow one cancellation on each turn of the loop."""
 
-TURNS = 3
-"""Turns of the loop in which a task ends whose coroutine was closed."""
+CLOSING_TURNS = 3
+"""Turns of the loop in which a task ends after its coroutine was closed."""
 
 _log = logging.getLogger(__name__)
 
-_places: Counter[str] = Counter()
-"""Calls that were abandoned at each place of a user's code."""
+_abandoned_at: Counter[str] = Counter()
+"""Number of calls that were abandoned at each place of a user's code."""
 
 
 class EnvTimeoutError(EnvError):
-    """A call of an environment outlived its deadline."""
+    """A call of an environment took longer than its deadline."""
 
 
 class UserTask(Generic[_T]):
-    """A call of a user's code at work, which ends by itself or is ended.
+    """A running call of a user's code.
+
+    It ends by itself, or its owner ends it with `end`.
 
     Args:
         name: names the call in a warning.
-        call: calls the code. Its result may be awaitable.
+        call: calls the code. The result may be awaitable.
         context: the context variables that the code sees and may set; a copy of the current ones by default.
-        on_end: called when the code has ended or was abandoned; by then `over` is set.
+        on_end: called when the code has ended or was abandoned; `over` is set by then.
     """
 
     abandoned: ClassVar[int] = 0
-    """Calls that this process has abandoned."""
+    """Number of calls that this process has abandoned."""
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class UserTask(Generic[_T]):
         self.value: _T | None = None
         """The code's result, if it has returned."""
         self.error: BaseException | None = None
-        """The exception that the code has raised."""
+        """The exception that the code has raised, if any."""
         self._task = asyncio.get_running_loop().create_task(self._run(), context=context)
         self._task.add_done_callback(lambda _: self._ended())
 
@@ -105,17 +110,17 @@ class UserTask(Generic[_T]):
                     self._awaitable = result
                     result = await self._driven(result)
                 self.value = cast("_T", result)
-        except BaseException as error:  # whatever a user's code raises, asyncio must not see it: it ends loops
+        except BaseException as error:  # asyncio ends the whole loop on SystemExit and KeyboardInterrupt
             self.error = error
         finally:
             self._ended()
 
     @types.coroutine
     def _driven(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
-        """Resume the code each time that what it awaits is there, until it ends or is abandoned."""
+        """Resume the code whenever the thing that it awaits is ready, until the code ends or is abandoned."""
         steps: Any = awaitable.__await__()
         thrown: BaseException | None = None
-        # A loop that was blocked lets other tasks have turns before (`flash.run.loop_watch.WatchedLoop`).
+        # A loop that was blocked lately lets other tasks run before user code (`flash.run.loop_watch.WatchedLoop`).
         turn: Callable[[], Awaitable[None]] | None = getattr(asyncio.get_running_loop(), "turn", None)
         while True:
             if turn is not None and thrown is None:
@@ -133,33 +138,34 @@ class UserTask(Generic[_T]):
             except BaseException as error:
                 thrown = error
                 self._swallowed += self._ending
-            if self._abandoned or self._swallowed > MOST_SWALLOWED:
+            if self._abandoned or self._swallowed > MAX_SWALLOWED:
                 yield from self._leave(steps)
                 return None
 
     def _leave(self, steps: Any) -> Generator[None]:
-        """Abandon the code where it stands. Runs in its task, in which alone its cancel scopes can be left."""
+        """Abandon the code where it stands. Runs in the code's task, because a scope can only be left in its task."""
         self._abandoned = True
         scopes = scopes_within(self._scope, self._task)
         for child in disarm(scopes, self._task):
             _close(child.get_coro(), child)
             unregister(child)
             child.cancel()
-        for _ in range(TURNS):  # task groups are told of their tasks' ends, and must still be there
+        # Child tasks report their ends to task groups that are in `steps`: close it only when all have ended.
+        for _ in range(CLOSING_TURNS):
             with suppress(BaseException):
                 yield
         disarm(scopes, self._task)
         _close(steps, self._awaitable)
 
     def where(self) -> str:
-        """Return `, at file.py:12`, the line of the user's code that waits now; empty if that is not known."""
+        """Return `, at file.py:12`, the line of the user's code that waits now; empty if the line is not known."""
         place = place_in(lines_awaited(self._awaitable))
         return f", at {place}" if place else ""
 
     async def wait(self, seconds: float, *, shield: bool = False) -> bool:
-        """Wait until the code has ended; return False if it has not after so many seconds.
+        """Wait until the code has ended; return False if it is still running after so many seconds.
 
-        A caller that is cancelled meanwhile ends the code first. `shield`: the caller is not cancelled meanwhile.
+        If the caller is cancelled while it waits, it ends the code first. `shield`: cancellation of the caller waits.
         """
         try:
             with anyio.move_on_after(seconds, shield=shield):
@@ -169,8 +175,8 @@ class UserTask(Generic[_T]):
             raise
         return self.over.is_set()
 
-    async def end(self, seconds: float = END_S) -> bool:
-        """Cancel the code. Abandon it, and return False, if it has not ended after so many seconds."""
+    async def end(self, seconds: float = CLEANUP_S) -> bool:
+        """Cancel the code. If it is still running after so many seconds, abandon it and return False."""
         where = self.where()
         self._ending = True
         self._scope.cancel()
@@ -181,22 +187,23 @@ class UserTask(Generic[_T]):
                 await self.over.wait()
         if not self.over.is_set():
             self._abandoned = True
-            self._task.cancel()  # past its shields
+            self._task.cancel()  # reaches the task itself, whatever shields its code has entered
             self._ended()
         if self._abandoned:
             UserTask.abandoned += 1
-            _places[where] += 1
-            if is_told(_places[where]):
-                so_far = f", as {_places[where]} calls there so far" if _places[where] > 1 else ""
-                said = "%s was cancelled and goes on%s: it is abandoned%s; let CancelledError pass"
-                _log.warning(said, self.name, where, so_far)
+            _abandoned_at[where] += 1
+            if is_logged(_abandoned_at[where]):
+                count = _abandoned_at[where]
+                so_far = f" ({count} calls were abandoned there so far)" if count > 1 else ""
+                warning = "%s still runs after it was cancelled%s: it is abandoned%s; do not catch CancelledError there"
+                _log.warning(warning, self.name, where, so_far)
         return not self._abandoned
 
 
 def _close(steps: Any, awaitable: object) -> None:
-    """End a suspended coroutine by GeneratorExit, and keep what ignores it."""
-    suspended = [*awaited(awaitable)]
-    with suppress(BaseException):  # its cleanup may raise anything: nobody is interested any more
+    """End a suspended coroutine with GeneratorExit, and keep the coroutines that ignore it in memory for ever."""
+    suspended = [*awaited_coroutines(awaitable)]
+    with suppress(BaseException):  # the cleanup of a user's code may raise anything, and the call has failed already
         steps.close()
     for one in suspended:
         if getattr(one, "cr_frame", None) is not None:
@@ -213,27 +220,37 @@ async def called(
     context: Context | None = None,
     shield: bool = False,
 ) -> _T:
-    """Make one call of an environment, within `timeout` seconds, which `deadlines.{key}` is. `what` names the call.
+    """Call a method of an environment, and return the result.
 
-    `env`: the environment, whose thread is named if it is a blocking one. `context`: the context variables of its
-    calls. `shield`: the call goes on while the caller is being cancelled.
+    Args:
+        what: names the call in errors, such as `step 2 (seed 5)`.
+        timeout: the deadline of the call, in seconds.
+        key: the key of `[deadlines]` that has the deadline.
+        call: calls the method.
+        env: the environment; if it is a blocking one, an error names the line at which its thread stands.
+        context: the context variables of the environment's calls.
+        shield: True if the call goes on while the caller is being cancelled.
 
     Raises:
-        EnvTimeoutError: the call took longer. One that does not even end when it is cancelled is abandoned.
-        EnvError: the call raised anything, was cancelled from within, or is not awaitable.
+        EnvTimeoutError: the call took longer than `timeout`. It is cancelled, and abandoned if it does not end then.
+        RewardError: the call raised a `RewardError`.
+        EnvError: the call raised anything else, was cancelled from within, or returned nothing to await.
     """
 
     def asynchronous() -> Awaitable[_T]:
         result = call()
         if not inspect.isawaitable(result):
-            raise EnvError(f"environment {what}: make reset, step and close all `async def`, or none of them")
+            raise EnvError(
+                f"environment {what} returned {type(result).__name__}, which cannot be awaited; make reset, step and "
+                "close all `async def`, or none of them"
+            )
         return result
 
     task = UserTask(f"environment {what}", asynchronous, context)
     if not await task.wait(timeout, shield=shield):
         where = (env.where() if isinstance(env, Threaded) else "") or task.where()
         ended = await task.end()
-        abandoned = "" if ended else "; it goes on though it was cancelled, and was abandoned"
+        abandoned = "" if ended else "; it went on after it was cancelled, and was abandoned"
         advice = f"look at the environment's class, or raise deadlines.{key}"
         raise EnvTimeoutError(f"environment {what} took longer than {timeout:g} s{where}{abandoned}; {advice}")
     if task.error is not None:
@@ -242,40 +259,45 @@ async def called(
 
 
 def made(what: str, make: Callable[[], _T]) -> _T:
-    """Make an environment. A constructor awaits nothing, so it has no deadline. Raises EnvError as `called` does."""
+    """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
+
+    Raises:
+        EnvError, RewardError: as `called` does.
+    """
     try:
         return make()
-    except BaseException as error:  # as in `UserTask`
+    except BaseException as error:  # a user's constructor may raise anything, such as SystemExit
         raise _failure(what, error) from error
 
 
 def _failure(what: str, error: BaseException) -> EnvError:
     """Return the EnvError that an exception of a user's code becomes."""
     if isinstance(error, asyncio.CancelledError):
-        # Passed on it would end the episode without a result, and its lease would never be returned.
+        # If it were raised again, the episode would end without a result, and its lease would never be returned.
         return EnvError(f"environment {what} was cancelled from within{place_of(error)}")
-    if isinstance(error, EnvError) and len(_text(error) or "x" * TOLD) < TOLD:
+    if isinstance(error, EnvError) and (text := _text(error)) and len(text) < MAX_MESSAGE:
         return error
     kind = RewardError if isinstance(error, RewardError) else EnvError
-    return kind(f"environment {what} raised {told_of(error)}")
+    return kind(f"environment {what} raised {describe_error(error)}")
 
 
-def told_of(error: BaseException) -> str:
-    """Return the type, the message and the place of an exception; of a group the first one's."""
+def describe_error(error: BaseException) -> str:
+    """Return the type, the message and the place of an exception; for a group, those of its first exception."""
     first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(first.__cause__, StopIteration):  # a coroutine that raises one raises a RuntimeError instead
         first = first.__cause__
-    # An error that was put into a group without being raised has no place of its own.
+    # An error that was put into a group without being raised has no traceback of its own.
     return f"{type(first).__name__}: {message_of(first)}{place_of(first) or place_of(error)}"
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, shortened in the middle; its class may be a user's, and fail at that too."""
+    """Return the message of an exception, shortened in the middle."""
     text = _text(error)
-    return "it cannot be shown" if text is None else shortened(text, TOLD)
+    return "it cannot be shown" if text is None else shortened(text, MAX_MESSAGE)
 
 
 def _text(error: BaseException) -> str | None:
+    """Return the message of an exception; None if its class is a user's and fails to give one."""
     try:
         return str(error)
     except BaseException:
@@ -283,28 +305,28 @@ def _text(error: BaseException) -> str | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters and a few: both ends of a longer one."""
+    """Return a text unchanged, or both ends of one that has more than `most` characters."""
     left = len(text) - most
     return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
 
 
 def checked(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
-    """Check the result of an environment's method.
+    """Return what `check` makes of the result of an environment's method.
 
     Raises:
-        EnvError: the check's, with the method and its place.
+        EnvError, RewardError: the check failed; the error names the method and the place where it is defined.
     """
     try:
         return check()
     except EnvError as error:
         place = _place_of_method(env, method)
         raise type(error)(f"environment {method} (seed {seed}): {error}; returned by {place}") from None
-    except BaseException as error:  # a value of a user's class: its methods may raise anything
+    except BaseException as error:  # the value may be of a user's class, whose methods may raise anything
         raise _failure(f"{method} (seed {seed})", error) from error
 
 
 def _place_of_method(env: object, method: str) -> str:
-    """Return `Class.step (file.py:12)`, the first line of a method of an environment, or of the blocking one in it."""
+    """Return `Class.step (file.py:12)`: the first line of a method, of the blocking environment if `env` wraps one."""
     kind = type(env.blocking if isinstance(env, Threaded) else env)
     code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""

@@ -1,4 +1,7 @@
-"""The fingerprint of an environment: tells one set of problems from another, so that no group is of two."""
+"""The fingerprint of an environment: a hash of all that decides its problems.
+
+A resumed run compares it with the one before, so that the samples of one group never come from two sets of problems.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,30 @@ from typing import Any
 from flash.config.tree import EnvConfig
 
 READ = 1 << 26
-"""Bytes that are read in all, a tenth of a second: of a file beyond them count size and time of change."""
+"""Bytes that are read of all files together, which takes a tenth of a second. Of a file beyond them, only the size and
+the time of change count."""
 MOST_FILES = 1000
-"""Of a folder, the first ones in order."""
+"""Files of one folder that count: the first ones in order."""
 
 
 def fingerprint(env: EnvConfig) -> str:
-    """Of its options, of the files and folders that they name, and of the modules of its classes. Reads the files."""
-    told = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
+    """Return a hash of an environment's path and options, of the files and folders that they name, and of its modules.
+
+    Reads the files.
+    """
+    digest = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
     left = READ
     for text in sorted({env.path, *texts_in(env.options)}):
         for file in _files(text):
-            with suppress(OSError):  # what cannot be read is told where it is needed
+            with suppress(OSError):  # the code that needs an unreadable file reports it
                 size = file.stat().st_size
-                told.update(_of_file(file, read=size <= left))
+                digest.update(_file_digest(file, read=size <= left))
                 left -= min(size, left)
-    return told.hexdigest()
+    return digest.hexdigest()
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in options."""
+    """Yield every text in the options of an environment, however deep."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -47,7 +54,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def _files(text: str) -> list[Path]:
-    """Those that a text names, as a path or as `module:Class`."""
+    """Return the files that a text names, as a path or as `module:Class`."""
     module, separator, name = text.partition(":")
     if separator and name.isidentifier() and all(map(str.isidentifier, module.split("."))):
         with suppress(ImportError, ValueError):
@@ -58,20 +65,21 @@ def _files(text: str) -> list[Path]:
         if path.is_file():
             return [path]
         if text and path.is_dir():
-            return list(islice(_below(path), MOST_FILES))
+            return list(islice(_files_of_folder(path), MOST_FILES))
     return []
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """The files of a folder, in an order that their names alone decide."""
+def _files_of_folder(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders, in an order that their names alone decide."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         yield from (Path(place, name) for name in sorted(names))
 
 
-def _of_file(file: Path, *, read: bool) -> bytes:
+def _file_digest(file: Path, *, read: bool) -> bytes:
+    """Return bytes that change when a file changes: from its content if `read`, else from its size and time."""
     stat = file.stat()
-    if not read or not S_ISREG(stat.st_mode):  # a pipe would be waited for
+    if not read or not S_ISREG(stat.st_mode):  # reading a pipe would wait for its writer
         return f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
     with file.open("rb") as stream:
         return file.name.encode() + file_digest(stream, "sha256").digest()

@@ -1,18 +1,18 @@
-"""The environment interface, in the manner of Gym and GEM, asynchronous.
+"""The environment interface: asynchronous, in the manner of Gym and GEM.
 
-An environment is made once per episode by calling its class with the options of the configuration: each as a keyword
-argument, or, where the only argument is `options` and annotated with a struct, all in one such struct, which is made
-and thereby checked once. `check`, `prepare` and `kind_of` take them in the same form. The order of calls
-is `reset`, `step`, `close`; `close` is called exactly once, also after an error or a cancellation.
+An environment is made once for each episode: its class is called with the options of the configuration, each as a
+keyword argument. If the only argument is named `options` and annotated with a struct, the class gets all options in one
+such struct. `check`, `prepare` and `kind_of` get them in the same form. The order of calls is `reset`, `step`, `close`;
+`close` is called exactly once, also after an error or a cancellation.
 
-`reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
+`reset(seed)` shows the same problem for the same seed. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Six more
-things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), `prepare`, which
-opens on each node what its episodes share (`Prepared`), `inform`, which is given the episode's count of tokens
-(`Informed`), solved examples for a supervised warm start (`WarmStart`), where it stands for several environments, the
-kind of a problem (`Kinds`), and, where it is put around another environment, which one (`Wrapping`).
+Blocking environments with the same three methods are accepted too: `wrap` runs them in threads. The protocols below are
+optional. A class may refuse wrong options before a run starts (`Checked`), open resources on each node (`Prepared`),
+follow the tokens of its episode (`Informed`), give solved examples for a supervised warm start (`WarmStart`), stand for
+several kinds of problems (`Kinds`, `Domains`), have collected problems (`Collected`), or wrap another environment
+(`Wrapping`).
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ HELD_OUT = 1 << 31
 """First seed of the held-out problems."""
 
 Info = dict[str, Any]
-"""Returned by `reset` and `step` beside the rest. `metrics`, names with numbers, and `note`, a text, are logged; of
+"""Further results of `reset` and `step`. Of `step`, `metrics` (names with numbers) and `note` (a text) are logged. Of
 `reset`, `chat_template_kwargs` are arguments of the model's chat template for the whole episode."""
 StepResult = tuple[Observation, float, bool, bool, Info]
-"""observation, reward, terminated, truncated, info"""
+"""(observation, reward, terminated, truncated, info)"""
 ResetResult = tuple[Observation, Info]
-"""observation, info"""
+"""(observation, info)"""
 
 
 class SolvedExample(msgspec.Struct, frozen=True):
-    """A prompt and a right answer, for a supervised warm start."""
+    """A prompt and a correct answer, for a supervised warm start."""
 
     prompt: str
     answer: str
     later: tuple[SolvedExample, ...] = ()
-    """The turns that follow: what the environment shows after the answer, and the right answer to that."""
+    """The turns that follow: each has the next observation as its prompt, and the correct answer to it."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world: what the policy is shown, what its answers lead to, and their rewards."""
+    """The environment of one episode: it shows problems, takes the policy's answers, and rewards them."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
@@ -73,13 +73,13 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what the episode holds."""
+        """Release the resources that the episode holds."""
         ...
 
 
 @runtime_checkable
 class SyncEnvironment(Protocol):
-    """A plain Gym-style environment: the same three methods, blocking. It is run in a worker thread."""
+    """A plain Gym-style environment: the same three methods, blocking. They run in a thread."""
 
     def reset(self, seed: int) -> tuple[Observation, Info]: ...
 
@@ -96,62 +96,70 @@ class Checked(Protocol):
     def check(cls, **options: Any) -> None:
         """Raise `ConfigError` if an episode with these options cannot work.
 
-        Takes what the class takes, types already checked against its signature. Runs in the process that reads the
-        configuration: look at files and columns, load nothing large.
+        The options have been checked against the types of the class's signature already. The method runs in the process
+        that reads the configuration: it may look at files and columns, but must not load anything large.
         """
         ...
 
 
 @runtime_checkable
 class Prepared(Protocol):
-    """An environment class that opens things before its first episode."""
+    """An environment class that opens resources before its first episode."""
 
     @classmethod
     async def prepare(cls, **options: Any) -> None:
-        """Called once on each node, before its engines start, with the options of the configuration.
+        """Open the resources of a node. Called once on each node, before its engines start; an error ends the run.
 
-        What is opened with `flash.environment.shared` stays open for all episodes of the node. An error ends the run.
+        A resource that is opened with `flash.environment.shared` stays open for all episodes of the node.
         """
         ...
 
 
 class Said(msgspec.Struct, frozen=True):
-    """A response, in tokens."""
+    """The size of a response, in tokens."""
 
     prompt_tokens: int
-    """All that stood before it."""
+    """Number of tokens before the response."""
     tokens: int
+    """Number of tokens of the response."""
     cut: bool
-    """The token limit ended it, not the model."""
+    """True if the token limit ended the response, not the model."""
 
 
 class Spoken(msgspec.Struct, frozen=True):
     """A response as a message."""
 
     message: Message
-    """The assistant's, with its reasoning and calls where the model's parsers have found some."""
+    """The assistant's message, with the reasoning and the calls that the model's parsers have found."""
     malformed: bool = False
-    """It begins a call that could not be read, and is part of the content."""
+    """True if the response begins a call that could not be read. The call is then part of the content."""
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What an environment will show, after what is shown next, and how it will want the response to that."""
+    """An observation that the environment will probably show later, and the response that it will want to it.
+
+    The response can be sampled ahead of time, while another one is under way.
+    """
 
     name: str
-    """Its own, by which `EpisodeView.comes` says that it is shown next."""
+    """A name that the environment gives it. `EpisodeView.comes` announces the observation by this name."""
     observation: Observation
     branch: int
+    """Branch that the observation follows; see `EpisodeView.go_on`."""
     responses: int
-    """Where it follows, as for `EpisodeView.go_on`."""
+    """Number of responses of that branch that it follows; see `EpisodeView.go_on`."""
     tools: Sequence[Tool] = ()
-    """Tools that are offered, and"""
+    """Tools that are offered. Used only if the observation follows no response."""
     template: Mapping[str, Any] = MappingProxyType({})
-    """arguments of the chat template, where the observation follows no response."""
+    """Arguments of the chat template. Used only if the observation follows no response."""
     tokens: int | None = None
+    """Most tokens of the response; None: no limit but those of the run."""
     stop: tuple[str, ...] = ()
+    """Texts that end the response."""
     hear: Callable[[Piece], None] | None = None
+    """Called with the pieces of the response while it is sampled; see `EpisodeView.listen`."""
     calling: bool = True
-    """As for `EpisodeView.listen`."""
+    """True if calls of functions are left out of these pieces; see `EpisodeView.listen`."""
 
 
 class LastResponse(Protocol):
@@ -159,88 +167,95 @@ class LastResponse(Protocol):
 
     @property
     def last(self) -> Said:
-        """The response that `step` was called with last."""
+        """The size of the last response."""
         ...
 
     def scored(self) -> list[tuple[str, float]]:
-        """Text and log-prob of each token of the last response, as it was sampled."""
+        """Return the text and the log-prob of each token of the last response, as it was sampled."""
         ...
 
     def spoken(self, *, calling: bool = True) -> Spoken:
-        """The last response, read by the parsers of the run; `calling`: whether calls are looked for."""
+        """Return the last response as a message, read by the parsers of the run.
+
+        `calling`: True if calls of functions are read; False if they stay part of the text.
+        """
         ...
 
 
 class NextResponse(Protocol):
-    """How the next response is to be sampled."""
+    """Settings of the next response. Each holds for that response only."""
 
     @property
     def sampling(self) -> Sampling:
-        """From which distribution all responses of the episode are drawn."""
+        """The distribution from which all responses of the episode are drawn."""
         ...
 
     def limit(self, tokens: int) -> None:
-        """Let the next response have at most so many tokens."""
+        """Limit the next response to this number of tokens."""
         ...
 
     def stop_at(self, texts: Sequence[str]) -> None:
-        """Let the next response end with the first of these texts that comes, if one does."""
+        """End the next response after the first of these texts that it contains."""
         ...
 
     def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
-        """Let this hear the next response while it is sampled, as `spoken` will read it; nothing of its calls.
+        """Call `hear` with pieces of the next response while it is sampled.
 
-        It hears no more than what is certain by then, and not the end: that is `last`, `spoken` and the action.
+        A piece is never corrected later, and reads as `spoken` will read it; calls of functions are left out if
+        `calling`. `hear` does not learn that the response has ended: `step` is called then.
         """
         ...
 
 
-class WhatIsLeft(Protocol):
-    """What may still follow."""
+class RemainingRoom(Protocol):
+    """The turns, branches and tokens that the limits of the run still allow."""
 
     @property
     def turns_left(self) -> int:
-        """Responses that may still follow."""
+        """Number of responses that may still follow."""
         ...
 
     @property
     def branches_left(self) -> int:
-        """Branches that may still begin."""
+        """Number of branches that may still begin."""
         ...
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next, in a thread if it is large: `room` takes no time then.
+        """Render an observation that may be shown next, in a thread if it is large, so that `room` returns at once.
 
         Raises:
-            EnvError: it cannot be shown.
+            EnvError: the observation cannot be shown.
         """
         ...
 
     def room(self, observation: Observation) -> int:
-        """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
+        """Return the number of tokens left for a response if this observation is shown next.
+
+        An observation that leaves 0 tokens or fewer ends the episode if it is shown.
 
         Raises:
-            EnvError: it cannot be shown, for example because the model's chat template refuses it.
+            EnvError: the observation cannot be shown, for example because the model's chat template refuses it.
         """
         ...
 
 
-class WhatIsShown(Protocol):
-    """Where what is shown next stands, what it offers, and what will be shown later."""
+class NextObservation(Protocol):
+    """Settings of the observation that is shown next, and announcements of later ones."""
 
     def go_on(self, branch: int, responses: int) -> None:
-        """What is shown next follows the first so many responses of a branch; without it, the last response.
+        """Let the next observation follow the first `responses` responses of a branch, not the last response.
 
-        Branches are counted from 0 in the order in which they begin; the responses that one follows count as its own.
-        Where these are all that it has, it goes on; else a new one begins with its tokens up to there, which are prompt
-        in the new one. After none, a new one begins with what is shown. Nothing changes before something is shown.
+        Branches are counted from 0 in the order in which they begin. Responses that a branch has copied from another
+        one count as its own. If the branch has no more than `responses`, it continues. Otherwise a new branch begins
+        with a copy of the tokens up to there, which are prompt in the new branch; with 0 responses, it begins with the
+        observation alone. Nothing changes before the observation is shown.
         """
         ...
 
     def offer(self, tools: Sequence[Tool]) -> None:
         """Let the policy call these functions: the model's chat template shows them with the first observation.
 
-        To be called before that is rendered; of branches, before each that follows no response.
+        Call it before the first observation is rendered, and again before each branch that follows no response.
 
         Raises:
             EnvError: the run has no parser of calls (model.tool_parser).
@@ -248,119 +263,121 @@ class WhatIsShown(Protocol):
         ...
 
     def template(self, arguments: Mapping[str, Any]) -> None:
-        """Give the model's chat template these arguments, which come before `model.chat_template_kwargs`.
+        """Give the model's chat template these arguments, which override `model.chat_template_kwargs`.
 
-        To be called before the first observation is rendered; of branches, before each that follows no response. What
-        `reset` returns as `chat_template_kwargs` in its info does the same.
+        Call it before the first observation is rendered, and again before each branch that follows no response.
+        `chat_template_kwargs` in the info that `reset` returns have the same effect.
 
         Raises:
-            EnvError: an argument is not the template's to have.
+            EnvError: the chat template cannot have such an argument.
         """
         ...
 
     def expect(self, expected: Expected) -> None:
-        """Let a later response be sampled from now on, beside the one under way, where the limits of the run have room.
+        """Sample the response to a later observation from now on, beside the one under way, if the limits allow it.
 
-        It is taken when just this is shown, with the same limits; what is never shown is sampled for nothing.
+        The response is used if exactly this observation is shown later, with the same limits. Otherwise its tokens are
+        lost.
         """
         ...
 
     def comes(self, name: str) -> None:
-        """What is shown next was expected by this name, if anything was."""
+        """Announce that the next observation may be the one that was expected by this name."""
         ...
 
 
-class EpisodeView(LastResponse, NextResponse, WhatIsLeft, WhatIsShown, Protocol):
-    """What an episode tells its environment of tokens, and what that may ask of it."""
+class EpisodeView(LastResponse, NextResponse, RemainingRoom, NextObservation, Protocol):
+    """The token side of an episode, as its environment may see and use it."""
 
 
 @runtime_checkable
 class Informed(Protocol):
-    """An environment, not a blocking one, that wants to know of tokens."""
+    """An environment that uses the token side of its episode. It must be asynchronous."""
 
     def inform(self, episode: EpisodeView) -> None:
-        """Called once, before `reset`."""
+        """Keep the view of the episode. Called once, before `reset`."""
         ...
 
 
 @runtime_checkable
 class WarmStart(Protocol):
-    """An environment that can show how its problems are solved, for teaching a small model to answer at all."""
+    """An environment that can show how its problems are solved, to teach a small model to answer at all."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems with right answers, the same for the same seed. Never a held-out problem.
+        """Return `count` training problems with correct answers, the same for the same seed; never a held-out problem.
 
-        The prompt is exactly the text that `reset` shows, the answer exactly what `step` rewards; so turn by turn.
+        The prompt is exactly the text that `reset` shows, and the answer exactly the text that `step` rewards. The same
+        holds for later turns.
         """
         ...
 
     def alphabet(self) -> str:
-        """Every character that occurs in a prompt or an answer, each once: the tiny model's vocabulary."""
+        """Return every character that occurs in a prompt or an answer, each once: the tiny model's vocabulary."""
         ...
 
 
 @runtime_checkable
 class Kinds(Protocol):
-    """An environment class that stands for several kinds of environments, so that each may fail on its own."""
+    """An environment class that stands for several kinds of problems, so that failures are counted for each kind."""
 
     @classmethod
     def kind_of(cls, seed: int, **options: Any) -> str:
-        """The kind of the problem of this seed: the same in every process, for the same options."""
+        """Return the kind of the problem of a seed: the same in every process, for the same options."""
         ...
 
 
 @runtime_checkable
 class Collected(Protocol):
-    """An environment class whose problems are collected, such as the rows of a data set. It may have either method."""
+    """An environment class whose problems are collected, such as rows of a data set. It may have one method or both."""
 
     @classmethod
     def held_out_problems(cls, **options: Any) -> int | None:
-        """Return the number of held-out problems, which consecutive seeds show once each; None: there is no limit.
+        """Return the number of held-out problems; None if there is no limit. Consecutive seeds show each of them once.
 
-        An evaluation asks each of them once: problems that came again would narrow the interval of its mean.
+        An evaluation uses each of them once: repeated problems would make the confidence interval of its mean too
+        narrow.
         """
         ...
 
     @classmethod
     def solution_of(cls, seed: int, **options: Any) -> str | None:
-        """Return the collected answer to the problem of a seed; None: it has none.
+        """Return the known answer to the problem of a seed; None if there is none.
 
-        `flash train --dry-run` tries it: where even that gets no reward, nothing may ever get one.
+        `flash train --dry-run` tries it: if even this answer gets no reward, perhaps no answer can.
         """
         ...
 
 
 @runtime_checkable
 class Wrapping(Protocol):
-    """An environment class around another one, such as tools for its problems.
+    """An environment class that wraps another one, for example to offer tools for its problems.
 
-    Kinds, domains, names, numbers and solutions of problems are those of the other class, unless the outer one has
-    these methods itself.
+    The optional methods of the inner class, such as `kind_of`, are used unless the outer class has them itself.
     """
 
     @classmethod
     def wrapped(cls, **options: Any) -> tuple[type[Any], dict[str, Any]]:
-        """Return the class of the environment inside, and its keyword arguments."""
+        """Return the inner environment class, and its keyword arguments."""
         ...
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with the problems of one kind. None: as the run's configuration has it."""
+    """Settings for the problems of one kind. None: the setting of the run's configuration holds."""
 
     weight: PositiveFloat = 1.0
-    """Its share of the trained groups, in proportion to the other weights."""
+    """Share of the trained groups, in proportion to the weights of the other domains."""
     group_size: Positive | None = None
     """Samples per prompt."""
     drop_equal_rewards: bool | None = None
-    """Whether groups are filtered out whose rewards are all equal."""
+    """True if groups whose rewards are all equal are filtered out."""
     accuracy_bounds: tuple[float, float] | None = None
-    """Groups are filtered out whose mean reward lies outside."""
+    """Lowest and highest mean reward of a group; other groups are filtered out."""
     max_turns: Positive | None = None
     """Responses after which an episode is truncated."""
     max_new_tokens: Positive | None = None
     """Longest response, in tokens."""
     temperature: Temperature | None = None
-    """Of sampling, and of the trainer's log-probs. Evaluations have their own."""
+    """Temperature of sampling, and of the trainer's log-probs. Evaluations have a temperature of their own."""
     top_k: TopK | None = None
     top_p: TopP | None = None
     min_p: BelowOne | None = None
@@ -369,23 +386,23 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: TokenIds | None = None
     logit_bias: Biases | None = None
     repetition_penalty: Penalty | None = None
-    """As the keys of `[rollout]` that have these names."""
+    """Like all fields from `top_k` on: the key of this name in `[rollout]`."""
 
 
 NO_DOMAINS: Mapping[str, Domain] = MappingProxyType({})
-"""Of a run over problems of one kind."""
+"""The domains of a run whose problems are all of one kind."""
 
 
 @runtime_checkable
 class Domains(Kinds, Protocol):
-    """An environment class whose kinds are domains, each with a share of what is trained and limits of its own."""
+    """An environment class whose kinds are domains: each has a share of the trained groups, and limits of its own."""
 
     @classmethod
     def domains(cls, **options: Any) -> dict[str, Domain]:
-        """Every kind that `kind_of` names, for the same options."""
+        """Return the domain of every kind that `kind_of` returns, for the same options."""
         ...
 
 
 def is_held_out(seed: int) -> bool:
-    """Whether a seed asks for a held-out problem."""
+    """Return True if a seed is that of a held-out problem."""
     return seed >= HELD_OUT

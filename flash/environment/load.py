@@ -1,4 +1,4 @@
-"""The configured environment, found by its import path and loaded once: episodes, what they share, and kinds."""
+"""The configured environment: a class found by its import path, loaded once, and called with the run's options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flash.environment.threaded import wrap
 
 
 class LoadedEnvironment:
-    """An environment class with the keyword arguments that its options give.
+    """An environment class with the keyword arguments that `env.options` gives.
 
     Args:
         path: `module:Class`.
-        options: of the class, as the configuration has them.
+        options: options of the class, as the configuration has them.
 
     Raises:
-        ConfigError: there is no such class, or it does not take the options.
+        ConfigError: the class does not exist, or does not accept the options.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
@@ -27,24 +27,24 @@ class LoadedEnvironment:
         self._kwargs = check_options(self._class, options, "env.options")
 
     def make(self, kind: str = "") -> Environment:
-        """An environment for one episode. It finds the kind of its problem by the seed, so that `kind` is not used."""
+        """Return an environment for one episode. `kind` is not used: the environment finds the kind by the seed."""
         return wrap(self._class(**self._kwargs))
 
     async def prepare(self) -> None:
-        """Open what the episodes of a node share, where the class has something of the kind."""
+        """Open the resources that the episodes of a node share, if the class has any."""
         if isinstance(self._class, Prepared):
             await self._class.prepare(**self._kwargs)
 
     def kind_of(self, seed: int) -> str:
-        """Return the kind of the problem of a seed; one unnamed kind for classes that do not tell several apart."""
+        """Return the kind of the problem of a seed; an empty name if the class has one kind only."""
         if self._kinds is None:
             return ""
         cls, kwargs = self._kinds
         return cls.kind_of(seed, **kwargs)
 
     def domains(self) -> dict[str, Domain]:
-        """Return the domains of the problems; none for classes that do not tell."""
-        # The class that names the kinds also gives their shares: those of another class would have other names.
+        """Return the domains of the problems, by kind; empty if the class has none."""
+        # Only the class that names the kinds can have their domains: another class would use other names.
         if self._kinds is None or not isinstance(self._kinds[0], Domains):
             return {}
         cls, kwargs = self._kinds
@@ -52,18 +52,18 @@ class LoadedEnvironment:
 
     @property
     def is_collected(self) -> bool:
-        """True if the class knows how many held-out problems it has."""
+        """True if the class has a number of held-out problems, even if that is unlimited."""
         return class_with("held_out_problems", self._class, self._kwargs) is not None
 
     def held_out_problems(self) -> int | None:
-        """Return the number of held-out problems, which may read a data set; None if there is no limit."""
+        """Return the number of held-out problems; None if there is no limit. May read a data set."""
         if (found := class_with("held_out_problems", self._class, self._kwargs)) is None:
             return None
         cls, kwargs = found
         return cls.held_out_problems(**kwargs)
 
     def solution_of(self, seed: int) -> str | None:
-        """Return the collected answer to the problem of a seed; None if the class has none."""
+        """Return the known answer to the problem of a seed; None if the class has none."""
         if (found := class_with("solution_of", self._class, self._kwargs)) is None:
             return None
         cls, kwargs = found

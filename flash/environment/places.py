@@ -1,4 +1,4 @@
-"""Places in a user's code: the file and line to look at, found in tracebacks, stacks and suspended coroutines."""
+"""Places in a user's code: the file and line to look at, from tracebacks, stacks and suspended coroutines."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ _PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ")
 def place_in(lines: Iterable[Line]) -> str:
     """Return `file.py:12`, the innermost line of a user's code; empty without lines. The innermost line comes last.
 
-    Lines of Python's library and of Flash are passed over, and those of installed packages as far as others are there:
-    `json/decoder.py:355` would not tell a user where to look.
+    A line of an installed package is returned only if no line is the user's, and a line of Python's library or of
+    Flash only if there is no other: `json/decoder.py:355` does not show a user where to look.
     """
-    innermost = [*lines][::-1]
-    for strangeness in range(3):
-        for file, line in innermost:
-            if _strangeness(file) == strangeness:
+    innermost_first = [*lines][::-1]
+    for distance in range(3):
+        for file, line in innermost_first:
+            if _distance(file) == distance:
                 return f"{file}:{line}"
     return ""
 
 
 def is_users(place: str) -> bool:
     """Return True if `file.py:12` is a line of a user's code."""
-    return _strangeness(place) == 0
+    return _distance(place) == 0
 
 
-def is_told(count: int) -> bool:
-    """Return True the first time, the tenth, the hundredth, …: what happens at one place is told that often."""
+def is_logged(count: int) -> bool:
+    """Return True for 1, 10, 100, …: an event that repeats at one place is logged when its count is such a number."""
     return str(count).strip("0") == "1"
 
 
-def _strangeness(file: str) -> int:
+def _distance(file: str) -> int:
+    """Return 0 for a user's file, 1 for an installed package's, 2 for one of Python or Flash."""
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1
     return 2 if file.startswith(_PYTHON) else 0
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (file.py:12)`, the line of the user's code that raised an error; empty if that is not known."""
+    """Return ` (file.py:12)`, the line of the user's code that raised an error; empty if the line is not known."""
     place = place_in((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     return f" ({place})" if place else ""
 
 
 def lines_of(frame: FrameType | None) -> list[Line]:
-    """Return the lines of a stack whose innermost frame is given."""
+    """Return the lines of a stack, the innermost last. `frame` is the innermost frame."""
     lines: list[Line] = []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
@@ -63,10 +64,10 @@ def lines_of(frame: FrameType | None) -> list[Line]:
     return lines[::-1]
 
 
-def awaited(awaitable: object) -> Iterator[Any]:
-    """Yield a suspended coroutine, the coroutine that it awaits, and so on."""
+def awaited_coroutines(awaitable: object) -> Iterator[Any]:
+    """Yield a suspended coroutine, then the one that it awaits, and so on."""
     waiting: Any = awaitable
-    for _ in range(1000):  # a cycle of tasks that await each other has no end
+    for _ in range(1000):  # tasks that await each other in a circle would never end this loop
         if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # a task
             waiting = get_coro()
         prefix = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
@@ -77,8 +78,8 @@ def awaited(awaitable: object) -> Iterator[Any]:
 
 
 def lines_awaited(awaitable: object) -> Iterator[Line]:
-    """Yield the lines at which a suspended coroutine, and the coroutines that it awaits, stand."""
-    for one in awaited(awaitable):
+    """Yield the line at which a suspended coroutine waits, then that of the coroutine that it awaits, and so on."""
+    for one in awaited_coroutines(awaitable):
         frame = next(getattr(one, name) for name in ("cr_frame", "gi_frame", "ag_frame") if hasattr(one, name))
         if frame is not None:
             yield frame.f_code.co_filename, frame.f_lineno

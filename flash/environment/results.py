@@ -1,4 +1,4 @@
-"""What environments return, checked and brought into one form: each mistake is an error that shows the value."""
+"""Results of environments: checks them and brings them into one form. Each mistake is an error that shows the value."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
 VALUE_LENGTH = 80
-"""Characters of a wrong value that an error repeats."""
+"""Most characters of a wrong value that an error message shows."""
 NOTE_LENGTH = 2000
-"""Characters kept of a note."""
+"""Most characters of a note that are kept."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
 
 def check_reset_result(result: object) -> ResetResult:
-    """The result of `reset`, with chat messages in one form.
+    """Return the result of `reset`, in which all chat messages are `Message` structs.
 
     Raises:
-        EnvError: the result is not (observation, info).
+        EnvError: the result is not (observation, info), or one of the two has a wrong type.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise EnvError(f"reset() must return (observation, info), but returned {_shape(result)}")
@@ -36,10 +36,10 @@ def check_reset_result(result: object) -> ResetResult:
 
 
 def check_step_result(result: object) -> StepResult:
-    """The result of `step`, with plain Python numbers and flags. A reward of True counts as 1, False as 0.
+    """Return the result of `step`, with a plain Python number and flags. A reward of True counts as 1, False as 0.
 
     Raises:
-        EnvError: the result is not (observation, reward, terminated, truncated, info).
+        EnvError: the result is not (observation, reward, terminated, truncated, info), or one of them has a wrong type.
         RewardError: the reward is not a finite number.
     """
     if not isinstance(result, tuple) or len(result) != 5:
@@ -57,10 +57,10 @@ def check_step_result(result: object) -> StepResult:
 
 
 def check_solved_examples(alphabet: object, examples: object, count: int) -> None:
-    """What the methods of a `WarmStart` have returned when they were asked for so many examples.
+    """Check the results of both methods of a `WarmStart`, where `count` examples were asked for.
 
     Raises:
-        EnvError: it is no text, or no list of so many examples in characters of that text.
+        EnvError: the alphabet is not a text, or the examples are not a list of `count` examples in its characters.
     """
     if not _is_text(alphabet) or not alphabet:
         raise EnvError(f"alphabet() must return a text of all characters, but returned {shown(alphabet)}")
@@ -75,7 +75,7 @@ def check_solved_examples(alphabet: object, examples: object, count: int) -> Non
 
 
 def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
-    """Raises EnvError: a turn of it has characters that the alphabet lacks."""
+    """Raise EnvError if a turn of an example has characters that the alphabet lacks."""
     for turn in (example, *example.later):
         if strange := set(turn.prompt + turn.answer) - alphabet:
             raise EnvError(
@@ -85,10 +85,10 @@ def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
 
 
 def metrics_of(info: Info) -> dict[str, float]:
-    """`info["metrics"]`: what the environment measured in this step. Of each name the mean over a batch is logged.
+    """Return `info["metrics"]`: numbers that the environment measured in a step. Their mean over a batch is logged.
 
     Raises:
-        EnvError: it does not map names to finite numbers.
+        EnvError: the value does not map names to finite numbers.
     """
     metrics = info.get("metrics", {})
     if not isinstance(metrics, Mapping):
@@ -106,10 +106,10 @@ def metrics_of(info: Info) -> dict[str, float]:
 
 
 def template_arguments(info: Info) -> dict[str, Any]:
-    """Return the arguments of the chat template that `reset` gives.
+    """Return `info["chat_template_kwargs"]` of `reset`: arguments of the model's chat template.
 
     Raises:
-        EnvError: they are not a table.
+        EnvError: the value does not map names to values.
     """
     given: object = info.get("chat_template_kwargs")
     if given is None:
@@ -125,10 +125,10 @@ def template_arguments(info: Info) -> dict[str, Any]:
 
 
 def note_of(info: Info) -> str:
-    """`info["note"]`: what the environment says of the response, for people who read the samples of a run.
+    """Return `info["note"]`: a remark on the response, for people who read the samples of a run.
 
     Raises:
-        EnvError: it is no text.
+        EnvError: the value is not text.
     """
     note = info.get("note", "")
     if not isinstance(note, str):
@@ -137,51 +137,51 @@ def note_of(info: Info) -> str:
 
 
 def check_reward(reward: object) -> float:
-    """A reward as a float. A bool counts as 0 or 1.
+    """Return a reward as a float. A bool counts as 0 or 1.
 
     Raises:
-        RewardError: it is not a finite number.
+        RewardError: the reward is not a finite number.
     """
     if not isinstance(reward, (Real, np.bool_)):
         raise RewardError(f"the reward must be a finite number, but is {shown(reward)}; {_as_number(reward)}")
     number = _number(reward)
     if not math.isfinite(number):
         raise RewardError(
-            f"the reward must be a finite number, but is {number}; look for a division by 0 or the log of it, and give "
-            "0.0 where nothing can be said"
+            f"the reward must be a finite number, but is {number}; look for a division by 0 or the log of it, and "
+            "return 0.0 where an answer cannot be judged"
         )
     return number
 
 
 def _as_number(reward: object) -> str:
-    """How what is no number is made one."""
+    """Return advice on how to make a number of a wrong reward."""
     if reward is None:
-        return "does a path through the reward end without `return`? Give 0.0 where nothing can be said"
+        return "does a path through the reward end without `return`? Return 0.0 where an answer cannot be judged"
     if isinstance(reward, (str, bytes)):
         return "give float(…) of it"
     if inspect.isawaitable(reward):
-        return "nothing has awaited it: make the function `async def`, and `await` in it"
+        return "it was not awaited: make the function `async def`, and `await` it there"
     if callable(getattr(reward, "item", None)):
         return "give `.item()` of a tensor or an array, which is the Python number, where it holds just one"
     return "give a float or an int, such as a sum or a mean of several"
 
 
 def shown(value: object) -> str:
-    """Show a user's value and its type in one short line, also where the value cannot show itself."""
+    """Return a user's value and its type in one short line, even if the value's own `repr` fails."""
     try:
         text = " ".join(_SHORT.repr(value).split())[:VALUE_LENGTH]
-    except BaseException:  # the class is a user's
+    except BaseException:  # the class is a user's, and its `repr` may raise anything
         text = "a value that cannot be shown"
     return f"{text} of type {type(value).__name__}"
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """Whether it is text that a tokenizer can hold: halves of surrogate pairs are none."""
+    """Return True for text that a tokenizer accepts: text without lone surrogates."""
     return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def _is_example(one: object) -> bool:
-    """Whether it is one, with texts in all its turns: nobody checks a struct's fields."""
+    """Return True for a `SolvedExample` with texts in all its turns. Python does not check the fields of a struct."""
     if not isinstance(one, SolvedExample):
         return False
     prompt, answer, later = cast("tuple[object, object, object]", (one.prompt, one.answer, one.later))
@@ -191,6 +191,7 @@ def _is_example(one: object) -> bool:
 
 
 def _observation(method: str, value: object) -> Observation:
+    """Return an observation, in which all chat messages are `Message` structs. Raises EnvError."""
     if isinstance(value, str):
         return _text(f"the observation of {method}()", value)
     if not isinstance(value, list):
@@ -201,6 +202,7 @@ def _observation(method: str, value: object) -> Observation:
 
 
 def _message(method: str, value: object) -> Message:
+    """Return a chat message that may be given as a dict. Raises EnvError."""
     if isinstance(value, Message):
         _text(f"a chat message of {method}()", value.role + value.content)
         return value
@@ -216,7 +218,7 @@ def _message(method: str, value: object) -> Message:
 
 
 def _number(value: object) -> float:
-    """A real number as a float; infinite where there is none so large."""
+    """Return a real number as a float; infinity if it is too large for one."""
     try:
         return float(cast("float", value))
     except OverflowError:
@@ -224,18 +226,20 @@ def _number(value: object) -> float:
 
 
 def _text(what: str, text: str) -> str:
-    """The text. Raises EnvError where it cannot be sent."""
+    """Return a text. Raise EnvError if it cannot be encoded; `what` names the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise EnvError(
-            f"{what} has a lone surrogate at {error.start}, which is no text: {text[error.start :][:40]!r}; bytes of a "
-            'file\'s name that are no UTF-8 become such: show text.encode("utf-8", "replace").decode()'
+            f"{what} has a lone surrogate at {error.start}, which cannot be encoded: {text[error.start :][:40]!r}; "
+            "Python puts lone surrogates in place of bytes of a file's name that are not UTF-8: show "
+            'text.encode("utf-8", "replace").decode()'
         ) from None
     return text
 
 
 def _flag(name: str, value: object) -> bool:
+    """Return `terminated` or `truncated` as a plain bool. Raises EnvError."""
     if not isinstance(value, (bool, np.bool_)):
         raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}")
     return bool(value)
@@ -248,7 +252,7 @@ def _info(method: str, value: object) -> Info:
 
 
 def _shape(result: object) -> str:
-    """`a tuple of 4 (str, float, bool, dict)`: enough to see which value is missing."""
+    """Return `a tuple of 4 (str, float, bool, dict)`, for example, which shows the value that is missing."""
     if not isinstance(result, tuple):
         return shown(result)
     parts = cast("tuple[object, ...]", result)

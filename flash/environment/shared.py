@@ -1,11 +1,11 @@
-"""What the environments of one node share: a pool of sandboxes, a connection, a loaded model.
+"""Resources that the environments of one node share: a pool of sandboxes, a connection, a loaded model.
 
-Within `sharing`, which the node enters around its episodes, `shared(key, open)` gives the one thing of this key. It is
-opened by the first who asks and closed with the block, in a task of its own, so that an episode that is cancelled
-neither closes it nor leaves it half open. Asynchronous verifiers find it in the same way.
+The node enters `sharing` around its episodes. In it, `shared(key, open)` returns the resource of a key; asynchronous
+verifiers use it in the same way. The first call opens the resource, and the end of `sharing` closes it. Both happen in
+a task of the resource's own, so that a cancelled episode neither closes it nor leaves it half open.
 
-Law: of one key at most one thing is open. A failed opening is answered to all who wait for it; the next one who asks
-tries again.
+Law: at most one resource is open for each key. If opening it fails, all callers that wait for it get the error, and the
+next call tries again.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from flash.waiting import unwrapped_group
 _T = TypeVar("_T")
 
 OPEN_S = 120.0
-"""Seconds for one thing to open."""
+"""Seconds in which a resource must open."""
 
 
 @runtime_checkable
 class Stocked(Protocol):
-    """A shared thing of which people may see how much is in use, as a pool of sandboxes."""
+    """A shared resource that reports how much of it is in use, such as a pool of sandboxes."""
 
     def stock(self) -> Stock:
-        """How it is now."""
+        """Return the numbers of this moment."""
         ...
 
 
-class _Thing:
+class _Resource:
+    """A shared resource that is being opened, is open, or has failed to open."""
+
     def __init__(self) -> None:
         self.scope = anyio.CancelScope(shield=True)
         self.settled = anyio.Event()
-        """Open, or failed with `error`."""
+        """Set when the resource is open, or has failed to open with `error`."""
         self.value: Any = None
         self.error: Exception | None = None
 
 
 class Sharing:
-    """The things of one node. Made by `sharing`.
+    """The shared resources of one node; `sharing` makes it.
 
     Args:
         run: the run's name, which shared services may show.
-        tasks: where the things live.
-        close_s: seconds for each to close.
+        tasks: runs the tasks of the resources.
+        close_s: seconds in which each resource must close.
     """
 
     def __init__(self, run: str, tasks: TaskGroup, close_s: float) -> None:
@@ -61,59 +63,59 @@ class Sharing:
         self._tasks = tasks
         self._close_s = close_s
         self._closing = anyio.Event()
-        self._things: dict[Hashable, _Thing] = {}
+        self._resources: dict[Hashable, _Resource] = {}
 
     async def get(self, key: Hashable, open: Callable[[], AbstractAsyncContextManager[_T]]) -> _T:
-        """The thing of this key, opened if nobody has.
+        """Return the resource of a key; open it if it is not open.
 
         Raises:
-            Exception: what its opening raised.
-            EnvError: it did not open in time, or the node is ending.
+            Exception: any error that `open` raises.
+            EnvError: the resource did not open in time, or the node is ending.
         """
         if self._closing.is_set():
             raise EnvError(f"{key!r} cannot be opened: the node is ending")
-        thing = self._things.get(key)
-        if thing is None:
-            thing = self._things[key] = _Thing()
-            self._tasks.start_soon(self._hold, key, thing, open)
-        await thing.settled.wait()
-        if thing.error is not None:
-            raise thing.error
-        return thing.value
+        resource = self._resources.get(key)
+        if resource is None:
+            resource = self._resources[key] = _Resource()
+            self._tasks.start_soon(self._hold, key, resource, open)
+        await resource.settled.wait()
+        if resource.error is not None:
+            raise resource.error
+        return resource.value
 
     async def _hold(
-        self, key: Hashable, thing: _Thing, open: Callable[[], AbstractAsyncContextManager[object]]
+        self, key: Hashable, resource: _Resource, open: Callable[[], AbstractAsyncContextManager[object]]
     ) -> None:
-        """Keep one thing open until the block ends; what fails then is an error of the node."""
-        thing.scope.deadline = anyio.current_time() + OPEN_S
-        with thing.scope:
+        """Open a resource and keep it open until the block ends. An error while it is open ends the node."""
+        resource.scope.deadline = anyio.current_time() + OPEN_S
+        with resource.scope:
             try:
-                async with open() as thing.value:
-                    thing.scope.deadline = math.inf
-                    thing.settled.set()
+                async with open() as resource.value:
+                    resource.scope.deadline = math.inf
+                    resource.settled.set()
                     await self._closing.wait()
-                    thing.scope.deadline = anyio.current_time() + self._close_s
+                    resource.scope.deadline = anyio.current_time() + self._close_s
             except Exception as error:
-                if thing.settled.is_set():
+                if resource.settled.is_set():
                     raise
-                thing.error = error
-        if not thing.settled.is_set():
+                resource.error = error
+        if not resource.settled.is_set():
             why = "the node is ending" if self._closing.is_set() else f"it took longer than {OPEN_S:g} s"
-            thing.error = thing.error or EnvError(f"{key!r} cannot be opened: {why}")
-            del self._things[key]
-            thing.settled.set()
+            resource.error = resource.error or EnvError(f"{key!r} cannot be opened: {why}")
+            del self._resources[key]
+            resource.settled.set()
 
     def stocks(self) -> list[Stock]:
-        """What of the open things is lent to environments."""
-        values = (thing.value for thing in self._things.values() if thing.settled.is_set())
+        """Return the stock of each open resource that reports one."""
+        values = (resource.value for resource in self._resources.values() if resource.settled.is_set())
         return [value.stock() for value in values if isinstance(value, Stocked)]
 
     def end(self) -> None:
-        """Close everything, also what is only being opened."""
+        """Close all resources, and cancel those that are being opened."""
         self._closing.set()
-        for thing in self._things.values():
-            if not thing.settled.is_set():
-                thing.scope.cancel()
+        for resource in self._resources.values():
+            if not resource.settled.is_set():
+                resource.scope.cancel()
 
 
 _here: ContextVar[Sharing] = ContextVar("sharing")
@@ -121,38 +123,38 @@ _here: ContextVar[Sharing] = ContextVar("sharing")
 
 @asynccontextmanager
 async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]:
-    """Let everything that is started in the block share; at its end all of it is closed, also after a cancellation."""
+    """Let all code of the block share resources. At its end all are closed, also after a cancellation."""
     async with unwrapped_group() as tasks:
-        things = Sharing(run, tasks, close_s)
-        token = _here.set(things)
+        resources = Sharing(run, tasks, close_s)
+        token = _here.set(resources)
         try:
-            yield things
+            yield resources
         finally:
             _here.reset(token)
-            things.end()
+            resources.end()
 
 
 async def shared(key: Hashable, open: Callable[[], AbstractAsyncContextManager[_T]]) -> _T:
-    """The thing of this key on this node: `open()` is entered once, by the first who asks.
+    """Return the resource of a key on this node. The first call enters `open()`; later ones share the result.
 
     Raises:
-        Exception: what its opening raised.
-        EnvError: this runs on no node: enter `sharing` first.
+        Exception: any error that `open` raises.
+        EnvError: the resource did not open in time, the node is ending, or this runs outside of `sharing`.
     """
     return await _sharing().get(key, open)
 
 
 def run_name() -> str:
-    """The run on whose behalf this node works.
+    """Return the name of the run that this node works for.
 
     Raises:
-        EnvError: this runs on no node.
+        EnvError: this runs outside of `sharing`.
     """
     return _sharing().run
 
 
 def stocks() -> list[Stock]:
-    """What environments of this node borrow, as far as it is open; nothing where nothing is shared."""
+    """Return the stock of each open resource of this node; empty outside of `sharing`."""
     sharing = _here.get(None)
     return [] if sharing is None else sharing.stocks()
 

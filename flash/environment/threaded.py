@@ -1,7 +1,7 @@
-"""Threads for a user's blocking code, and `Threaded`, a blocking environment behind the asynchronous interface.
+"""Blocking environments: `Threaded` runs their calls in threads, behind the asynchronous interface.
 
-The environment's calls never overlap. A caller whose deadline passes does not wait for the thread: the call is
-abandoned, further calls are refused, and the thread that is still inside the environment closes it when it comes back.
+Invariant: calls of one environment never overlap. If the deadline of a call passes, the caller does not wait for the
+thread: the call is abandoned, and further calls are refused. The thread closes the environment when its call returns.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from flash.types import Observation
 _T = TypeVar("_T")
 
 IDLE_S = 10.0
-"""Seconds after which a thread ends that nobody has given a call."""
+"""Seconds after which a thread without a call ends."""
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that runs one call after the other.
+    """A daemon thread that runs one call after another.
 
-    Python waits for other threads before it exits: one that a user's code never leaves would hold the process forever.
+    It is a daemon because Python waits for all other threads before it exits: a call that never returns would keep the
+    process alive forever.
     """
 
     idle: ClassVar[deque[_Worker]] = deque()
-    """Threads without a call, the last one used at the end."""
+    """Threads without a call, the one that was used last at the end."""
 
     def __init__(self) -> None:
         super().__init__(name="flash user code", daemon=True)
@@ -44,29 +45,31 @@ class _Worker(threading.Thread):
         self.start()
 
     def give(self, call: Callable[[], None]) -> None:
-        """Run a call, which raises nothing."""
+        """Let the thread run a call, which must not raise."""
         self._calls.put(call)
 
     def run(self) -> None:
-        """Run calls until none has come for a while."""
+        """Run calls until none has come for `IDLE_S`."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
             except Empty:
-                with suppress(ValueError):  # somebody has just taken it out to give it a call
+                with suppress(ValueError):  # `in_thread` has just taken this thread: its call comes next
                     _Worker.idle.remove(self)
                     return
                 continue
             call()
-            del call  # and what it holds
+            del call  # an idle thread must not keep the environment of its last call alive
             _Worker.idle.append(self)
 
 
 async def in_thread(call: Callable[[], _T]) -> _T:
-    """Run a user's blocking call in a thread of its own. A caller that is cancelled leaves the thread behind.
+    """Run a user's blocking call in a thread that runs nothing else meanwhile, and return the result.
+
+    If the caller is cancelled, the thread continues without it.
 
     Raises:
-        BaseException: the call raised it.
+        BaseException: anything that the call raises.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -97,16 +100,16 @@ async def in_thread(call: Callable[[], _T]) -> _T:
 
 
 class Threaded:
-    """An `Environment` made of one with blocking methods, all of them or some."""
+    """An `Environment` around one whose methods are blocking, all or some of them."""
 
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
         self._state = threading.Lock()
         self._thread: int | None = None
-        """Identifies the thread that is inside of the environment."""
+        """Identifies the thread that runs a call of the environment now; None if no thread does."""
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The loop that `close` was called on while a thread was inside of the environment."""
+        """The event loop on which `close` was called while a thread ran a call of the environment."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
@@ -117,7 +120,7 @@ class Threaded:
         return await self._called(self.blocking.step, action)
 
     async def close(self) -> None:
-        """Release the environment, at once or as soon as an abandoned call has come back."""
+        """Close the environment: at once, or as soon as an abandoned call has returned."""
         with self._state:
             self._closed = True
             if self._thread is not None:
@@ -129,15 +132,15 @@ class Threaded:
             await in_thread(self._close)
 
     async def _called(self, method: Callable[..., Any], argument: object) -> Any:
-        """Await an `async def`, and run a `def` in a thread: a class may have both, as one that inherits some."""
+        """Await an `async def`, or run a `def` in a thread. A class may have both, if it inherits some methods."""
         if is_async(method):
             return await method(argument)
         result = await in_thread(lambda: self._run(lambda: method(argument)))
-        # A decorator makes a `def` of an `async def`.
+        # A decorator may hide an `async def` behind a `def`, which then returns a coroutine.
         return await result if inspect.isawaitable(result) else result
 
     def where(self) -> str:
-        """Return `, at file.py:12`, the line that the environment's thread runs; empty if none is inside of it."""
+        """Return `, at file.py:12`, the line at which the environment's thread stands; empty if no call runs."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         place = place_in(lines_of(frames.get(self._thread or 0)))
         return f", at {place}, in a thread, which nothing can end" if place else ""
@@ -145,7 +148,10 @@ class Threaded:
     def _run(self, call: Callable[[], _T]) -> _T:
         with self._state:
             if self._thread is not None or self._closed:
-                raise EnvError("the environment is closed, or still busy with a call that was given up")
+                raise EnvError(
+                    "the environment is closed, or still busy with a call that was abandoned at its deadline; make the "
+                    "call return sooner, or raise its key of [deadlines]"
+                )
             self._thread = threading.get_ident()
         try:
             return call()
@@ -167,16 +173,16 @@ class Threaded:
 
 
 def is_async(called: object) -> bool:
-    """Return True if calling an object makes a coroutine: an `async def`, or an instance with such a `__call__`."""
+    """Return True if a call of this object gives a coroutine: an `async def`, or an object whose `__call__` is one."""
     while isinstance(called, partial):
         called = cast("partial[object]", called).func
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment as it is, and one with a blocking method behind a thread."""
+    """Return an asynchronous environment unchanged, and one with blocking methods as a `Threaded` one."""
     methods = (env.reset, env.step, env.close)
-    # `Threaded` has no `inform`: a class with that must be asynchronous as a whole.
+    # `Threaded` has no `inform`. A class that has it is not wrapped, so all its methods must be asynchronous.
     if all(map(is_async, methods[:1] if hasattr(env, "inform") else methods)):
         return cast("Environment", env)
     return Threaded(cast("SyncEnvironment", env))

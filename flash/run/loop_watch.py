@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 import anyio
 
-from flash.environment.places import is_told, is_users, lines_of, place_in
+from flash.environment.places import is_logged, is_users, lines_of, place_in
 from flash.foreign.abandoned import unregister
 
 ResultT = TypeVar("ResultT")
@@ -94,7 +94,7 @@ class Blocks:
 
     def _message(self) -> str | None:
         count = self.counts[self._place]
-        if not is_told(count):
+        if not is_logged(count):
             return None
         times = f" {count} times, each" if count > 1 else ""
         advice = "the event loop's process can do nothing else meanwhile"

@@ -11,7 +11,7 @@ from flash.config.check_algorithm import is_off_policy
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
 from flash.config.tree import Config
-from flash.environment.calls import told_of
+from flash.environment.calls import describe_error
 from flash.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ def applied(objective: Objective, tokens: PackedTokens) -> ObjectiveOutput:
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit, GeneratorExit) as error:  # the objective may be a user's
-        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {told_of(error)}") from error
+        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     return checked_output(output, objective, tokens.mask_T)
 
 
@@ -152,7 +152,7 @@ def _try_tokens(objective: Objective, apart_T: torch.Tensor) -> tuple[torch.Tens
         )
         output: Any = objective(tokens)
     except BaseException as error:  # the objective may be a user's: whatever it raises is its verdict
-        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {told_of(error)}") from error
+        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     loss_T = checked_output(output, objective, mask_T).loss_T[mask_T]
     if not loss_T.requires_grad:
         raise ConfigError(

@@ -595,7 +595,8 @@ def test_an_environment_that_is_asynchronous_in_part_is_told_so() -> None:
     failure = fail(HalfBlocking(), Script(say("a")))
     assert failure.outcome == Outcome.ENV_ERROR
     assert failure.message == (
-        "environment step 1 (seed 5): make reset, step and close all `async def`, or none of them"
+        "environment step 1 (seed 5) returned tuple, which cannot be awaited; make reset, step and close all "
+        "`async def`, or none of them"
     )
 
 

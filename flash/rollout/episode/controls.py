@@ -46,7 +46,7 @@ class TemplateText(NamedTuple):
 
     text: str
     guarded: str | None
-    """The same text with secret names in place of the template's own control tokens; None if `text` can be encoded as
+    """Copy of `text` with secret names in place of the template's own control tokens; None if `text` can be encoded as
     it is, because nothing in it only looks like a control token."""
 
     def after(self, part: str) -> TemplateText | None:

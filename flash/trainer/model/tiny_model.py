@@ -25,7 +25,7 @@ import msgspec
 
 from flash.config.objects import check_options, load_object
 from flash.config.tree import TinyModelConfig
-from flash.environment.calls import told_of
+from flash.environment.calls import describe_error
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.environment.results import check_letters, check_solved_examples
 from flash.errors import ConfigError, EnvError
@@ -213,7 +213,8 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
     try:
         check_solved_examples(env.alphabet(), env.solved_examples(TRIED, 0), TRIED)
     except Exception as error:  # somebody else's code
-        told = str(error) if isinstance(error, EnvError) else f"its examples or its alphabet raised {told_of(error)}"
+        raised = f"its examples or its alphabet raised {describe_error(error)}"
+        told = str(error) if isinstance(error, EnvError) else raised
         raise ConfigError(f"env.path: {env_path}: {told}") from error
     return env
 

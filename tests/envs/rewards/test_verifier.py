@@ -52,7 +52,7 @@ async def test_an_inline_verifier_runs_in_this_process():
         (f"{HERE}:exits", "it raised SystemExit: 3"),
         (f"{HERE}:gives_nan", "must be a finite number, but is nan"),
         (f"{HERE}:gives_none", "must be a finite number, but is None"),
-        (f"{HERE}:gives_a_coroutine", "nothing has awaited it: make the function `async def`"),
+        (f"{HERE}:gives_a_coroutine", "it was not awaited: make the function `async def`"),
         (f"{__name__}:raises_inline", "it raised LookupError: no such answer"),
     ],
 )
