@@ -100,12 +100,12 @@ def measured(case: Case) -> tuple[int, list[float]]:
     import torch
 
     from flash.foreign.torch import alone
-    from flash.trainer.mesh import backend
+    from flash.trainer.mesh import process_group_backend
     from flash.trainer.step import Trainer
 
     gpu, config, longest = case.sizes.gpu, configured(case), case.sizes.length[1]
     seen: list[float] = []
-    with alone(backend(cuda=gpu, offloads="weights" in config.train.offload)):
+    with alone(process_group_backend(cuda=gpu, offloads="weights" in config.train.offload)):
         trainer = Trainer(config)
         for step in range(2):
             metrics = trainer.train_step(random_shard(step, 4, (longest - 8, longest), case.vocabulary))

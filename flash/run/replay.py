@@ -180,13 +180,13 @@ def _one_rank(config: Config) -> Generator[None]:
     """A process group of this process alone, seeded and with as many threads as a rank of the run."""
     import torch
 
-    from flash.trainer.mesh import backend
+    from flash.trainer.mesh import process_group_backend
 
     torch.manual_seed(config.run.seed)
     if config.gpus_per_node == 0:
         cpus = config.cluster.trainer_cpus or sorted(os.sched_getaffinity(0))
         torch.set_num_threads(trainer_threads(config, 0, cpus))
-    with alone(backend(cuda=config.gpus_per_node > 0, offloads="weights" in config.train.offload)):
+    with alone(process_group_backend(cuda=config.gpus_per_node > 0, offloads="weights" in config.train.offload)):
         yield
 
 

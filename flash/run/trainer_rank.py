@@ -209,7 +209,7 @@ def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack)
     import torch.distributed as dist
     import transformers
 
-    from flash.trainer.mesh import backend
+    from flash.trainer.mesh import process_group_backend
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.run.seed + config.parallel.data_shard(index))
@@ -221,7 +221,7 @@ def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack)
         node, cpus = index // config.cluster.trainer_ranks, sorted(os.sched_getaffinity(0))
         torch.set_num_threads(trainer_threads(config, node, cpus))
     dist.init_process_group(
-        backend(cuda=cuda, offloads=offloads),
+        process_group_backend(cuda=cuda, offloads=offloads),
         store=store,
         rank=index,
         world_size=config.trainer_world_size,

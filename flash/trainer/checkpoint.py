@@ -83,13 +83,13 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
     aside = temporary_of(folder)
     try:
         _together(lambda: make_empty(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
-        _together(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads else None, aside)
+        _together(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads_shard else None, aside)
         _write_state(aside / STATE, trainer)
         hub_state = _together(lambda: [keep_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
         mine = _together(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
-        rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
+        rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.disagreement_sums)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
         kept = (files, _extras(trainer), rates, scales, apart, trainer.base, trainer.alpha)
         manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
@@ -127,8 +127,8 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
-        trainer.lag.rates, trainer.lag.apart = dict(manifest.rates), manifest.apart
-    if trainer.scale.moves:
+        trainer.lag.rates, trainer.lag.disagreement_sums = dict(manifest.rates), manifest.apart
+    if trainer.scale.active:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite
 
@@ -407,7 +407,7 @@ def _together(work: Callable[[], T], about: Path) -> list[T]:
 def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
     """Force this rank's files to the disk and describe them."""
     mine = [*(aside / STATE).glob(f"__{rank}_*")]
-    if mesh.leads:
+    if mesh.leads_shard:
         mine.append(aside / _rng_name(mesh.data_shard))
     if rank == 0:
         mine.append(aside / STATE / ".metadata")

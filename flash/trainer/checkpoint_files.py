@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True):
     scales: tuple[tuple[float, int], ...] = ()
     """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
     apart: tuple[float, float] = (0.0, 0.0)
-    """With `algorithm.lag`: see `flash.trainer.optimizer.LagPass`."""
+    """With `algorithm.lag`: see `flash.trainer.optimizer.LagLimiter`."""
     base: tuple[int, ...] = ()
     """Where it holds adapters, the fingerprint of the weights that they go with."""
     alpha: float | None = None

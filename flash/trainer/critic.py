@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
-from flash.trainer.mesh import TrainerMesh, sent
+from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.model.model import load_sharded, recomputed, reshard
 from flash.trainer.model.packed import PackedRow, given, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
@@ -83,7 +83,7 @@ class Critic:
         self._config, self.mesh = config.critic, mesh
         self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
         self.model = ValueModel(_backbone(config, mesh)).eval()
-        fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload_policy, reshard_after_forward=False)
         rate = self._config.learning_rate
         train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
         self.optimizer = make_optimizer(self.model, train)
@@ -130,7 +130,7 @@ class Critic:
             max_norm=self._config.max_grad_norm,
             trained=total_tokens > 0,
             on_nonfinite=self._on_nonfinite,
-            whose="critic",
+            name="critic",
             advice="look at critic_loss and return_mean, lower critic.learning_rate",
         )
         self.tally.norms.append(norm)
@@ -148,7 +148,7 @@ class Critic:
         return part.told(value_M1, row_T)[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return sent(array, self.mesh.device)
+        return to_device(array, self.mesh.device)
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
@@ -160,7 +160,7 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     have no explained_variance.
     """
     sums = torch.stack([critic.tally.sums for critic in critics]).sum(0)
-    critics[0].mesh.add(sums)
+    critics[0].mesh.reduce_sum(sums)
     norms = [norm for critic in critics for norm in critic.tally.norms]
     for critic in critics:
         critic.tally.clear()

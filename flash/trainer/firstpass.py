@@ -25,7 +25,7 @@ from flash.foreign.peft import without_adapters
 from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
-from flash.trainer.mesh import TrainerMesh, raise_together, sent
+from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks, to_device
 from flash.trainer.model.logprobs import policy_logprobs, watch_attention
 from flash.trainer.model.model import reshard
 from flash.trainer.objective import Method
@@ -113,7 +113,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
         worth = _in_rhythm(plan, passes, worth, models.rhythm, models.mesh)
 
     def tensor(values_T: FloatArray) -> Tensor:
-        return sent(values_T.astype(np.float32), device)
+        return to_device(values_T.astype(np.float32), device)
 
     return [
         [
@@ -121,7 +121,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
                 advantage_T=tensor(worth[index][place].advantage_T),
                 reward_T=tensor(plan.credit.reward_B[micro.index_T]),
                 weight_T=tensor(plan.credit.weights(micro)),
-                counted_T=sent(plan.credit.counted_B[micro.index_T], device),
+                counted_T=to_device(plan.credit.counted_B[micro.index_T], device),
                 first_T=passes[index][place].first_T,
                 average_T=passes[index][place].average_T,
                 reference_T=passes[index][place].reference_T,
@@ -177,7 +177,7 @@ def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list
         references = over(models.reference, routed=False)
     if config.algorithm.teacher is not None and models.teacher is None:
         device = models.mesh.device
-        teachers = _each(plan.minibatches, lambda micro: sent(micro.teacher_T, device))
+        teachers = _each(plan.minibatches, lambda micro: to_device(micro.teacher_T, device))
     else:
         teachers = over(models.teacher)
     if models.ewma is None:
@@ -238,7 +238,7 @@ def _token_advantages(
 
     row = torch.tensor([float(bool(fault)), *moments(known_N)], dtype=torch.float64)
     rows = mesh.gather_rows(row).cpu()
-    raise_together(fault, rows[:, 0], "their part of the batch")
+    raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
     if method.estimator != "batch":
         return worth
     mean, scale = whiten(rows[:, 1:].numpy())

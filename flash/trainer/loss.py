@@ -21,7 +21,7 @@ from algorithms.references import Teacher, distilled, kl, loglinear
 from flash.ages import age_of
 from flash.config.learning import AlgorithmConfig
 from flash.trainer.firstpass import TokenFacts
-from flash.trainer.mesh import sent
+from flash.trainer.mesh import to_device
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.objective import applied
 from flash.trainer.packing import MicroBatch
@@ -68,11 +68,11 @@ def pack_tokens(
     Masked slots are emptied before any arithmetic: 0 · NaN in a backward pass would still be NaN.
     """
     device = now.logp_T.device
-    mask_T = sent(micro.mask_T, device)
-    behaviour_T = sent(micro.behaviour_T, device).where(mask_T, 0.0)
+    mask_T = to_device(micro.mask_T, device)
+    behaviour_T = to_device(micro.behaviour_T, device).where(mask_T, 0.0)
     logp_T = now.logp_T.where(mask_T, 0.0)
     if proximal == "loglinear":
-        age_T = sent(age_of(micro.version_T, step), device).where(mask_T, 0)
+        age_T = to_device(age_of(micro.version_T, step), device).where(mask_T, 0)
         proximal_T = loglinear(logp_T, behaviour_T, age_T)
     elif proximal == "ewma":
         assert facts.average_T is not None, "the first pass ran for this"
@@ -89,7 +89,7 @@ def pack_tokens(
         advantage_T=advantage_T,
         reward_T=facts.reward_T.where(mask_T, 0.0),
         mask_T=mask_T,
-        sequence_T=sent(micro.sequence_T, device),
+        sequence_T=to_device(micro.sequence_T, device),
         sequences=micro.sequences,
         deviation_T=facts.deviation_T.where(mask_T, 0.0),
         limit=limits.limit,

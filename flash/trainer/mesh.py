@@ -1,12 +1,18 @@
-"""The trainer ranks as grids, and what those with different samples tell each other about a batch.
+"""Arrange the trainer ranks in grids, and reduce or gather numbers over the ranks that hold different samples.
 
-Neighbouring ranks are a tensor group, neighbouring tensor groups a context group: they are given the same samples and
-make the same calls. The ranks at one place of all context groups are a column, and hold one data shard each. What
-counts samples goes over a column, so that nothing is counted twice; each column then says the same. What counts
-processes asks torch for ranks.
+Neighbouring ranks form a tensor group, and neighbouring tensor groups form a context group. The ranks of a context
+group are given the same samples and make the same calls. The ranks at one place of all context groups form a column;
+each of them holds one data shard. Numbers that count samples are reduced over a column, so that no sample counts twice,
+and every column gets the same result. Code that counts processes asks torch for the ranks instead.
 
-FSDP shards over the ranks at one place of all tensor groups: those of a context group, too, each have a part of the
-gradient. Experts lie in a grid of their own: neighbouring ranks hold different ones, and FSDP shards over the others.
+FSDP shards parameters over the ranks at one place of all tensor groups: the ranks of a context group, too, each hold a
+part of the gradient. Experts have a grid of their own: neighbouring ranks hold different experts, and FSDP shards each
+expert over the other ranks.
+
+Every method that is a collective must be called by all ranks of its group in the same order: a rank that leaves out a
+call makes the others wait until the timeout.
+
+Shape legend: W = data shards.
 """
 
 from __future__ import annotations
@@ -30,68 +36,74 @@ from flash.errors import ContractError
 T = TypeVar("T")
 
 UNDIVIDED = ParallelConfig()
-"""FSDP over all ranks."""
+"""Layout in which FSDP shards over all ranks, and nothing else is divided."""
 
 
-def backend(*, cuda: bool, offloads: bool) -> str:
-    """Of the ranks' process group; `offloads`: whether weights wait on the host, whose norms are added up there."""
+def process_group_backend(*, cuda: bool, offloads: bool) -> str:
+    """Return torch's name for the backend of the ranks' process group.
+
+    `offloads`: True if weights stay on the host between passes; their norms are then reduced there, by gloo.
+    """
     return ("cpu:gloo,cuda:nccl" if offloads else "nccl") if cuda else "gloo"
 
 
 @dataclass(frozen=True)
 class TrainerMesh:
-    """See the module's docstring. W = data shards."""
+    """Grids that this rank belongs to. See the module's docstring."""
 
     device: torch.device
     parallel: ParallelConfig
     fsdp: DeviceMesh
-    """The ranks that parameters are sharded over, this one among them."""
+    """Ranks over which parameters are sharded, this rank among them."""
     data: dist.ProcessGroup
-    """The column of this rank."""
+    """Column of this rank: one rank per data shard."""
     tensor: DeviceMesh | None = None
-    """Its tensor group; None where it is alone in it."""
+    """Tensor group of this rank; None if the group has one rank."""
     context: DeviceMesh | None = None
-    """Its place in all tensor groups of its context group; None where there is one."""
+    """Ranks at this rank's place in all tensor groups of its context group; None if there is one."""
     experts: DeviceMesh | None = None
-    """All ranks as `fsdp` by `expert`; None where each has all experts."""
+    """All ranks as a grid of `fsdp` by `expert`; None if each rank has all experts."""
     offloads: bool = False
-    """Whether weights of all models, their gradients and moments, are on the host between passes."""
+    """True if the weights of all models, their gradients and moments stay on the host between passes."""
 
     @property
-    def offload(self) -> OffloadPolicy:
-        """What FSDP knows it as."""
-        # Memory that is not pinned would be copied twice, and passes wait for it.
+    def offload_policy(self) -> OffloadPolicy:
+        """Offload policy in FSDP's terms."""
+        # Memory that is not pinned would be copied twice, and passes would wait for it.
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
 
     @property
-    def home(self) -> str:
-        """The kind of device on which each rank keeps its part of weights."""
+    def weight_device(self) -> str:
+        """Type of the device on which a rank keeps its shards of the weights: "cpu" or "cuda"."""
         return "cpu" if self.offloads else self.device.type
 
     @property
     def data_shards(self) -> int:
-        """W: into how many parts a batch is dealt."""
+        """W, the number of parts into which a batch is dealt."""
         return self.fsdp.size() // self.parallel.context
 
     @property
     def data_shard(self) -> int:
-        """Which of them this rank has."""
+        """Number of the data shard that this rank holds."""
         return self.fsdp.get_local_rank() // self.parallel.context
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for those with the same samples."""
+    def leads_shard(self) -> bool:
+        """True for the one rank that writes files on behalf of the ranks with the same samples."""
         return dist.get_rank() % self.parallel.ranks_per_shard == 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """[N] of each data shard to [W, N] on all."""
+        """Gather [N] of each data shard into [W, N] on all ranks. A collective."""
         row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.data_shards)]
         dist.all_gather(rows, row, group=self.data)
         return torch.stack(rows)
 
     def gather_ragged(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """[R, N] of each data shard, where N is its entry of `counts`, to [R, sum of counts] on all, in their order."""
+        """Gather [R, counts[w]] of each data shard w into [R, sum of counts] on all ranks. A collective.
+
+        Columns are in the order of the data shards.
+        """
         widest = max(counts)
         padded = values.new_zeros(len(values), widest)
         padded[:, : values.shape[1]] = values
@@ -99,7 +111,10 @@ class TrainerMesh:
         return torch.cat([row[:, :count] for row, count in zip(rows, counts, strict=True)], dim=1)
 
     def gather_sums(self, rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Rows of numbers by name, added over all data shards, in the order of the names; one may lack some."""
+        """Add up rows of numbers by name over all data shards, and return them sorted by name. A collective.
+
+        A data shard may lack some of the names.
+        """
         gathered: list[Mapping[str, Sequence[float]]] = [{}] * self.data_shards
         dist.all_gather_object(gathered, rows, group=self.data)
         names = sorted({name for one in gathered for name in one})
@@ -109,28 +124,49 @@ class TrainerMesh:
         }
 
     def gather_objects(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Any objects that can be pickled, of each data shard in order, where the first one is; none elsewhere."""
+        """Gather picklable objects of all data shards, in order, on data shard 0; empty sequences elsewhere.
+
+        A collective if there are several data shards.
+        """
         if self.data_shards == 1:
             return [values]
         gathered: list[Sequence[T]] = [()] * self.data_shards
         dist.gather_object(values, gathered if self.data_shard == 0 else None, group=self.data, group_dst=0)
         return gathered
 
-    def add(self, sums: Tensor) -> None:
-        """Add up over all data shards, in place."""
+    def reduce_sum(self, sums: Tensor) -> None:
+        """Add up a tensor over all data shards, in place. A collective."""
         dist.all_reduce(sums, group=self.data)
 
 
-def sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of the same numbers where they are needed; without a wait for what a GPU has yet to do before."""
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return the array as a tensor on `device`, without waiting for work that a GPU still has to do."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def gathered(part: DTensor) -> Tensor:
-    """All of a tensor that ranks have parts of, on their device, also where the parts are on the host."""
+def gather_full(part: DTensor) -> Tensor:
+    """Return the full tensor on the ranks' device, also if the shards are on the host. A collective."""
     here: Any = part.to(part.device_mesh.device_type)
     return here.full_tensor()
+
+
+def raise_on_all_ranks(fault: str, flags_W: Tensor, refused: str) -> None:
+    """Raise on every rank if any data shard has a fault.
+
+    A rank that raised alone would leave the others waiting in their next collective.
+
+    Args:
+        fault: the fault that this rank found; empty if it found none.
+        flags_W: [W], gathered from all data shards: not 0 where a shard has a fault.
+        refused: name of the thing that was refused, for the error.
+
+    Raises:
+        ContractError: this rank's fault, or the numbers of the data shards that have one.
+    """
+    shards = flags_W.nonzero().flatten().tolist()
+    if shards:
+        raise ContractError(fault or f"trainer ranks {shards} refused {refused}")
 
 
 def trainer_mesh(
@@ -140,15 +176,19 @@ def trainer_mesh(
     *,
     offloads: bool = False,
 ) -> TrainerMesh:
-    """The grids of all ranks of the default process group.
+    """Arrange all ranks of the default process group in the grids of a layout. A collective.
 
-    `seconds` bounds a collective of a part of them; None: as long as torch has it. `offloads`: weights are on the host.
+    Args:
+        device: type of the device that the ranks compute on.
+        parallel: sizes of the tensor, context and expert groups.
+        seconds: timeout of collectives of a part of the ranks; None uses torch's default.
+        offloads: True keeps weights on the host between passes.
     """
     world, tensor, context, where = dist.get_world_size(), parallel.tensor, parallel.context, torch.device(device)
     timeout = None if seconds is None else timedelta(seconds=seconds)
 
     def group(ranks: Tensor) -> dist.ProcessGroup:
-        # Made here: those that `init_device_mesh` makes have a timeout of their own.
+        # Made here because the groups that `init_device_mesh` makes do not get our timeout.
         made: tuple[Any, Any] = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return made[0]
 
@@ -157,6 +197,7 @@ def trainer_mesh(
         groups = [group(ranks.T), group(ranks)]
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("fsdp", name))
 
+    # Every rank makes all groups in this order, also those that it is not in: making a group is a collective.
     if tensor == 1:
         fsdp, of_tensor = init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None
     else:
@@ -169,16 +210,3 @@ def trainer_mesh(
         of_context = DeviceMesh.from_group(group(cube.transpose(1, 2).flatten(0, 1)), device)
     experts = grid(parallel.expert, "expert") if parallel.expert > 1 else None
     return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts, offloads)
-
-
-def raise_together(fault: str, told: Tensor, what: str) -> None:
-    """Raise on every rank where any has a fault: the others would wait in the next collective for the one that left.
-
-    `told` is [W], non-zero where a data shard has one, as gathered.
-
-    Raises:
-        ContractError: this rank's `fault`, or which data shards refused `what`.
-    """
-    shards = told.nonzero().flatten().tolist()
-    if shards:
-        raise ContractError(fault or f"trainer ranks {shards} refused {what}")

@@ -185,7 +185,7 @@ class StepMeter:
         # A step reads its metrics from the GPU, so the GPU has finished it by now.
         seconds = time.perf_counter() - self._begun
         memory = torch.cuda.max_memory_allocated() if self._cuda else resident_bytes()
-        own = [float(memory), seconds, flops if self._mesh.leads else 0.0, self._peak]
+        own = [float(memory), seconds, flops if self._mesh.leads_shard else 0.0, self._peak]
         row = torch.tensor(own, dtype=torch.float64, device=self._mesh.device)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)

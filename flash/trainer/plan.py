@@ -17,7 +17,7 @@ from flash.config.learning import TrainConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.credit import Credit, assign_credit
-from flash.trainer.mesh import TrainerMesh, raise_together
+from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks
 from flash.trainer.objective import Method
 from flash.trainer.packing import DUMMY, MicroBatch, pack, split_minibatches
 from flash.types import Shard
@@ -99,7 +99,7 @@ def plan_step(
     sizes = [sum(len(one.input_P) for one in micros), sum(len(one.computed.place_U) for one in micros)]
     row = torch.tensor([bool(fault), tokens, *sizes, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
-    raise_together(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
+    raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()

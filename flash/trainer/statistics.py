@@ -24,7 +24,7 @@ from flash.ages import recent
 from flash.branches import spans_by_turn
 from flash.trained import TokenUse, TrainedSample, shown_places
 from flash.trainer.loss import TokenLoss
-from flash.trainer.mesh import TrainerMesh, sent
+from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import StepPlan
 from flash.types import Shard, Trajectory
@@ -92,7 +92,7 @@ class RatioHistogram:
 
     def reduce(self) -> dict[str, float]:
         """`ratio_p50_age_2` and so on, over all ranks: the ratio, exact to 1 % of its logarithm. One collective."""
-        self._mesh.add(self._counts_AN)
+        self._mesh.reduce_sum(self._counts_AN)
         metrics: dict[str, float] = {}
         for age, count_N in enumerate(self._counts_AN.cpu().numpy()):
             below_N = np.cumsum(count_N)
@@ -171,7 +171,7 @@ class StepStatistics:
         """The mismatch of the current version's tokens, by environment."""
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
         kinds = sorted({*kinds_S})
-        kind_T = sent(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
+        kind_T = to_device(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
         sums_K2 = k3_T.new_zeros(len(kinds), 2).index_add_(0, kind_T, torch.stack([current_T.double(), k3_T], dim=-1))
         for kind, sums in zip(kinds, sums_K2, strict=True):
             self._by_kind[kind] = self._by_kind[kind] + sums if kind in self._by_kind else sums

@@ -38,7 +38,7 @@ from flash.trainer.firstpass import (
     first_pass,
 )
 from flash.trainer.loss import LossLimits, corrected, first_logprobs, pack_tokens, token_loss
-from flash.trainer.mesh import TrainerMesh, sent, trainer_mesh
+from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
@@ -46,7 +46,7 @@ from flash.trainer.model.model import load_plain, load_sharded, recomputed, resh
 from flash.trainer.model.packed import packs
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
-from flash.trainer.optimizer import LagPass, LossScale, apply_gradient, lags_behind, learning_rate, make_optimizer
+from flash.trainer.optimizer import LagLimiter, LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.performance import ModelArithmetic
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
@@ -104,10 +104,12 @@ class Trainer:
             if not packs(self.model):
                 raise ConfigError("algorithm.rhythm: expected none with this model.path, which attends by itself")
             self.rhythm = _look_once(config.algorithm.rhythm, self.model)
-        self.lag: LagPass | None = None
+        self.lag: LagLimiter | None = None
         """Where learning rates are held to a budget of divergence."""
-        if config.algorithm.lag is not None and lags_behind(config.train):
-            self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, mesh)
+        # Without it no update ever meets tokens of a policy other than the one that it changes.
+        lags = config.train.max_age > 0 or config.train.minibatches * config.train.updates_per_batch > 1
+        if config.algorithm.lag is not None and lags:
+            self.lag = LagLimiter(config.algorithm.lag, config.train, config.run.steps, mesh)
         kl, teacher = config.algorithm.kl, config.algorithm.teacher
         self.reference = kl and _load_reference(config, mesh, self.model, kl.reference or config.model.path)
         """What a KL pulls to, sharded like the policy; with `kl.refresh`, what that was some steps ago."""
@@ -184,7 +186,7 @@ class Trainer:
             "grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learning_rate": rate,
             "skipped_steps": float(self.skipped_steps),
-            **({"loss_scale": self.scale.value} if self.scale.moves else {}),
+            **({"loss_scale": self.scale.value} if self.scale.active else {}),
         }
 
     @torch.no_grad()
@@ -200,7 +202,7 @@ class Trainer:
             logp_T = policy_logprobs(self.model, micro).logp_T.double()
             total -= logp_T.where(self._tensor(micro.mask_T), 0.0).sum()
         reshard(self.model)
-        self.mesh.add(total)
+        self.mesh.reduce_sum(total)
         return total.item() / max(sum(plan.shard_tokens), 1)
 
     def _along(self, plan: StepPlan) -> RhythmPass | None:
@@ -259,7 +261,7 @@ class Trainer:
         if not asked or sum(plan.shard_tokens) == 0:
             return LossLimits().bounds
         deviations = [
-            known.deviation_T[sent(micro.mask_T, known.deviation_T.device)]
+            known.deviation_T[to_device(micro.mask_T, known.deviation_T.device)]
             for minibatch, row in zip(plan.minibatches, facts, strict=True)
             for micro, known in zip(minibatch.micro_batches, row, strict=True)
         ]
@@ -331,7 +333,7 @@ class Trainer:
         """One update of the policy. Returns the gradient's norm before clipping."""
         train = self._config.train
         if self.lag is not None:
-            rate = self.lag.held(rate, self.version)
+            rate = self.lag.limit(rate, self.version)
         norm, applied = apply_gradient(
             self.model,
             self.optimizer,
@@ -341,13 +343,13 @@ class Trainer:
             trained=trained,
             share=share,
             on_nonfinite=train.on_nonfinite,
-            whose=f"step {self.version}",
+            name=f"step {self.version}",
             advice="look at the last metrics for a loss or ratio that runs away, lower train.learning_rate",
         )
         # A batch whose every token is masked has no update to leave out; `trained_tokens` is 0 for it.
         self.skipped_steps += trained and not applied
         if self.lag is not None:
-            self.lag.made(rate if applied else 0.0)
+            self.lag.record(rate if applied else 0.0)
         return norm
 
     def _train_critics(self, minibatch: MinibatchPlan, known: Sequence[TokenFacts], critic_B: np.ndarray) -> None:
@@ -366,7 +368,7 @@ class Trainer:
         return critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return sent(array, self.mesh.device)
+        return to_device(array, self.mesh.device)
 
 
 def _share_rows(

@@ -96,7 +96,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
                 for name, one in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.empty(one.shape, dtype=one.dtype, device=CARD)
             model = shard_model(empty, mesh, config.model, recompute=recomputed(config.train))
-            fill(model, mesh.home)
+            fill(model, mesh.weight_device)
             optimizer, waiting = make_optimizer(model, config.train), count.now
             for _ in range(2):
                 logp_T = token_logprobs(model, packed, keep_T, np.zeros_like(keep_T)).logp_T

@@ -187,7 +187,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_rates_it_had(tied_model: Pat
     assert original.lag is not None
     assert restored.lag is not None
     assert restored.lag.rates == original.lag.rates
-    assert restored.lag.apart == original.lag.apart != (0.0, 0.0)
+    assert restored.lag.disagreement_sums == original.lag.disagreement_sums != (0.0, 0.0)
     assert list(restored.lag.rates) == [STEP + 1, STEP + 2], "no more than the age contract asks for"
     shard = drifted(tied_model, 9, step=STEP + 3)
     mine, theirs = original.train_step(shard), restored.train_step(shard)

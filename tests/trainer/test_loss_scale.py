@@ -54,7 +54,7 @@ def test_a_scale_that_is_too_large_is_halved_and_the_update_left_out_and_counted
 
 def test_a_gradient_that_no_scale_makes_finite_stops_the_run() -> None:
     scale = LossScale("float16")
-    told = [scale.seen(finite=False) for _ in range(int(math.log2(FIRST_SCALE)) + 2)]
+    told = [scale.observe(finite=False) for _ in range(int(math.log2(FIRST_SCALE)) + 2)]
     assert told == [True] * int(math.log2(FIRST_SCALE)) + [False, False]
     assert scale.value == 1
 
@@ -62,11 +62,11 @@ def test_a_gradient_that_no_scale_makes_finite_stops_the_run() -> None:
 def test_the_scale_grows_after_many_finite_updates_in_a_row_and_not_beyond_its_end() -> None:
     scale = LossScale("float16")
     for _ in range(GROW_AFTER - 1):
-        assert not scale.seen(finite=True)
-    assert scale.seen(finite=False)
+        assert not scale.observe(finite=True)
+    assert scale.observe(finite=False)
     assert scale.value == FIRST_SCALE / 2
     for _ in range(GROW_AFTER * 20):
-        scale.seen(finite=True)
+        scale.observe(finite=True)
     assert scale.value == MOST_SCALE
 
 
@@ -74,7 +74,7 @@ def test_the_scale_grows_after_many_finite_updates_in_a_row_and_not_beyond_its_e
 def test_other_dtypes_have_no_scale(dtype: str) -> None:
     scale = LossScale(dtype)
     assert scale.value == 1
-    assert not scale.seen(finite=False)
+    assert not scale.observe(finite=False)
     assert scale.value == 1
 
 

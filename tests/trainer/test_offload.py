@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from flash.trainer import checkpoint
-from flash.trainer.mesh import backend, trainer_mesh
+from flash.trainer.mesh import process_group_backend, trainer_mesh
 from flash.trainer.model.model import named_full_tensors
 from tests.trainer import card_ranks
 from tests.trainer.critic_cases import set_head
@@ -124,13 +124,16 @@ def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(
 
 def test_a_gpu_reads_pinned_memory_and_the_host_adds_up_norms() -> None:
     mesh = trainer_mesh("cpu", offloads=True)
-    assert (mesh.home, trainer_mesh("cpu").home) == ("cpu", "cpu")
+    assert (mesh.weight_device, trainer_mesh("cpu").weight_device) == ("cpu", "cpu")
     on_gpu = type(mesh)(torch.device("cuda"), mesh.parallel, mesh.fsdp, mesh.data, offloads=True)
-    assert on_gpu.home == "cpu"
-    assert isinstance(on_gpu.offload, CPUOffloadPolicy)
-    assert on_gpu.offload.pin_memory
-    assert backend(cuda=True, offloads=True) == "cpu:gloo,cuda:nccl"
-    assert (backend(cuda=True, offloads=False), backend(cuda=False, offloads=True)) == ("nccl", "gloo")
+    assert on_gpu.weight_device == "cpu"
+    assert isinstance(on_gpu.offload_policy, CPUOffloadPolicy)
+    assert on_gpu.offload_policy.pin_memory
+    assert process_group_backend(cuda=True, offloads=True) == "cpu:gloo,cuda:nccl"
+    assert (process_group_backend(cuda=True, offloads=False), process_group_backend(cuda=False, offloads=True)) == (
+        "nccl",
+        "gloo",
+    )
 
 
 @pytest.mark.parametrize("resumed", [{}, HOST], ids=["with weights on the device", "on the host"])

@@ -31,7 +31,7 @@ from algorithms.rhythm import IntArray
 from flash.branches import Int64Array
 from flash.foreign import kernels
 from flash.foreign.kernels import Attention
-from flash.trainer.mesh import sent
+from flash.trainer.mesh import to_device
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -99,8 +99,10 @@ def taken(size: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device
     first = np.flatnonzero(np.diff(row_N[order], prepend=-1))
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
     parts = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
-    rounds = [(sent(slot_N[part], device), sent(row_N[part], device)) for part in parts]
-    return TakenRows(along, sent(source_M.clip(0), device), sent(np.flatnonzero(source_M < 0), device), rounds)
+    rounds = [(to_device(slot_N[part], device), to_device(row_N[part], device)) for part in parts]
+    return TakenRows(
+        along, to_device(source_M.clip(0), device), to_device(np.flatnonzero(source_M < 0), device), rounds
+    )
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,7 @@ def _going_on(
         sequences=len(families),
         asking=taken(len(place_M), slots, asking, device),
         asked=taken(len(asked), np.arange(len(asked)), asked, device),
-        place_SQ=sent(place_M.reshape(len(families), most), device),
+        place_SQ=to_device(place_M.reshape(len(families), most), device),
         causal=False,
         furthest=int(place_M.max()) + 1,
     )
@@ -337,7 +339,7 @@ def _ragged(
     both = list[tuple[TakenRows, Tensor, int]]()
     for rows in (asking, asked):
         length, flat = [len(one) for one in rows], np.concatenate(rows)
-        begin_S = sent(np.cumsum([0, *length], dtype=np.int32), device)
+        begin_S = to_device(np.cumsum([0, *length], dtype=np.int32), device)
         both.append((taken(len(flat), np.arange(len(flat)), flat, device), begin_S, max(length)))
     (one, one_S, most), (other, other_S, other_most) = both
     return Ragged(one, other, kernels.Sequences((one_S, other_S), (most, other_most)), causal, furthest)

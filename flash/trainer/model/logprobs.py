@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import logits_unchanged
-from flash.trainer.mesh import sent
+from flash.trainer.mesh import to_device
 from flash.trainer.model.model import device_of
 from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
 from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
@@ -71,7 +71,7 @@ def token_logprobs(
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
-        sent(each, device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
+        to_device(each, device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
     selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, device))
     if layer.replay is not None:
@@ -84,7 +84,7 @@ def token_logprobs(
         raise changes_logits(model)
     answer_T2 = part.told(output.logits[0], row_N)
     if asked is not None:
-        answer_T2 = answer_T2[sent(asked.place_T, device)]
+        answer_T2 = answer_T2[to_device(asked.place_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
 

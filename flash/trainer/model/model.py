@@ -48,7 +48,7 @@ from flash.foreign.transformers import (
     takes_attention,
     without_weights,
 )
-from flash.trainer.mesh import TrainerMesh, gathered
+from flash.trainer.mesh import TrainerMesh, gather_full
 from flash.trainer.model.fused import can_fuse, fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, packs
@@ -143,7 +143,7 @@ def load_sharded(
     stored = [names[id(tensor)] for _, tensor in _named_weights(model)]
     tensors = _Stored(config, whole)
     shard_model(model, mesh, config, recompute=recompute)
-    return _fill(model, tensors, stored, mesh.home)
+    return _fill(model, tensors, stored, mesh.weight_device)
 
 
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
@@ -159,7 +159,7 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
         model.set_attn_implementation(default_attention(model))
     names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
-    return _fill(model, tensors, names, mesh.home)
+    return _fill(model, tensors, names, mesh.weight_device)
 
 
 class _Stored:
@@ -269,11 +269,13 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
                 module,
                 mesh=mesh.fsdp,
                 mp_policy=policy,
-                offload_policy=mesh.offload,
+                offload_policy=mesh.offload_policy,
                 reshard_after_forward=reshard,
                 shard_placement_fn=along,
             )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, offload_policy=mesh.offload, reshard_after_forward=False)
+    fully_shard(
+        model, mesh=mesh.fsdp, mp_policy=policy, offload_policy=mesh.offload_policy, reshard_after_forward=False
+    )
 
 
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
@@ -294,7 +296,7 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
         module,
         mesh=others,
         mp_policy=replace(policy, cast_forward_inputs=False),
-        offload_policy=mesh.offload,
+        offload_policy=mesh.offload_policy,
         reshard_after_forward=others.size() > 1 or mesh.offloads,
         shard_placement_fn=along,
     )
@@ -385,7 +387,7 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in trained(model):
         value = parameter.detach()
-        yield name, gathered(value) if isinstance(value, DTensor) else value
+        yield name, gather_full(value) if isinstance(value, DTensor) else value
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

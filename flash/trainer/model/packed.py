@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import attention
-from flash.trainer.mesh import sent
+from flash.trainer.mesh import to_device
 from flash.trainer.model.attention import Part, Parts, Scores, States
 from flash.trainer.model.context import RowSlice
 from flash.trainer.model.prefixes import PackedSequences
@@ -124,10 +124,12 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     known = [row_P[start:begin] for start, begin in zip(offset_S[:-1], begin_S, strict=True)]
     position_U = sequences.position_P[place_U]
     parts = Parts(own, kind_S, known, position_U, device)
-    layout = PackedLayout(parts, sent(row_P, device), shared, RowSlice(len(place_U)))
+    layout = PackedLayout(parts, to_device(row_P, device), shared, RowSlice(len(place_U)))
     routes = sequences.routes
-    routes_ULK = None if routes is None else sent(routes.numbers()[place_U], device)
-    return PackedRow(sent(sequences.input_P[place_U], device), sent(position_U, device), row_P, layout, routes_ULK)
+    routes_ULK = None if routes is None else to_device(routes.numbers()[place_U], device)
+    return PackedRow(
+        to_device(sequences.input_P[place_U], device), to_device(position_U, device), row_P, layout, routes_ULK
+    )
 
 
 @torch.compiler.disable
