@@ -1,8 +1,8 @@
-"""Ages: by how many versions the policy of a token is behind the one that trains it. They are counted here alone.
+"""Ages of tokens, in policy versions. All arithmetic with ages is here.
 
-With α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or of older ones up to a
-bound that is given for tokens. Ages are whole numbers: a sample that α admits one version early is one version old,
-whatever the fraction.
+The age of a token is the version that the trainer holds, less the version of the policy that sampled the token. With
+α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or older ones up to
+`train.max_token_age`. Ages are whole numbers: a sample that a fraction of α admits early is one version old.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy.typing as npt
 Versions = TypeVar("Versions", int, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.float64])
 
 SLACK = 1e-9
-"""Keeps comparisons true where α, or α times a batch, is a whole number that floats cannot hold."""
+"""Tolerance of comparisons with α, or with α times a batch, that are whole numbers which floats cannot hold exactly."""
 
 
 def window(async_ratio: float) -> int:
-    """⌈α⌉: how many versions before its step a sample may begin by admission alone."""
+    """Return ⌈α⌉: how many versions before its step admission alone may let a sample begin."""
     return math.ceil(async_ratio - SLACK)
 
 
-def max_age(async_ratio: float, bound: int | None) -> int:
-    """The most versions that a trained token may be old: ⌈α⌉, or the bound that is given for tokens."""
-    return window(async_ratio) if bound is None else bound
+def max_age(async_ratio: float, max_token_age: int | None) -> int:
+    """Return the largest age of a trained token: `max_token_age`, or ⌈α⌉ if that is None."""
+    return window(async_ratio) if max_token_age is None else max_token_age
 
 
 def age_of(version: Versions, step: int) -> Versions:
-    """The age of tokens of a version, or of each of several, in the step that trains version `step`."""
+    """Return the age of tokens of a version, or of each of several versions, in the step that trains version `step`."""
     return step - version
 
 
@@ -39,15 +39,18 @@ def recent(version: int, min_version: int) -> bool: ...
 @overload
 def recent(version: npt.NDArray[Any], min_version: int) -> npt.NDArray[np.bool_]: ...
 def recent(version: Any, min_version: int) -> Any:
-    """Whether tokens of a version, or of each of several, are trained where `min_version` is the oldest that is."""
+    """Return True if tokens of a version are trained, where `min_version` is the oldest trained version.
+
+    For an array of versions, returns an array of bool.
+    """
     return version >= min_version
 
 
 def version_of(age: int, step: int) -> int:
-    """The version of the tokens that have this age in the step that trains version `step`."""
+    """Return the version of tokens that have this age in the step that trains version `step`."""
     return step - age
 
 
 def last_step(version: int, oldest: int) -> int:
-    """The last step in which tokens of a version are no older than `oldest`."""
+    """Return the last step in which tokens of a version have at most the age `oldest`."""
     return version + oldest

@@ -1,6 +1,7 @@
-"""The branches of a trajectory: each is trained as a sequence of its own, and its action tokens nowhere else.
+"""Branches of a trajectory, and common beginnings of sequences.
 
-And what sequences begin with alike, branches or not: a tree, each of whose tokens a trainer rank computes once.
+The trainer trains each branch as a sequence of its own: an action token belongs to one branch alone. Sequences that
+begin with the same tokens, branches or not, form a tree, and a trainer rank computes each token of a tree once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer[Any]]
 
 LEAST_SHARED = 0.1
-"""Share of a sequence that it must have in common with another one for it to be computed once. Below it the way there
-costs more: attention is computed in two parts and merged."""
+"""Smallest share of a sequence that must be common with another one to be computed once. For a smaller share it costs
+more than it saves, because attention is then computed in two parts and merged."""
 TOKENS_AT_ONCE = 1 << 18
-"""Tokens of sequences that are sorted or compared in one slice, of a few milliseconds."""
+"""Tokens of sequences that are sorted or compared in one slice. It takes a few milliseconds."""
 
 
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
-    """The versions of the first `counts[0]` tokens, of the next `counts[1]`, and so on."""
+    """Return the versions of the first `counts[0]` tokens, of the next `counts[1]` tokens, and so on."""
     left, parts = iter(runs), list[list[VersionRun]]()
     version = rest = 0
     for count in counts:
@@ -45,7 +46,7 @@ def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[l
 
 
 def branch_tokens(trajectory: Trajectory) -> list[int]:
-    """Action tokens of each branch."""
+    """Return the number of action tokens of each branch."""
     counts, number = [0] * len(trajectory.branches), 0
     for span in trajectory.action_spans:
         while number + 1 < len(counts) and span.start >= trajectory.branches[number + 1]:
@@ -54,8 +55,8 @@ def branch_tokens(trajectory: Trajectory) -> list[int]:
     return counts
 
 
-def trained_branches(trajectory: Trajectory, min_version: int) -> int:
-    """How many branches have a token to train: the sequences that the trainer makes of it."""
+def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
+    """Return the number of branches with a token of `min_version` or newer. Each becomes a sequence for the trainer."""
     if len(trajectory.branches) == 1:
         return int(trajectory.trained_tokens(min_version) > 0)
     parts = divide_versions(trajectory.versions, branch_tokens(trajectory))
@@ -63,7 +64,7 @@ def trained_branches(trajectory: Trajectory, min_version: int) -> int:
 
 
 def sequences(trajectory: Trajectory) -> list[Trajectory]:
-    """Each branch on its own, its reward that of the whole; itself where there is one."""
+    """Return each branch as a trajectory of its own, with the reward of the whole one."""
     if len(trajectory.branches) == 1:
         return [trajectory]
     counts = branch_tokens(trajectory)
@@ -72,31 +73,32 @@ def sequences(trajectory: Trajectory) -> list[Trajectory]:
     turns: list[list[Turn]] = [[] for _ in counts]
     for turn in trajectory.turns:
         turns[turn.branch].append(turn)
-    made: list[Trajectory] = []
-    acted = 0
+    parts: list[Trajectory] = []
+    first = 0  # index of the branch's first action token
     for number, (begin, end) in enumerate(pairwise((*trajectory.branches, trajectory.length))):
-        own = islice(spans, len(turns[number]))
-        made.append(
+        own_spans = islice(spans, len(turns[number]))
+        stop = first + counts[number]
+        parts.append(
             msgspec.structs.replace(
                 trajectory,
                 token_ids=trajectory.token_ids[4 * begin : 4 * end],
-                action_spans=[Span(span.start - begin, span.stop - begin) for span in own],
-                logprobs=trajectory.logprobs[4 * acted : 4 * (acted + counts[number])],
+                action_spans=[Span(span.start - begin, span.stop - begin) for span in own_spans],
+                logprobs=trajectory.logprobs[4 * first : 4 * stop],
                 versions=versions[number],
                 turns=turns[number],
                 lost_tokens=0,
                 branches=(0,),
                 kept=next(kept),
                 routes=trajectory.routes and trajectory.routes.part(begin, end),
-                teacher=trajectory.teacher and trajectory.teacher[4 * acted : 4 * (acted + counts[number])],
+                teacher=trajectory.teacher and trajectory.teacher[4 * first : 4 * stop],
             )
         )
-        acted += counts[number]
-    return made
+        first = stop
+    return parts
 
 
 def spans_by_turn(trajectory: Trajectory) -> list[Span]:
-    """The span of each turn."""
+    """Return the span of each turn, in the order of the turns: `action_spans` has the order of the branches."""
     if len(trajectory.branches) == 1:
         return trajectory.action_spans
     by_branch = sorted(range(len(trajectory.turns)), key=lambda turn: trajectory.turns[turn].branch)
@@ -104,11 +106,16 @@ def spans_by_turn(trajectory: Trajectory) -> list[Span]:
     return [of_turn[turn] for turn in range(len(trajectory.turns))]
 
 
-def in_common(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list[int], list[int]]]:
-    """The places of sequences in order of tokens, and what each need not compute, as the one just before it has it.
+def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list[int], list[int]]]:
+    """Sort sequences by their tokens, and find the tokens that each has in common with the one just before it.
 
-    In this order no earlier sequence has more in common with one than the one just before. It yields after each
-    `TOKENS_AT_ONCE`, so that others can be served in between.
+    In this order no earlier sequence has more in common with a sequence than the one just before it.
+
+    Yields after each slice of `TOKENS_AT_ONCE` tokens, so that the event loop can serve others in between.
+
+    Returns:
+        The indices of the sequences in this order, and for each of them the number of common tokens: tokens that need
+        not be computed again. It is 0 below the share `LEAST_SHARED` of the sequence.
     """
     order, keys = list[int](), list[bytes]()
     seen = 0
@@ -120,12 +127,12 @@ def in_common(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list
         if (seen := seen + len(tokens)) >= TOKENS_AT_ONCE:
             seen = 0
             yield
-    while keys:  # to free them takes its time, too
+    while keys:  # freeing many large objects at once would block the event loop
         del keys[-64:]
         yield
     known = [0] * bool(order)
     for before, after in pairwise(order):
-        same, length = _common(sequences[before], sequences[after]), len(sequences[after])
+        same, length = _common_tokens(sequences[before], sequences[after]), len(sequences[after])
         known.append(same if same >= LEAST_SHARED * length else 0)
         if (seen := seen + length) >= TOKENS_AT_ONCE:
             seen = 0
@@ -133,8 +140,8 @@ def in_common(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list
     return order, known
 
 
-def _common(one: IntArray, other: IntArray) -> int:
-    """How many tokens two sequences begin with alike."""
+def _common_tokens(one: IntArray, other: IntArray) -> int:
+    """Return the number of tokens that two sequences begin with in common."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length

@@ -1,4 +1,4 @@
-"""How we wait: every wait has a deadline that names what was waited for, and errors leave task groups as they are."""
+"""Waiting: deadlines that name what was waited for, long work in slices, and the errors of task groups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from flash.errors import DeadlineError, FlashError, TransportError
 
 T = TypeVar("T")
 
-Words = str | Callable[[], str]
-"""Part of an error's message; a function where it can only be told once the error is there."""
+ITEMS_AT_ONCE = 4096
+"""Items that `free_in_slices` frees in one slice."""
+
+MessagePart = str | Callable[[], str]
+"""Part of an error's message. A function is called once the error has happened, when more may be known."""
 
 
 @contextmanager
-def deadline(seconds: float, waited_for: Words, look_at: Words) -> Generator[anyio.CancelScope]:
-    """Let the block take at most `seconds`; its scope may also be cancelled earlier.
+def deadline(seconds: float, waited_for: MessagePart, look_at: MessagePart) -> Generator[anyio.CancelScope]:
+    """Let the block take at most `seconds`. The scope that it yields may also be cancelled earlier.
 
     Raises:
-        DeadlineError: it was cancelled. A TimeoutError of the block's own passes as it is.
+        DeadlineError: the scope was cancelled. A TimeoutError that the block itself raises passes unchanged.
     """
     with anyio.move_on_after(seconds) as scope:
         yield scope
@@ -32,12 +36,41 @@ def deadline(seconds: float, waited_for: Words, look_at: Words) -> Generator[any
         raise DeadlineError(_text(waited_for), seconds, _text(look_at))
 
 
-def _text(words: Words) -> str:
-    return words if isinstance(words, str) else words()
+def _text(part: MessagePart) -> str:
+    return part if isinstance(part, str) else part()
+
+
+async def run_in_slices(work: Generator[None, None, T]) -> T:
+    """Run a generator to its end, and return its result. Other tasks that are ready run after each `yield`."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+        await anyio.lowlevel.checkpoint()
+
+
+def run_to_end(work: Generator[None, None, T]) -> T:
+    """Run a generator to its end without a pause, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+def free_in_slices(items: list[T]) -> Generator[None]:
+    """Empty a list, some items at a time: freeing many objects at once blocks the event loop."""
+    while items:
+        del items[-ITEMS_AT_ONCE:]
+        yield
 
 
 def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-    """`anyio.run`, also from a thread whose own loop runs, as that of a notebook does: that one waits meanwhile."""
+    """Run a coroutine function with `anyio.run`, also where an event loop runs already, as in a notebook.
+
+    In that case it runs in a thread of its own, and the loop of this thread is blocked until it ends.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -48,13 +81,13 @@ def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
 
 @asynccontextmanager
 async def unwrapped_group() -> AsyncGenerator[TaskGroup]:
-    """A task group that raises the block's own error as it is, not in a group."""
+    """Open a task group that raises an error of the block as it is, and not inside an exception group."""
     body_error: Exception | None = None
     async with anyio.create_task_group() as tasks:
         try:
             yield tasks
         except Exception as error:
-            # Raised again below.
+            # The error is raised below, after the group has ended: inside it would be wrapped.
             body_error = error
             tasks.cancel_scope.cancel()
     if body_error is not None:
@@ -62,17 +95,18 @@ async def unwrapped_group() -> AsyncGenerator[TaskGroup]:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error of a task group that people should see: the most specific of our own, else the first."""
+    """Return the error of a task group that people should see: the most specific one of Flash, else the first one."""
     flat = list(_leaves(group))
     ours = [error for error in flat if isinstance(error, FlashError)]
-    # What a lost connection reports is the echo of another error, when there is one.
-    telling = [error for error in ours if not isinstance(error, TransportError)]
-    return (telling or ours or flat)[0]
+    # A lost connection mostly reports the consequence of another error; that one says more, if there is one.
+    causes = [error for error in ours if not isinstance(error, TransportError)]
+    return (causes or ours or flat)[0]
 
 
 def _leaves(error: BaseException) -> Generator[BaseException]:
+    """Yield the errors inside nested exception groups, in their order."""
     left = [error]
-    while left:  # a user's code may nest groups deeper than Python recurses
+    while left:  # not recursive, since a user's code may nest groups deeper than Python recurses
         one = left.pop()
         if isinstance(one, BaseExceptionGroup):
             left += reversed(one.exceptions)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flash.branches import branch_tokens, divide_versions, sequences, spans_by_turn, trained_branches
+from flash.branches import branch_tokens, count_trained_branches, divide_versions, sequences, spans_by_turn
 from flash.sampling import Kept, Routes, together
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
@@ -69,7 +69,7 @@ def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[lis
     for version in range(5):
         trained = [part.trained_tokens(version) for part in parts]
         assert whole.trained_tokens(version) == sum(trained)
-        assert trained_branches(whole, version) == np.count_nonzero(trained)
+        assert count_trained_branches(whole, version) == np.count_nonzero(trained)
     begins = accumulate((part.length for part in parts), initial=0)
     assert [span.start for span in spans_by_turn(whole)] == [begin + 2 for begin in begins][:-1]
 

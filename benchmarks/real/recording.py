@@ -32,8 +32,8 @@ from benchmarks.training import train
 from flash.config.load import load
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.samples.batches import deal
-from flash.samples.slices import at_once
 from flash.trainer.statistics import TokenLook
+from flash.waiting import run_to_end
 
 NAME = "benchmark-recording"
 STEPS, QUICK_STEPS = 100, 30
@@ -88,7 +88,7 @@ def looked_ms(run: Path) -> float:
         trainer = Trainer(load([run / "config.toml"], []))
         steps = recorded_steps(run / "batches")
         for step in steps:
-            (shard,) = at_once(deal(read_batch(run / "batches", step), 1))
+            (shard,) = run_to_end(deal(read_batch(run / "batches", step), 1))
             trainer.version = step
             trainer.train_step(shard)
     finally:

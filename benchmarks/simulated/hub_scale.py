@@ -37,7 +37,7 @@ from flash.hub.recovery import Persistence
 from flash.observe.observer import MemoryObserver
 from flash.samples.batches import deal
 from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.rules import ALIKE
+from flash.samples.rules import ONE_KIND
 from flash.transport.connection import rare_garbage_collection
 from flash.transport.frames import Request
 from flash.transport.server import Peer, serve
@@ -139,7 +139,7 @@ async def scene(
     size: Size, config: Config, kind_of: Callable[[int], str] = lambda seed: "", journal: Journal = NO_JOURNAL
 ) -> AsyncGenerator[Scene]:
     """A hub that listens, and a process with all its peers."""
-    problems, records = ALIKE._replace(kind_of=kind_of), Persistence(journal=journal)
+    problems, records = ONE_KIND._replace(kind_of=kind_of), Persistence(journal=journal)
     hub = Hub(config, _Forgetful(), now=time.time, problems=problems, persistence=records)
     token = secrets.token_bytes(32)
 

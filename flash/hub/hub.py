@@ -29,9 +29,10 @@ from flash.hub.steps import TrainingSteps
 from flash.hub.trainers import TrainerRanks
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
+from flash.samples.admission import AgeContract
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
-from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
+from flash.samples.rules import ONE_KIND, BufferRules, Problems
 from flash.samples.tasks import TaskSource
 from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group
@@ -70,7 +71,7 @@ class Hub:
         observer: Observer,
         *,
         now: Callable[[], float],
-        problems: Problems = ALIKE,
+        problems: Problems = ONE_KIND,
         recovered: RecoveredState = NEW_RUN,
         persistence: Persistence = NO_PERSISTENCE,
         origin: RunOrigin = NO_ORIGIN,
@@ -80,7 +81,7 @@ class Hub:
         self._observer = observer
         state, incarnation = recovered.state, recovered.hub_number
         version = state.version if state is not None else 0
-        contract, rules = age_contract(config), buffer_rules(config, problems.domains)
+        contract, rules = AgeContract.of(config), BufferRules.of(config, problems.domains)
         lease_ids = count(incarnation << LEASES)
         cursor = state.buffer.cursor if state is not None else None
         sizes = rules.sizes(config.rollout.group_size)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flash.branches import branch_tokens
 from flash.hub.protocol import EngineStatus
-from flash.samples.state import Samples
+from flash.samples.store import SampleStore
 from flash.types import RETRIED, Outcome, Trajectory
 
 FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.TOO_LONG)
@@ -54,7 +54,7 @@ class StepMetrics:
     said of rates and waits.
     """
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleStore) -> None:
         self._before = samples.ledger.totals(0)
         self._ended_groups = _ended_groups(samples)
         self._since: float | None = None
@@ -94,7 +94,7 @@ class StepMetrics:
         version: int,
         env: Mapping[str, float],
         trainer: Mapping[str, float],
-        samples: Samples,
+        samples: SampleStore,
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
@@ -166,7 +166,7 @@ class StepMetrics:
         return {"draft_accepted_share": accepted / drafted} if drafted > 0 else {}
 
 
-def _ended_groups(samples: Samples) -> tuple[int, int]:
+def _ended_groups(samples: SampleStore) -> tuple[int, int]:
     """Return the number of groups that ended in this run, and how many of them had equal rewards."""
     return samples.source.cursor.ended, samples.source.cursor.equal
 

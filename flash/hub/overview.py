@@ -14,7 +14,7 @@ from flash.hub.nodes import Nodes
 from flash.hub.trainers import TrainerRanks
 from flash.observe.cluster import MOST_LEASES, Flow, HubNow, LeaseNow, NodeNow, NodeState, RankNow
 from flash.samples.evaluation import Evaluations
-from flash.samples.state import Samples
+from flash.samples.store import SampleStore
 
 
 def overview(parts: HubContext, members: NodeRegistry, nodes: Nodes, trainers: TrainerRanks, doing: str) -> HubNow:
@@ -64,7 +64,7 @@ def _node(node: int, parts: HubContext, nodes: Nodes, trainers: TrainerRanks) ->
     )
 
 
-def _flow(config: Config, samples: Samples, evaluations: Evaluations) -> Flow:
+def _flow(config: Config, samples: SampleStore, evaluations: Evaluations) -> Flow:
     rollout, train = config.rollout, config.train
     groups = (1 + train.async_ratio) * (train.batch_size // rollout.group_size) + rollout.extra_groups
     return Flow(

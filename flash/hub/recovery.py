@@ -12,7 +12,7 @@ from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
 from flash.hub.protocol import SnapshotReply
 from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.state import BufferState
+from flash.samples.store import BufferState
 from flash.types import Batch, Published
 
 SaveState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
@@ -55,11 +55,11 @@ class HubState(msgspec.Struct):
 
     def belonging_to(self, config: Config) -> HubState:
         """Itself. Raises ConfigError: the groups that it holds, and the places it counts, are of another size."""
-        contract, rollout = self.buffer.made.contract, config.rollout
+        contract, rollout = self.buffer.settings.contract, config.rollout
         for name, held, wanted in (
             ("train.batch_size", contract.batch_size, config.train.batch_size),
             ("rollout.group_size", contract.group_size, rollout.group_size),
-            ("rollout.extra_per_group", self.buffer.made.rules.extra_per_group, rollout.extra_per_group),
+            ("rollout.extra_per_group", self.buffer.settings.rules.extra_per_group, rollout.extra_per_group),
         ):
             if held != wanted:
                 raise ConfigError(

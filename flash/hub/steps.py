@@ -21,11 +21,10 @@ from flash.hub.nodes import WeightVersions
 from flash.hub.recovery import HubState
 from flash.hub.trainers import TrainerRanks
 from flash.hub.work import NodeWork
-from flash.samples.batches import cut, deal, gather
-from flash.samples.measures import means, measured
-from flash.samples.slices import forgotten, in_slices
+from flash.samples.batches import cut, deal, gather, mean_metrics, sample_metrics
 from flash.transport.frames import encoded_pieces
 from flash.types import Batch, Published, Shard
+from flash.waiting import free_in_slices, run_in_slices
 
 
 class _Again(msgspec.Struct):
@@ -137,8 +136,8 @@ class TrainingSteps(HubPart):
 
     async def _dealt(self, batch: Batch) -> list[list[Shard]]:
         """Its shards, in parts."""
-        shards = await in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
-        return [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
+        shards = await run_in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
+        return [await run_in_slices(cut(shard, self._part_bytes)) for shard in shards]
 
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
@@ -161,10 +160,10 @@ class TrainingSteps(HubPart):
                 self._buffer.close()
                 await self._work.tidy()
                 return
-            groups = self._buffer.take(self._progress.version)
+            groups = self._buffer.next_batch(self._progress.version)
             while groups is None and self._samples.backlog:
                 await self._work.tidy()
-                groups = self._buffer.take(self._progress.version)
+                groups = self._buffer.next_batch(self._progress.version)
             if groups is None:
                 return
             self._work.spread_word()
@@ -205,10 +204,10 @@ class TrainingSteps(HubPart):
         await self._work.tidy()
         branches = Branches()
         trained = branches.count(sample.trajectory for samples in dealt for sample in samples)
-        measures = await in_slices(means(map(measured, trained)))
-        await in_slices(forgotten(entries))
+        measures = await run_in_slices(mean_metrics(map(sample_metrics, trained)))
+        await run_in_slices(free_in_slices(entries))
         for samples in dealt:
-            await in_slices(forgotten(samples))
+            await run_in_slices(free_in_slices(samples))
         engines, seen = list(self._fleet.engines()), branches.metrics() | measures
         self._observer.trained(request.step, request.seen)
         wish = self._observer.step(
@@ -260,7 +259,7 @@ class TrainingSteps(HubPart):
     async def snapshot(self) -> p.SnapshotReply:
         """Have the state of this moment written; results come in and leases go out meanwhile."""
         await self._work.tidy()
-        await in_slices(self._samples.pool.copy_ahead())
+        await run_in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
         if self._progress.batch != "none" or self._progress.behind:
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")

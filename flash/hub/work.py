@@ -85,9 +85,9 @@ class NodeWork(HubPart):
 
     def _tasks_at_hand(self) -> int:
         newest = self._progress.newest
-        tasks = self._evaluations.at_hand(newest)
+        tasks = self._evaluations.available(newest)
         if newest >= 0 and self._progress.stopping is None and not self._evaluations.measuring_start:
-            tasks += self._buffer.at_hand(newest)
+            tasks += self._buffer.available(newest)
         return tasks
 
     @property
@@ -161,7 +161,7 @@ class NodeWork(HubPart):
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
-            if (row := self._evaluations.finish(lease_id, result, node)) is not None:
+            if (row := self._evaluations.deliver(lease_id, result, node)) is not None:
                 now = self._now()
                 self._observer.evaluation(row | {"time": now})
                 if self._evaluating_since is not None:
@@ -170,7 +170,7 @@ class NodeWork(HubPart):
                 self._progress.send("run")
             return
         try:
-            self._buffer.finish(lease_id, result, node)
+            self._buffer.deliver(lease_id, result, node)
         except FlashError as error:
             self._progress.fail(error)
 
@@ -218,7 +218,7 @@ class NodeWork(HubPart):
             return False
         if progress.batch == "dealt" or progress.stopping is not None:
             return True
-        return progress.version >= self._config.run.steps or self._buffer.can_take(progress.version)
+        return progress.version >= self._config.run.steps or self._buffer.has_batch(progress.version)
 
     # -- who goes ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
-from flash.samples.rules import ALIKE, Problems
+from flash.samples.rules import ONE_KIND, Problems
 from flash.transport.connection import rare_garbage_collection
 from flash.transport.frames import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory
@@ -58,7 +58,7 @@ class NodeEnvironment(NamedTuple):
 
     make: Callable[[str], Environment]
     """Makes the environment of a kind."""
-    problems: Problems = ALIKE
+    problems: Problems = ONE_KIND
     prepare: Callable[[], Awaitable[None]] | None = None
     """Opens what they share, before anything starts."""
     rehearsed: bool = False

@@ -9,10 +9,10 @@ import msgspec
 from flash.config.tree import Config
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.proxy import ProxySettings
-from flash.samples.rules import ALIKE, DomainSettings
+from flash.samples.rules import ONE_KIND, DomainSettings
 
 
-def episode_settings(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> EpisodeSettings:
+def episode_settings(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
     """The part of the configuration that episodes use, and what differs by domain."""
     run = EpisodeSettings(
         seed=config.run.seed if config.seeded else None,

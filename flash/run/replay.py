@@ -26,8 +26,8 @@ from flash.foreign.torch import alone
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.batches import deal
-from flash.samples.slices import at_once
 from flash.trainer.checkpoint_files import complete_checkpoints, damaged_checkpoints, read_manifest
+from flash.waiting import run_to_end
 
 if TYPE_CHECKING:
     from flash.trainer.step import Trainer
@@ -165,7 +165,7 @@ def replay(
             checkpoint.load(course.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(course.first, course.last):
-            (shard,) = at_once(deal(read_batch(folder, number), shards=1))
+            (shard,) = run_to_end(deal(read_batch(folder, number), shards=1))
             step({"step": number, **trainer.train_step(shard)})
             if trainer.version in course.compared:
                 comparison(_compare(trainer, course.compared[trainer.version], begun))

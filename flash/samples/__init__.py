@@ -1,9 +1,12 @@
 """Samples: every training task between its issue and the commit of its step. Pure state machines: no clock, no task,
-no peer.
+no peer; `flash.hub` owns them.
 
-- `buffer`: the way in. It decides: who gets which task, what a step trains. `state` makes what was decided, event by
-  event (`journal`), and `replay` makes it again from a checkpoint.
-- What decides: `rules` (the age contract, and the configuration's), `admission`, `choice`, `domains`, `breaker`.
-- What there is: `tasks`, `groups`, `pool`, `leases`, `ledger`; how it goes: `leaving`, `slices`.
-- `batches` deals a step to trainer ranks; `evaluation` is the same life for held-out tasks.
+A sample's road: `tasks` gives the next problem, `buffer` leases its tasks when `admission` allows it and takes the
+results, `groups` holds them until a group is complete, `buffer` forms the batch of a step, and `batches` deals it to
+the trainer ranks.
+
+- `buffer` decides and records events; `store` applies them; `journal` defines them; `replay` applies them again.
+- `tasks`, `groups`, `leases`, `ledger`: the parts of the store.
+- `admission`, `rules`: the age contract, the settings, the shares of domains, the breaker.
+- `evaluation`: the same road for held-out tasks.
 """

@@ -1,35 +1,127 @@
 """Admission: which task may go out to which engines, and when the next group is issued. Pure state.
 
-The rule is the age contract's (`flash.samples.rules`): a sample is handed out only to a node with an engine whose
-version leaves it room, and whose tokens the next step could still train. Later tasks need newer versions, or the same:
-what waits for one holds back nothing that could run now. Groups are counted by their places, among those that were
-issued and not given back.
+`flash.samples.buffer` asks before each lease. The rule is the age contract's: a sample is leased only to a node with an
+engine whose version is new enough that the sample stays within the window of α, and whose tokens the next step could
+still train.
+
+Groups are counted by their *places*: the order of issue, without groups that left untrained. Later places need newer
+versions, or the same ones. So a task that waits for a version holds back no task that could run now.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import msgspec
 
+from flash.ages import SLACK, last_step, max_age, version_of, window
+from flash.config.tree import Config
 from flash.samples.groups import Member
 from flash.samples.leases import LeaseTable
-from flash.samples.rules import AgeContract, BufferRules
+from flash.samples.rules import BufferRules
 from flash.samples.tasks import Problem, TaskSource
 from flash.types import Task
 
 
+class AgeContract(msgspec.Struct, frozen=True):
+    """The age contract of a run: how far sampling may be ahead of training.
+
+    With α = async ratio and B = samples of a step, (1 + α)·B samples may be on their way. Every token trained by the
+    step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉; or ≥ n − `max_token_age`, if that is given. Then
+    long answers keep their beginnings, while admission still follows α. Redundant samples and groups come on top.
+    """
+
+    async_ratio: float
+    """α."""
+    batch_size: int
+    """B: samples of a step."""
+    group_size: int
+    """Samples of a group, without redundant ones."""
+    steps: int
+    """Steps of the whole run."""
+    extra_groups: int = 0
+    """Redundant groups on their way."""
+    max_token_age: int | None = None
+    """Largest age of a trained token, in versions. None: ⌈α⌉."""
+
+    @classmethod
+    def of(cls, config: Config) -> AgeContract:
+        """Return the contract of a run."""
+        rollout, train = config.rollout, config.train
+        return cls(
+            train.async_ratio,
+            train.batch_size,
+            rollout.group_size,
+            config.run.steps,
+            rollout.extra_groups,
+            train.max_token_age,
+        )
+
+    def min_engine_version(self, place: int, sample_index: int) -> int:
+        """Return the oldest engine version that may start a sample: member `sample_index` of the group at `place`.
+
+        The published version v admits the k-th sample of the run if k ≤ (v + 1 + α)·B. Samples of groups that left
+        untrained do not count.
+        """
+        member = min(sample_index, self.group_size - 1)
+        k = (place - self.extra_groups) * self.group_size + member + 1
+        return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
+
+    def places_admitted(self, version: int, sample_index: int) -> int:
+        """Return at how many places, from the first one on, a published version may start member `sample_index`."""
+        member = min(sample_index, self.group_size - 1)
+        samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
+        return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
+
+    @property
+    def max_age(self) -> int:
+        """Largest age of a trained token, in versions."""
+        return max_age(self.async_ratio, self.max_token_age)
+
+    def min_token_version(self, step: int) -> int:
+        """Return the oldest version whose tokens the step that trains version `step` may use."""
+        return version_of(self.max_age, step)
+
+    def window_start(self, step: int) -> int:
+        """Return the oldest version that may begin a sample for a step.
+
+        It follows α alone, and not `max_token_age`: at the end of this window finished members of a group stop waiting
+        for the others.
+        """
+        return version_of(window(self.async_ratio), step)
+
+    def last_step(self, token_version: int) -> int:
+        """Return the last step that may train a token of this version."""
+        return last_step(token_version, self.max_age)
+
+    @property
+    def splits(self) -> bool:
+        """True if a group may be trained in parts: at any α > 0, since its finished members have a last chance."""
+        return window(self.async_ratio) >= 1
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups that one step trains."""
+        return self.batch_size // self.group_size
+
+    @property
+    def last_place(self) -> int:
+        """Number of places of the whole run: no group is issued at this place or a later one."""
+        return self.steps * self.groups_per_batch + self.extra_groups
+
+
 class Admission:
-    """See the module's docstring.
+    """Decides which task may be leased to which node.
 
     Args:
         contract: the run's age contract.
-        rules: what of the configuration concerns samples.
+        rules: settings of the buffer.
         source: gives the tasks of the next group.
         places: the places of the groups.
-        leases: the tasks that wait or are out.
-        next_step: the step that is formed next.
+        leases: the tasks that wait or are leased.
+        next_step: the step whose batch is formed next.
     """
 
     def __init__(
@@ -47,45 +139,50 @@ class Admission:
         self.places = places
         self._leases = leases
         self._wave_left = 0
-        """Groups that may still be issued in this wave."""
+        """Groups that may still be issued in this wave, if groups start in waves."""
         self.next_step = next_step
-        """No task goes out whose first token would be too old for this step."""
+        """The step whose batch is formed next. No task goes out whose first token would be too old for it."""
         self.openings = 0
-        """Counts what may have made a lease possible that was not: a task put back, a place given back, a wave over."""
+        """Counts events that may have made a lease possible: a task queued again, a place given back, a wave over.
+        The owner compares it with an earlier value to see whether to offer tasks to waiting nodes again."""
         # Groups start as a whole: a step that waits for a begun group must not hold back the rest of the group.
         whole = rules.whole_groups or rules.on_expire == "wait"
         self._sizes = rules.sizes(contract.group_size)
         self._largest = max(self._sizes.values())
         self._first_counted = contract.group_size - 1 if whole else 0
-        """The member of a group with which admission begins."""
+        """Index of the member whose version all earlier members of its group need, too."""
 
-    def at_hand(self, newest: int) -> int:
-        """Tasks that could go out to nodes whose newest engine runs this version.
+    def available(self, newest: int) -> int:
+        """Return how many tasks could go out to nodes whose newest engine runs version `newest`.
 
-        0 only if there is none for any node; of the last group some members too many may be counted."""
+        It is 0 only if there is none for any node. Some members of the last group may be counted that cannot go out.
+        """
         queue = self._leases.queue
         if queue and not self.admits(queue.first, newest):
             return 0
         if not self.room_for_group(newest):
             return len(queue)
-        slot = self.places.of(self._source.cursor.next_group)
-        slots = min(self._contract.slots_admitted(newest, self._first_counted), self._contract.last_slot)
-        groups = min(slots - slot, self._wave_left) if self._rules.waves else slots - slot
+        place = self.places.of(self._source.cursor.next_group)
+        places = min(self._contract.places_admitted(newest, self._first_counted), self._contract.last_place)
+        groups = min(places - place, self._wave_left) if self._rules.waves else places - place
         return len(queue) + max(1, groups) * self._largest
 
     def admits(self, member: Member, newest: int) -> bool:
-        """Whether a waiting task may go out to a node whose newest engine runs this version."""
+        """Return True if a queued task may go out to a node whose newest engine runs version `newest`."""
         return self._needed(member) <= newest
 
     def floor(self, member: Member, versions: Sequence[int]) -> int:
-        """The version of the slowest engine that may run a task: no token of it is older. One of them has to be."""
+        """Return the oldest version of the given engines that may run a task. No token of it will be older.
+
+        At least one of the engines must be allowed to run the task (`admits`).
+        """
         needed = self._needed(member)
         return min(version for version in versions if version >= needed)
 
     def room_for_group(self, newest: int) -> bool:
-        """Whether another group may be issued for a node whose newest engine runs this version."""
-        slot = self.places.of(self._source.cursor.next_group)
-        if slot >= self._contract.last_slot or self._version(slot, 0) > newest:
+        """Return True if another group may be issued for a node whose newest engine runs version `newest`."""
+        place = self.places.of(self._source.cursor.next_group)
+        if place >= self._contract.last_place or self._version(place, 0) > newest:
             return False
         if not self._rules.waves:
             return True
@@ -94,52 +191,56 @@ class Admission:
         return self._wave_left > 0
 
     def issue(self, problem: Problem) -> list[Task]:
-        """The tasks of another group, for which there has to be room."""
+        """Issue another group, for which there must be room. Returns its tasks."""
         self._wave_left -= 1
         return self._source.issue(problem)
 
     def give_back(self, group_id: int) -> None:
-        """A group leaves that reached no batch: those issued after it move up, and the last place is free again."""
+        """Free the place of a group that left untrained: groups that were issued after it move up by one."""
         self.places.give_back(group_id)
         self.openings += 1
 
     def _needed(self, member: Member) -> int:
+        """Return the oldest engine version that may run a queued task."""
         task, nominal = member.task, self._contract.group_size
         size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
-        # A group of another size counts as one of the run's: its members begin in the same stretch of samples.
+        # A group of another size counts as one of the run's size: its members begin in the same stretch of samples.
         index = task.sample_index * nominal // size
         return self._version(self.places.of(task.group_id), index)
 
-    def _version(self, slot: int, index: int) -> int:
-        """The version that a member of a group at this place needs; its first token has to be of use, too."""
+    def _version(self, place: int, index: int) -> int:
+        """Return the version that a member needs: admitted by the contract, and of use for the next step."""
         fresh = self._contract.window_start(self.next_step)
-        return max(self._contract.min_engine_version(slot, max(index, self._first_counted)), fresh)
+        return max(self._contract.min_engine_version(place, max(index, self._first_counted)), fresh)
 
 
 class Places(msgspec.Struct):
-    """A group that is returned moves all later ones up by one: only the returned are kept, nobody is renumbered."""
+    """Computes the places of groups: their numbers, less the number of earlier groups that left untrained.
+
+    Only the groups that left are stored, so that no group is renumbered when one leaves.
+    """
 
     before: int = 0
-    """Groups returned that were issued before all in `returned`."""
+    """Groups that left untrained and were issued before all groups in `returned`."""
     returned: list[int] = []
-    """Groups returned since the oldest in flight was issued, in order of issue."""
+    """Groups that left untrained since the oldest group in flight was issued, in ascending order."""
 
     def of(self, group_id: int) -> int:
-        """The place of a group, from 0; of the next one to be issued, too."""
+        """Return the place of a group, from 0. The group may be the next one to be issued."""
         return group_id - self.before - bisect_left(self.returned, group_id)
 
     def first_at(self, place: int) -> int:
-        """The first group, issued or not, that has this place or a later one."""
+        """Return the first group, issued or not, that has this place or a later one."""
         numbers = range(len(self.returned))
         earlier = bisect_left(numbers, place + self.before, key=lambda at: self.returned[at] - at)
         return place + self.before + earlier
 
     def give_back(self, group_id: int) -> None:
-        """A group leaves without having been trained."""
+        """Record that a group has left untrained."""
         insort(self.returned, group_id)
 
     def forget(self, oldest: int) -> None:
-        """No group before this one will be asked for any more."""
+        """Shorten the list: no group before `oldest` will be asked for any more."""
         gone = bisect_left(self.returned, oldest)
         self.before += gone
         del self.returned[:gone]

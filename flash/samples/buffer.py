@@ -1,67 +1,67 @@
-"""SampleBuffer: every training task between its issue and the commit of its step, as a pure state machine.
+"""SampleBuffer: leases training tasks, takes their results, and forms the batch of each step. Pure state.
 
-It decides; what follows from a decision is in `flash.samples.state`, whose conservation law is its own.
+The hub calls `lease` when a node has room, `deliver` with each result, and `next_batch` when a trainer asks for a step;
+`commit` books the trained groups. Each call decides, records an event in the journal, and then applies it to the
+`SampleStore`, whose docstring says what becomes of tasks, and which law of conservation holds.
 
 - *Admission* follows the age contract (`flash.samples.admission`).
-- *Redundancy*: the first members of a group to finish win, the others are withdrawn at once; so are groups that miss
-  their window, as far as `extra_groups` stand in for them.
-- *Choice* is made by `flash.samples.choice`, filtering by `flash.samples.groups.GroupFilter`; what leaves without
-  reaching a batch gives its place back.
-- *Consumption*: tokens that are too old all the same are left out of the loss, and counted; or their sample is started
-  again (`on_expire`). Members that would expire while another one of their group is still on its way are trained before
-  it; the late ones join a later step, on top of its groups (`flash.samples.leaving`).
+- *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. Groups that outgrow
+  the window are withdrawn as far as `extra_groups` stand in for them.
+- *Choice* (`choose`): a step takes complete groups, those with the oldest tokens first.
+- *Age*: too old tokens are left out of the loss and counted, or their sample starts again (`on_expire`). Members that
+  would expire while another one of their group is on its way are trained before it. Late members join a later step, on
+  top of its groups.
 
-No call takes longer the more samples are in flight: what concerns all groups is counted as they change
-(`flash.samples.pool`), and what has to be done to many of them is done in slices (`flash.samples.slices`), of which
-the owner calls for the rest. After each slice the state is sound, and no batch is formed while one is left.
+No call takes longer the more samples are in flight. Work on many groups is put off; the owner calls `tidy` until it is
+done, and no batch is formed before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flash.ages import SLACK
 from flash.errors import ContractError
-from flash.samples.choice import choose
-from flash.samples.groups import Group, Member
+from flash.samples.admission import AgeContract
+from flash.samples.groups import EligibleGroups, Group, Member
 from flash.samples.journal import (
     NO_JOURNAL,
     Began,
+    BufferSettings,
     Closed,
     Committed,
-    Ended,
+    Delivered,
+    DeliveredLate,
     Event,
     Issued,
     Journal,
     Lent,
-    Made,
     Revoked,
     Taken,
     Tidied,
-    Wasted,
 )
-from flash.samples.rules import AgeContract, BufferRules
-from flash.samples.state import BufferState, Samples
+from flash.samples.rules import BufferRules
+from flash.samples.store import BufferState, SampleStore
 from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory
 
 MEMBERS_AT_ONCE = 512
-"""Members whose groups are dealt with in one slice: each takes a few microseconds, ten at most."""
+"""Members whose groups are worked on in one slice. Each takes a few microseconds, ten at most."""
 
 
 class SampleBuffer:
-    """See the module's docstring.
+    """Decides who gets which task and what a step trains. See the module's docstring.
 
     Args:
         contract: the run's age contract.
-        source: which prompt comes next; its cursor is that of the state.
-        rules: what of the configuration concerns samples.
+        source: gives the next problem. Its cursor is that of `state`.
+        rules: settings of the buffer.
         step: the version that the trainers hold.
-        state: what a former incarnation left.
-        lease_ids: numbers the leases of the whole run, those of evaluations included.
-        members_at_once: the number of samples whose groups are dealt with in one slice, at least one group.
-        journal: is told of every change before it is made.
+        state: the state that a previous incarnation left.
+        lease_ids: numbers of new leases, which training and evaluation share.
+        members_at_once: samples whose groups are worked on in one slice; at least one group.
+        journal: records every event before it is applied.
     """
 
     def __init__(
@@ -76,58 +76,62 @@ class SampleBuffer:
         members_at_once: int = MEMBERS_AT_ONCE,
         journal: Journal = NO_JOURNAL,
     ) -> None:
-        made = Made(contract, rules, max(1, members_at_once // contract.group_size))
+        settings = BufferSettings(contract, rules, max(1, members_at_once // contract.group_size))
         self.journal = journal
-        journal.record(Began(step, made))
-        self.samples = Samples(made, source, step=step, state=state, lease_ids=lease_ids)
-        """What there is."""
+        journal.record(Began(step, settings))
+        self.samples = SampleStore(settings, source, step=step, state=state, lease_ids=lease_ids)
 
-    def _do(self, event: Event) -> None:
+    def _record_and_apply(self, event: Event) -> None:
         self.journal.record(event)
         self.samples.apply(event)
 
     def tidy(self) -> bool:
-        """Do a slice of what was put off; tells whether more is left. Raises BreakerError."""
+        """Do one slice of the backlog. Returns True if more is left.
+
+        Raises:
+            BreakerError: too many groups in a row were filtered out.
+        """
         if self.samples.backlog:
-            self._do(Tidied())
+            self._record_and_apply(Tidied())
         return bool(self.samples.backlog)
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    def at_hand(self, newest: int) -> int:
-        """Tasks that `lease` could hand out to nodes whose newest engine runs this version.
+    def available(self, newest: int) -> int:
+        """Return how many tasks `lease` could hand out to nodes whose newest engine runs version `newest`.
 
-        0 only if there is none for any node; of the last group some members too many may be counted."""
-        return self.samples.admission.at_hand(newest)
+        It is 0 only if there is none for any node. Some members of the last group may be counted that cannot go out.
+        """
+        return self.samples.admission.available(newest)
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """Hand out the next task that a node may run, or None.
+        """Lease the next task that a node may run: a queued one, or one of a new group. None: there is none.
 
         Args:
-            versions: what the node's engines run.
-            node: its number. A task goes to another node than those it failed on, as long as there is one.
-            nodes: all nodes that could take it.
+            versions: versions that the node's engines run.
+            node: the node's number. A task that has failed on it goes to another node, as long as there is one.
+            nodes: all nodes that could take the task.
 
         Raises:
-            BreakerError: every kind of environment is quarantined.
+            BreakerError: every kind of environment is in quarantine.
         """
         newest, admission = max(versions, default=-1), self.samples.admission
         if (member := self.samples.leases.queue.first_for(node, nodes)) is not None:
-            return self._hand_out([member], versions, node)[0] if admission.admits(member, newest) else None
+            return self._lend([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next(self.samples.quarantined)
         issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
-        return self._hand_out(self.samples.issue(issued).members[:1], versions, node)[0]
+        return self._lend(self.samples.issue(issued).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
-        """The queued members of the same group, which go to the same node."""
+        """Lease the queued members of the same group to the same node."""
         queued = [member for member in self.samples.pool[lease.task.group_id].members if member.state == "queued"]
-        return self._hand_out(queued, versions, node) if queued else []
+        return self._lend(queued, versions, node) if queued else []
 
-    def _hand_out(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
-        """The leases on queued tasks of a group. No token is older than the slowest engine that admission allows."""
+    def _lend(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
+        """Lease queued tasks of one group. No token will be older than the slowest engine that admission allows."""
         floor, ids = self.samples.admission.floor, self.samples.leases.ids
         numbered = [(next(ids), member.task.sample_index, floor(member, versions)) for member in members]
         lent = Lent(members[0].task.group_id, node, numbered)
@@ -136,47 +140,49 @@ class SampleBuffer:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def finish(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
-        """Take what a lease brought home. An unknown lease, one that was withdrawn, only books its tokens.
+    def deliver(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
+        """Take the result of a lease from a node. If the lease is no longer out, only the tokens are booked.
 
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
         if lease_id in self.samples.leases.out:
-            self._do(Ended(lease_id, node, result))
+            self._record_and_apply(Delivered(lease_id, node, result))
         else:
-            self._do(Wasted(lease_id, result.sampled))
+            self._record_and_apply(DeliveredLate(lease_id, result.sampled))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """The node of these leases is gone, or nobody has claimed them: their tasks queue again."""
-        self._do(Revoked(list(lease_ids)))
+        """Queue the tasks of leases again, since their node is gone or no node has claimed them."""
+        self._record_and_apply(Revoked(list(lease_ids)))
 
-    # -- consumption -------------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------------------------
 
-    def can_take(self, version: int) -> bool:
-        """Whether `take` would get anywhere."""
+    def has_batch(self, version: int) -> bool:
+        """Return True if `next_batch` would return a batch, or begin to form one."""
         samples = self.samples
         if samples.backlog:
             return False
-        return samples.batches.taken == version or self._choose(version) is not None
+        return samples.batches.step == version or self._choose(version) is not None
 
-    def take(self, version: int) -> list[Group] | None:
+    def next_batch(self, version: int) -> list[Group] | None:
         """Return the groups of the step that trains version `version`.
 
-        None while there are too few, or while what was chosen is still being gathered: `tidy`, and ask again.
+        None while too few groups are complete, or while the chosen ones are still being collected: call `tidy`, then
+        ask again.
         """
         samples = self.samples
-        if not samples.backlog and samples.batches.taken != version and (chosen := self._choose(version)) is not None:
+        if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
             if samples.contract.max_age == 0:
-                # In the order of problems, not of numbers: which replacement has which number is a matter of time.
+                # A synchronous run can be repeated: the order is that of problems. The numbers of groups depend on
+                # which of several groups was replaced first, and so on time.
                 chosen.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
-            self._do(Taken(version, chosen))
-        if samples.backlog or samples.batches.taken != version:
+            self._record_and_apply(Taken(version, chosen))
+        if samples.backlog or samples.batches.step != version:
             return None
         return list(samples.batches.training.values())
 
     def _choose(self, version: int) -> list[int] | None:
-        """The groups of a step; none where it was formed before."""
+        """Return the groups of a step; an empty list if its batch was formed before; None if the step has to wait."""
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:
             return []
@@ -185,23 +191,75 @@ class SampleBuffer:
             end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
             before = samples.admission.places.first_at(end)
         groups = (samples.contract, version, samples.pool.eligible, samples.pool.census.begun)
-        most = samples.domains.most(samples.quarantined)
-        chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", most=most)
-        if chosen is None and not samples.leases.out and not self.at_hand(version):
-            # All places are taken, as by what a former incarnation has begun under other options: no use to wait.
+        limits = samples.domains.limits(samples.quarantined)
+        chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
+        if chosen is None and not samples.leases.out and not self.available(version):
+            # Nothing more can come, since all places are taken: by groups that a previous incarnation began under other
+            # settings, for example. Waiting would never end.
             return choose(*groups, before=before, wait=False)
         return chosen
 
     def commit(self, version: int) -> None:
-        """The step that trained `version` is done: book its groups.
+        """Book the groups of the step that trained `version`.
 
         Raises:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
         """
-        if not self.samples.batches.training or self.samples.batches.taken != version:
+        if not self.samples.batches.training or self.samples.batches.step != version:
             raise ContractError(f"step {version} was committed, but no batch was handed out for it")
-        self._do(Committed(version, self.samples.books))
+        self._record_and_apply(Committed(version, self.samples.books))
 
     def close(self) -> None:
-        """The last step is committed: what redundancy left over is withdrawn and booked."""
-        self._do(Closed())
+        """Withdraw and book all that is left after the last step."""
+        self._record_and_apply(Closed())
+
+
+def choose(
+    contract: AgeContract,
+    step: int,
+    eligible: EligibleGroups,
+    begun: Mapping[int, Sequence[int]],
+    *,
+    before: int | None,
+    wait: bool,
+    limits: Mapping[str, int] | None = None,
+) -> list[int] | None:
+    """Return the groups of a step, those with the oldest tokens first; None while the step has to wait.
+
+    A step waits for no straggler while enough groups are complete, with three exceptions: a window in the order of
+    issue (`before`), the bound on how far a domain may be ahead (`limits`), and `wait`. This runs after each result, so
+    it looks at versions, of which there are few, and not at groups.
+
+    Args:
+        contract: the run's age contract.
+        step: the version that is trained.
+        eligible: the groups that may be trained.
+        begun: for each oldest version, how many groups are in flight and how many of them are not complete.
+        before: only groups issued before this one may be chosen. None: all.
+        wait: True if the step has to wait as long as taking the batch would leave a group that is on its way no later
+            step in which all its tokens can be trained.
+        limits: the most groups of a kind; kinds without an entry have no limit.
+    """
+    chosen = eligible.first(contract.groups_per_batch, before, limits)
+    if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
+        return None
+    return [group_id for groups in chosen.values() for group_id in groups]
+
+
+def _all_in_time(
+    contract: AgeContract, step: int, begun: Mapping[int, Sequence[int]], chosen: Mapping[int, Sequence[int]]
+) -> bool:
+    """Return True if all groups but the chosen can be trained from `step` on, each before its first token expires.
+
+    Earliest deadline first: up to any step s there are s - step + 1 batches, so no more groups than these hold may
+    expire by s. A step that is overbooked by complete groups alone does not count: waiting would not change it.
+    """
+    total, waiting = 0, False
+    for oldest in sorted(begun):
+        groups, incomplete = begun[oldest]
+        total += groups - len(chosen.get(oldest, ()))
+        waiting = waiting or incomplete > 0
+        last = contract.last_step(oldest)
+        if waiting and total > max(0, last - step + 1) * contract.groups_per_batch:
+            return False
+    return True

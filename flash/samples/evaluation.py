@@ -1,7 +1,9 @@
-"""Held-out evaluation: when a round is due, and the rounds themselves, as pure state machines.
+"""Evaluation of held-out tasks: when a round is due, and the rounds themselves. Pure state machines.
 
-A round asks the same held-out tasks of an engine that runs at least its version. A sample that fails for a reason
-of the infrastructure is tried again within the budget; one that still fails is reported as missing, never scored as 0.
+The hub reports each published version to `Evaluations`, leases the tasks of the running round to nodes beside training
+tasks, and delivers the results. A round asks the same held-out tasks in each run, of engines that run at least its
+version. A sample that fails because of the infrastructure is tried again. If it still fails, it is reported as missing
+and never scored as 0.
 """
 
 from __future__ import annotations
@@ -13,49 +15,56 @@ import msgspec
 
 from flash.config.tree import EvalConfig
 from flash.observe.stats import mean_interval
+from flash.samples.batches import mean_metrics, sample_metrics
 from flash.samples.groups import Member
 from flash.samples.leases import LeaseTable, failed_last
-from flash.samples.measures import means, measured
-from flash.samples.slices import at_once
 from flash.samples.tasks import held_out_tasks
 from flash.sampling import Sampling
 from flash.types import Failure, Lease, Trajectory
+from flash.waiting import run_to_end
 
 
 class EvalRound:
-    """What came of one evaluation of one version; `samples` per problem."""
+    """Results of one evaluation.
+
+    Args:
+        version: the version that is evaluated.
+        samples: samples of each problem.
+    """
 
     def __init__(self, version: int, samples: int) -> None:
         self.version = version
         self._samples = samples
         self._rewards: dict[int, list[float]] = {}
-        """Per problem."""
+        """Rewards by problem."""
         self._versions: set[int] = set()
-        """Those that sampled at least one token."""
-        self._measured: list[dict[str, float]] = []
+        """Versions that sampled at least one token."""
+        self._metrics: list[dict[str, float]] = []
+        """Metrics of each sample."""
         self.missing = 0
         """Samples that failed for good."""
 
     def add(self, result: Trajectory) -> None:
-        """A sample is home."""
+        """Add a finished sample."""
         self._rewards.setdefault(result.task.group_id, []).append(result.reward)
         self._versions.update(run.version for run in result.versions)
-        self._measured.append(measured(result))
+        self._metrics.append(sample_metrics(result))
 
     @property
-    def home(self) -> int:
-        """Answers that have come, or never will."""
-        return len(self._measured) + self.missing
+    def finished(self) -> int:
+        """Number of samples that have finished or failed for good."""
+        return len(self._metrics) + self.missing
 
     def row(self) -> dict[str, float]:
-        """Mean reward with its 95 % confidence interval, best of k = samples per problem, the environment's own.
+        """Return the row of metrics: the mean reward with its 95 % confidence interval, the best of k = samples of each
+        problem, and the means of the environment's metrics.
 
-        Where every reward is 0 or 1 these are an accuracy and pass@k.
+        Where every reward is 0 or 1, the first two are an accuracy and pass@k.
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
         interval = mean_interval(flat, [problem for problem, answers in self._rewards.items() for _ in answers])
-        whole = [answers for answers in groups if len(answers) == self._samples]
+        complete = [answers for answers in groups if len(answers) == self._samples]
         return {
             "step": self.version,
             "version_min": min(self._versions, default=self.version),
@@ -64,29 +73,30 @@ class EvalRound:
             "low": interval.low,
             "high": interval.high,
             "k": self._samples,
-            "best_of_k": math.fsum(map(max, whole)) / len(whole) if whole else math.nan,
+            "best_of_k": math.fsum(map(max, complete)) / len(complete) if complete else math.nan,
             "binary": float(all(reward in (0, 1) for reward in flat)),
             "problems": len(self._rewards),
             "samples": len(flat),
             "missing": self.missing,
-            **at_once(means(self._measured)),
+            **run_to_end(mean_metrics(self._metrics)),
         }
 
 
 class Evaluations:
-    """The rounds of a run, one at a time: at version 0, every `every` versions, at the last one.
+    """The evaluations of a run, one at a time: of version 0, of every `every`-th version, and of the last one.
 
-    A round that was due in a former incarnation and left no result is made up for at the first version of this one.
+    If a round was due in a previous incarnation and left no result, the first version of this incarnation is evaluated
+    instead.
 
     Args:
-        config: how to evaluate.
-        retries: attempts of a sample that failed for a reason of the infrastructure.
-        first_version: the version this incarnation of the run begins with.
+        config: settings of the evaluations.
+        retries: attempts beyond the first at a sample that failed because of the infrastructure.
+        first_version: the version with which this incarnation of the run begins.
         steps: the last version.
-        kind_of: the kind of a problem.
-        samplings: of the run, by kind as `TaskSource` has them; answers are drawn so, at a temperature of their own.
-        lease_ids: numbers the leases of the whole run, those of training included.
-        evaluated: versions whose results stand.
+        kind_of: returns the kind of the problem with a seed.
+        samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is that of `config`.
+        lease_ids: numbers of new leases, which training and evaluation share.
+        evaluated: versions that have results.
     """
 
     def __init__(
@@ -114,20 +124,21 @@ class Evaluations:
         self._leases = LeaseTable(lease_ids, retries, failed_last)
 
     def published(self, version: int) -> None:
-        """A version is there to be evaluated."""
-        due = self._wanted(version)
+        """Start the evaluation of a published version, if it is due and no other one runs."""
+        due = self._is_wanted(version)
         if version == self._first_version:
-            newest = max(filter(self._wanted, range(version + 1)))
+            newest = max(filter(self._is_wanted, range(version + 1)))
             due = not any(newest <= done <= version for done in self._evaluated)
         if due:
             self._due.append(version)
         self._begin()
 
-    def _wanted(self, version: int) -> bool:
+    def _is_wanted(self, version: int) -> bool:
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 
     def _begin(self) -> None:
+        """Start the next round that is due, unless one runs."""
         if self._round is None and self._due:
             config = self._config
             self._round = EvalRound(self._due.pop(0), config.samples)
@@ -136,52 +147,54 @@ class Evaluations:
 
     @property
     def measuring_start(self) -> bool:
-        """Whether the untrained policy is being measured: nothing else runs then."""
+        """True while the untrained policy is evaluated; no training task goes out meanwhile."""
         return self._round is not None and self._round.version == 0
 
     @property
     def progress(self) -> str:
-        """How much of the running round is done; empty while none runs."""
+        """How much of the running round is done, for the console; empty while none runs."""
         if self._round is None:
             return ""
-        return f"{self._round.home} of {self._config.problems * self._config.samples} answers"
+        return f"{self._round.finished} of {self._config.problems * self._config.samples} answers"
 
     @property
     def open(self) -> int:
-        """Answers of the running round that are still to come."""
+        """Number of samples of the running round that have not finished."""
         return len(self._leases.queue) + len(self._leases.out)
 
     @property
     def done(self) -> bool:
-        """No round runs or is due."""
+        """True if no round runs or is due."""
         return self._round is None and not self._due
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """The next task of the running round for a node whose engines run these versions, or None.
+        """Lease the next task of the running round to a node; None if there is none for it.
 
-        One must run at least the round's. A task goes to another node than those it failed on, as long as there is one
-        among `nodes`.
+        Args:
+            versions: versions that the node's engines run. One must be at least the round's.
+            node: the node's number. A task that has failed on it goes to another node, as long as there is one.
+            nodes: all nodes that could take the task.
         """
         if self._round is None or max(versions, default=-1) < self._round.version:
             return None
         member = self._leases.queue.first_for(node, nodes)
         return None if member is None else self._leases.grant(member, self._round.version, next(self._leases.ids))
 
-    def at_hand(self, newest: int) -> int:
-        """Tasks of the running round that wait for a node whose newest engine runs this version."""
+    def available(self, newest: int) -> int:
+        """Return how many tasks of the running round wait for a node whose newest engine runs version `newest`."""
         return len(self._leases.queue) if self._round is not None and newest >= self._round.version else 0
 
-    def finish(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
-        """Take what a lease brought home from a node; the row of the round, when it was its last one.
+    def deliver(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
+        """Take the result of a lease from a node. Returns the row of the round if this was its last result.
 
-        An unknown lease, of a node that was lost or of a former incarnation, is of no use: its task went out again.
+        The result of an unknown lease, of a lost node or a previous incarnation, is dropped: its task went out again.
         """
         running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:
             return None
         if isinstance(result, Trajectory):
             running.add(result)
-        elif not self._leases.again(member, result.outcome, node):
+        elif not self._leases.retry(member, result.outcome, node):
             running.missing += 1
         if self.open:
             return None
@@ -190,5 +203,5 @@ class Evaluations:
         return running.row()
 
     def revoke(self, lease_id: int) -> None:
-        """A lease's node is gone: its task queues again."""
+        """Queue the task of a lease again, since the lease's node is gone."""
         self._leases.revoke(lease_id)

@@ -1,10 +1,13 @@
-"""The journal: what changes a `SampleBuffer`, in the order in which it happened.
+"""Journal: the events that change a buffer, in the order in which they happened.
 
-The buffer records each change before it makes it, with what it has decided itself: which task a lease is for, which
-groups a step trains. `flash.samples.replay` makes the same changes to the state of a checkpoint, and comes to the same
-state. Backlog are done in slices, each of which is recorded, so that they mix with results as they did.
+`SampleBuffer` records each event before `SampleStore.apply` makes the change. An event holds what the buffer has
+decided, such as the task of a lease or the groups of a step. So `flash.samples.replay` can apply the same events to the
+state of a checkpoint, and comes to the same state. The backlog is worked off in slices, and each slice is an event, so
+that slices and results mix in the replay as they did in the run.
 
-Law: nothing is acknowledged before it is `written`.
+`flash.run.restart.journal` keeps the events in files.
+
+Law: nothing is acknowledged to a peer before it is `written`.
 """
 
 from __future__ import annotations
@@ -13,26 +16,27 @@ from typing import Protocol
 
 import msgspec
 
-from flash.samples.rules import AgeContract, BufferRules
+from flash.samples.admission import AgeContract
+from flash.samples.rules import BufferRules
 from flash.samples.tasks import Problem
 from flash.types import Failure, Trajectory
 
 
-class Made(msgspec.Struct, frozen=True):
-    """What a buffer decides by."""
+class BufferSettings(msgspec.Struct, frozen=True):
+    """All settings by which a buffer decides."""
 
     contract: AgeContract
     rules: BufferRules
-    at_once: int
-    """Groups in a slice of backlog."""
+    slice_size: int = msgspec.field(name="at_once")
+    """Groups in one slice of the backlog."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A hub has begun, and what was trained from `step` on is booked again. Leases before it are out until they end."""
+    """A hub has started. Leases from before stay out until they end."""
 
     step: int
-    """The version that the run went on from."""
-    made: Made
+    """The version that the run continues from. Steps from this one on that were booked as trained are trained again."""
+    settings: BufferSettings
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -42,44 +46,46 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Lent(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Waiting members of a group went out."""
+    """Queued members of a group were leased."""
 
     group_id: int
     node: int
     leases: list[tuple[int, int, int]]
-    """The lease's number, the member, and the version of which no token is older."""
+    """For each lease its number, the index of the member, and the oldest version that a token may have."""
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A lease has brought something home."""
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A node has delivered the result of a lease."""
 
     lease_id: int
     node: int
     result: Trajectory | Failure
 
 
-class Wasted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """So did one that was out no more: of its result only the tokens count."""
+class DeliveredLate(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A node has delivered the result of a lease that was no longer out. Only its tokens are booked."""
 
     lease_id: int
     tokens: int
+    """Action tokens that were sampled."""
 
 
 class Revoked(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The node of these leases is gone, or nobody has claimed them."""
+    """The node of these leases is gone, or no node has claimed them."""
 
     lease_ids: list[int]
 
 
 class Tidied(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A slice was done of what was put off."""
+    """One slice of the backlog was worked off."""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """These groups are a step's batch, with those that were in parts; none where a former incarnation formed it."""
+    """The batch of a step was chosen."""
 
     step: int
     groups: list[int]
+    """Groups of the batch. Groups that were trained in parts join it. Empty if a previous incarnation formed it."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -87,29 +93,29 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
     step: int
     books: tuple[int, int, int]
-    """Before it: tasks issued, tasks in flight, tokens generated. A replay has to come to the same."""
+    """Tasks issued, tasks in flight and tokens generated before this event. A replay has to come to the same."""
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """The last step was committed."""
 
 
-Event = Began | Issued | Lent | Ended | Wasted | Revoked | Tidied | Taken | Committed | Closed
+Event = Began | Issued | Lent | Delivered | DeliveredLate | Revoked | Tidied | Taken | Committed | Closed
 
 
 class Journal(Protocol):
     """Keeps events; `flash.run.restart.journal` does so in files."""
 
     def record(self, event: Event) -> None:
-        """What is about to happen. Returns at once."""
+        """Record an event that is about to be applied. Returns at once."""
         ...
 
     async def written(self) -> None:
-        """Wait, under the deadline of whoever waits for our answer, until all that was recorded so far is safe."""
+        """Wait until all events recorded so far are safe. The caller's peer has a deadline for our answer."""
         ...
 
     def begin(self, version: int) -> int:
-        """The state of this moment goes into the checkpoint of a version; the number of the file for what follows."""
+        """Start a new file for the events after the checkpoint of a version. Returns the number of the file."""
         ...
 
 
@@ -125,18 +131,18 @@ class NoJournal:
 
 
 class MemoryJournal:
-    """Keeps everything, for tests."""
+    """Keeps everything in memory, for tests."""
 
     def __init__(self) -> None:
         self.files: list[list[Event]] = [[]]
 
     @property
     def events(self) -> list[Event]:
-        """Those since the last checkpoint."""
+        """Events since the last checkpoint."""
         return self.files[-1]
 
     def after(self, number: int) -> list[Event]:
-        """Those from the file of this number on."""
+        """Return the events from the file of this number on."""
         return [event for file in self.files[number:] for event in file]
 
     def record(self, event: Event) -> None:

@@ -1,11 +1,11 @@
-"""Leases: which tasks wait, in order, and who has the others. Pure state.
+"""Leases: which tasks wait and in which order, and which node holds the others. Pure state.
 
-Training and evaluation keep a `LeaseTable` each. Every task on its way is either queued there or out on one lease. A
-lease that was withdrawn is out no more; the reason is kept until its node reports what it had generated. `Holders`
-knows which node has which lease, of both.
+`LeaseTable` holds the tasks of training, another one those of evaluation. Each task on its way is either in the table's
+queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is kept until its node
+reports the tokens that it had generated. `Holders` knows which node has which lease, for both tables.
 
-Queued tasks stand in lines, one for each set of nodes on which they have failed. A node that avoids some of them
-looks at the heads of the lines, of which there are few, and not at the tasks, of which there are many.
+The queue keeps one line for each set of nodes on which tasks have failed. To find a task that a node may run, it looks
+at the first task of each line. There are few lines, and there may be a hundred thousand tasks.
 """
 
 from __future__ import annotations
@@ -19,54 +19,58 @@ import msgspec
 from flash.samples.groups import Member
 from flash.types import RETRIED, Lease, Outcome, Task
 
+QueuePlace = tuple[int, ...]
+"""Place of a task in the queue. Tasks with lower places go out first."""
+
 
 def as_issued(task: Task) -> QueuePlace:
-    """Tasks go out in the order of their issue, and one that comes back keeps its place."""
+    """Return the place of a training task: the order of issue, so that a task that comes back keeps its place."""
     return task.group_id, task.sample_index
 
 
 def failed_last(task: Task) -> QueuePlace:
-    """As issued, but tasks that have failed go out after all that have not."""
+    """Return the place of an evaluation task: the order of issue, but tasks that have failed go last."""
     return task.attempt, task.group_id, task.sample_index
 
 
 class LeaseTable:
-    """See the module's docstring.
+    """The tasks on their way, each queued or leased.
 
     Args:
-        ids: numbers for the leases, which no other table gives.
-        retries: attempts beyond the first at a task that fails for a reason of the infrastructure.
-        place: the order of the queue.
+        ids: numbers of new leases. No other table may use the same numbers.
+        retries: attempts beyond the first at a task that fails because of the infrastructure.
+        place: returns the place of a task in the queue.
     """
 
     def __init__(self, ids: Iterator[int], retries: int, place: Callable[[Task], QueuePlace]) -> None:
         self.ids = ids
         self._retries = retries
         self.queue = TaskQueue(place)
-        """Tasks that wait."""
+        """Tasks that wait for a node."""
         self.out: dict[int, Member] = {}
-        """Tasks that nodes are working on, by their leases."""
+        """Tasks that nodes are working on, by the number of the lease."""
         self.reasons: dict[int, Outcome] = {}
-        """Why leases were withdrawn whose nodes have not reported yet."""
+        """Why leases were withdrawn, until their nodes report."""
         self.withdrawn: list[int] = []
-        """Leases that have become pointless, to be cancelled on their nodes: the owner empties it."""
+        """Leases to cancel on their nodes. The owner empties the list."""
 
     def put(self, member: Member) -> None:
-        """A task waits, at its place."""
+        """Queue a task, at its place."""
         member.state = "queued"
         self.queue.put(member)
 
     def grant(self, member: Member, floor: int, number: int) -> Lease:
-        """A waiting task goes out, on a lease of this number."""
+        """Lease a queued task. No token of it may be older than version `floor`; `number` is the lease's own."""
         self.queue.take(member)
         self.out[number] = member
         member.state, member.lease_id, member.floor = "leased", number, floor
         return Lease(number, member.task, floor)
 
-    def again(self, member: Member, outcome: Outcome, node: int) -> bool:
-        """A task that came home failed on a node: queue it again, or tell that it is to be given up.
+    def retry(self, member: Member, outcome: Outcome, node: int) -> bool:
+        """Queue a task again that has failed on a node. Returns False if it has to be given up instead.
 
-        A cancelled one is always queued again, one that the infrastructure failed as long as it has attempts left.
+        A cancelled task is always queued again. A task that failed because of the infrastructure is queued again while
+        it has attempts left.
         """
         if outcome is not Outcome.CANCELLED:
             if outcome not in RETRIED or member.task.attempt >= self._retries:
@@ -77,66 +81,70 @@ class LeaseTable:
         return True
 
     def revoke(self, lease_id: int) -> Member | None:
-        """A lease's node is gone: its task, which is returned, queues again. None: the lease was withdrawn."""
+        """Queue the task of a lease again, since the lease's node is gone.
+
+        Returns the task; None if the lease had been withdrawn.
+        """
         if (member := self.out.pop(lease_id, None)) is None:
-            self.reason(lease_id)
+            self.take_reason(lease_id)
             return None
         self.put(member)
         return member
 
     def remove(self, member: Member, reason: Outcome) -> None:
-        """A task neither waits any more nor is out; a lease that still is will be withdrawn."""
+        """Remove a task from the queue, or withdraw its lease for this reason."""
         if member.state == "queued":
             self.queue.take(member)
         elif member.state == "leased" and self.out.pop(member.lease_id, None) is not None:
             self.reasons[member.lease_id] = reason
             self.withdrawn.append(member.lease_id)
 
-    def reason(self, lease_id: int) -> Outcome:
-        """Why a lease that is not out was withdrawn; asked once."""
+    def take_reason(self, lease_id: int) -> Outcome:
+        """Return why a lease that is not out was withdrawn, and forget it: each lease reports once."""
         return self.reasons.pop(lease_id, Outcome.CANCELLED)
 
 
 class Holders:
-    """Which node holds which lease, and which of them it is still to be told to cancel."""
+    """Records which node holds which lease, and which leases each node is still to cancel."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Lease, float]] = {}
-        """In the order in which they were lent."""
+        """Node, lease and time of lending by the number of the lease, in the order of lending."""
         self._of_node: dict[int, dict[int, Lease]] = {}
         self._cancels: dict[int, list[int]] = {}
+        """Leases to cancel, by node."""
 
     def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
-        """A node was given leases."""
+        """Record that a node was given leases."""
         for lease in leases:
             self._held[lease.lease_id] = node, lease, now
             self._of_node.setdefault(node, {})[lease.lease_id] = lease
 
     def held(self, node: int) -> int:
-        """How many leases a node holds."""
+        """Return the number of leases that a node holds."""
         return len(self._of_node.get(node, ()))
 
     def lent_before(self, then: float) -> list[tuple[int, Lease]]:
-        """Leases that have been out since before a time, with their nodes."""
+        """Return the leases that were lent before a time, each with its node."""
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
 
     def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
-        """The leases that have been out longest, each with its node and since when."""
+        """Return up to `most` leases that were lent first, each with its node and the time of lending."""
         return list(islice(self._held.values(), most))
 
     def oldest_of(self, node: int) -> float | None:
-        """Since when a node has had the oldest of its leases."""
+        """Return when the oldest lease of a node was lent; None if the node holds none."""
         first = next(iter(self._of_node.get(node, ())), None)
         return None if first is None else self._held[first][2]
 
     def ended(self, lease_id: int) -> None:
-        """A node has handed a lease over, known here or not."""
+        """Record that a node has delivered the result of a lease. An unknown lease changes nothing."""
         if (held := self._held.pop(lease_id, None)) is not None:
             del self._of_node[held[0]][lease_id]
 
     def lost(self, node: int) -> list[Lease]:
-        """A node is gone: the leases that it held, whose cancels are forgotten too."""
+        """Forget a node that is gone, and what it was to cancel. Returns the leases that it held."""
         self._cancels.pop(node, None)
         leases = list(self._of_node.pop(node, {}).values())
         for lease in leases:
@@ -144,7 +152,7 @@ class Holders:
         return leases
 
     def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
-        """Leases have become pointless: these are the nodes that are to be told."""
+        """Record that leases have become pointless. Returns the nodes that have to cancel them."""
         nodes: set[int] = set()
         for lease_id in lease_ids:
             if lease_id in self._held:
@@ -154,51 +162,50 @@ class Holders:
         return nodes
 
     def has_cancels(self, node: int) -> bool:
-        """Whether a node is to be told of any."""
+        """Return True if a node has leases to cancel."""
         return node in self._cancels
 
     def take_cancels(self, node: int) -> list[int]:
-        """What a node is to be told; it is told once."""
+        """Return the leases that a node has to cancel, and forget them: a node is notified once."""
         return self._cancels.pop(node, [])
 
 
-QueuePlace = tuple[int, ...]
-"""Where a task stands in the queue: lower places go out first."""
-
-
 class TaskQueue:
-    """See the module's docstring. What a task avoids does not change while it waits.
+    """The tasks that wait for a node. The set of nodes that a task avoids does not change while it waits.
 
     Args:
-        place: the place of a task, that of no other one.
+        place: returns the place of a task. No two tasks have the same.
     """
 
     def __init__(self, place: Callable[[Task], QueuePlace]) -> None:
         self._place = place
         self._lines: dict[frozenset[int], _Line] = {}
-        """None of them is empty."""
+        """Lines that are not empty, by the nodes on which their tasks have failed."""
 
     def __len__(self) -> int:
         return sum(len(line.waiting) for line in self._lines.values())
 
     @property
     def first(self) -> Member:
-        """The task that goes out next; there has to be one."""
+        """The task that goes out next. The queue must not be empty."""
         return min(line.first for line in self._lines.values())[1]
 
     def first_for(self, node: int, nodes: Collection[int]) -> Member | None:
-        """The task that goes out next to a node: none that has failed there, unless it has failed on all `nodes`."""
+        """Return the next task for a node; None if there is none.
+
+        A task that has failed on the node is returned only if it has failed on all `nodes`.
+        """
         lines = (line for failed, line in self._lines.items() if node not in failed or failed.issuperset(nodes))
         return min((line.first for line in lines), default=(None, None))[1]
 
     def put(self, member: Member) -> None:
-        """A task waits, at its place."""
+        """Add a task, at its place."""
         line, place = self._lines.setdefault(frozenset(member.avoid), _Line()), self._place(member.task)
         line.waiting[place] = member
         heappush(line.places, place)
 
     def take(self, member: Member) -> None:
-        """A task that waits does so no more."""
+        """Remove a task that waits."""
         failed = frozenset(member.avoid)
         line = self._lines[failed]
         taken = line.waiting.pop(self._place(member.task), None)
@@ -208,12 +215,12 @@ class TaskQueue:
 
 
 class _Line:
-    """Tasks that have failed on the same nodes."""
+    """Waiting tasks that have failed on the same nodes."""
 
     def __init__(self) -> None:
         self.waiting: dict[QueuePlace, Member] = {}
         self.places: list[QueuePlace] = []
-        """A heap; of tasks that wait no more as well, until they would be next."""
+        """A heap of places. Those of tasks that were taken stay in it until they come to the top."""
 
     @property
     def first(self) -> tuple[QueuePlace, Member]:

@@ -1,8 +1,10 @@
-"""Where every task and every generated token went.
+"""Ledger: the books of every task and every generated token of a run.
 
-Conservation: `issued = trained + filtered + given_up + in_flight` and
-`generated = trained_tokens + discarded + buffered_tokens` hold after every booking; `check` compares them with what the
-buffer holds, counted independently.
+`flash.samples.store` books each change. `check` compares the books with the tasks and tokens that the store holds,
+which are counted independently.
+
+Law of conservation: `issued = trained + filtered + given_up + in_flight` and
+`generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ class Ledger(msgspec.Struct):
     """Counters of one run, over all its incarnations: they are part of the checkpoint."""
 
     issued: int = 0
-    """Tasks handed out for the first time."""
+    """Tasks that were issued."""
     trained: int = 0
-    """Tasks whose trajectory took part in a committed step."""
+    """Tasks of which at least one token entered the loss of a committed step."""
     filtered: int = 0
     """Tasks whose finished trajectory was filtered out."""
     given_up: dict[Outcome, int] = {}
-    """Tasks that left for a failure, by its type."""
+    """Tasks that left untrained for another reason than a filter, by reason."""
     retried: dict[Outcome, int] = {}
-    """Attempts that failed and were tried again, by type; their task is still in flight."""
+    """Attempts that failed and were tried again, by reason. Their tasks are still in flight."""
     generated_tokens: int = 0
-    """Action tokens that reached the hub, or were lost with a reported failure."""
+    """Action tokens that were delivered, or were lost with a reported failure."""
     trained_tokens: int = 0
     """Action tokens that entered a loss."""
     discarded_tokens: dict[Outcome, int] = {}
@@ -47,7 +49,13 @@ class Ledger(msgspec.Struct):
             self.discarded_tokens[outcome] = self.discarded_tokens.get(outcome, 0) + tokens
 
     def train(self, trained: int, tokens: int, times: int = 1) -> None:
-        """Book a task of a committed step, and how many of its tokens entered the loss; -1 times takes it back."""
+        """Book a task of a committed step.
+
+        Args:
+            trained: tokens of the task that entered the loss. A task without any is booked as given up, as stale.
+            tokens: all action tokens of the task. Those that did not enter the loss are booked as stale.
+            times: -1 takes an earlier booking back.
+        """
         self.trained_tokens += times * trained
         self.discard(Outcome.STALE, times * (tokens - trained))
         if trained:
@@ -56,7 +64,11 @@ class Ledger(msgspec.Struct):
             self.give_up(Outcome.STALE, times)
 
     def check(self, in_flight: int, buffered_tokens: int) -> None:
-        """Compare with the buffer's own counts.
+        """Compare the books with independent counts.
+
+        Args:
+            in_flight: tasks that were issued and have not left.
+            buffered_tokens: action tokens of finished trajectories that have not left.
 
         Raises:
             ContractError: a task or a token is unaccounted for.
@@ -71,7 +83,7 @@ class Ledger(msgspec.Struct):
             )
 
     def totals(self, in_flight: int) -> dict[str, int]:
-        """The ledger as flat numbers, for summaries."""
+        """Return the books as flat numbers, for summaries."""
         flat = {
             "issued": self.issued,
             "trained": self.trained,

@@ -1,8 +1,10 @@
-"""Replayed: the state of a buffer from that of a checkpoint and the journal after it. Pure state.
+"""Replay: rebuilds the state of a buffer from a checkpoint and the journal after it. Pure state.
 
-What was delivered since the checkpoint is kept. The run goes on from any version since then, mostly the one that it
-has `reached`: a batch of a later step, formed already, is trained again as it was (`flash.samples.groups`), and where
-it was booked as trained, that is taken back. Incarnations of the hub may have ended in between, at any such version.
+`flash.run.restart` reads checkpoint and journal and feeds a `Replay`. Everything that was delivered since the
+checkpoint is kept. The run may continue from any version since then, mostly the one that it has `reached`. Batches of
+later steps that were formed already are trained again as they were (`flash.samples.groups.FormedBatches`); where they
+had been booked as trained, the booking is taken back. Several incarnations of the hub may have ended in between, each
+at any such version.
 """
 
 from __future__ import annotations
@@ -10,80 +12,83 @@ from __future__ import annotations
 from contextlib import suppress
 
 from flash.errors import BreakerError, ContractError
-from flash.samples.groups import Batches, Formed
-from flash.samples.journal import Began, Committed, Ended, Event, Made
-from flash.samples.state import BufferState, Samples
+from flash.samples.groups import FormedBatches, FormedGroup
+from flash.samples.journal import Began, BufferSettings, Committed, Delivered, Event
+from flash.samples.store import BufferState, SampleStore
 from flash.samples.tasks import TaskSource
 from flash.types import Trajectory
 
 
 class Replay:
-    """Makes the changes of a journal again, one after the other.
+    """Applies the events of a journal again, one after the other.
 
     Args:
-        state: what the checkpoint kept; None for a run that has none.
-        version: that of the checkpoint.
+        state: the state in the checkpoint. None for a run that has no checkpoint.
+        version: the version of the checkpoint.
     """
 
     def __init__(self, state: BufferState | None, version: int) -> None:
         self.reached = 0 if state is None else version
-        """The version that the run has come to."""
+        """The version that the run has reached."""
         self.delivered = 0
-        """Trajectories that have come since."""
-        self._booked: list[tuple[Formed, int]] = []
-        """What was booked as trained since, by all incarnations, and the oldest version whose tokens counted."""
-        self._samples: Samples | None = None
-        """Of the incarnation of the hub that these changes are of."""
+        """Trajectories delivered since the checkpoint."""
+        self._booked: list[tuple[FormedGroup, int]] = []
+        """Groups that all incarnations have booked as trained since the checkpoint, each with the oldest version whose
+        tokens were counted."""
+        self._store: SampleStore | None = None
+        """The store of the incarnation whose events are being applied."""
         if state is not None:
-            self._begin(state.made, state, goes_on=True)
+            self._begin(state.settings, state, same_incarnation=True)
 
-    def _begin(self, made: Made, state: BufferState | None, *, goes_on: bool = False) -> None:
-        members, cursor = made.rules.sizes(made.contract.group_size), state.cursor if state else None
-        source = TaskSource(0, members, cursor=cursor, samplings=made.rules.samplings())
-        self._samples = Samples(made, source, step=self.reached, state=state, goes_on=goes_on)
+    def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_incarnation: bool = False) -> None:
+        members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
+        # The seed and the kinds do not matter, because the events hold the problems that were issued.
+        source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())
+        self._store = SampleStore(settings, source, step=self.reached, state=state, same_incarnation=same_incarnation)
 
     def apply(self, event: Event) -> None:
-        """The next change.
+        """Apply the next event.
 
         Raises:
-            ContractError: it cannot have happened in this state.
+            ContractError: the event cannot have happened in this state.
         """
         if isinstance(event, Began):
             state = self.state(event.step)
             self.reached = event.step
-            self._begin(event.made, state)
+            self._begin(event.settings, state)
             return
-        if (samples := self._samples) is None:
+        if (store := self._store) is None:
             raise ContractError("the journal of a run without a checkpoint begins in the middle")
-        if isinstance(event, Ended) and isinstance(event.result, Trajectory):
+        if isinstance(event, Delivered) and isinstance(event.result, Trajectory):
             self.delivered += 1
         if isinstance(event, Committed):
-            if event.books != samples.books:
-                raise ContractError(f"before step {event.step}, {event.books} were booked, and now {samples.books}")
-            oldest = samples.contract.min_token_version(event.step)
-            self._booked += [(Formed(event.step, group), oldest) for group in samples.batches.training.values()]
+            if event.books != store.books:
+                raise ContractError(f"before step {event.step}, {event.books} were booked, and now {store.books}")
+            oldest = store.contract.min_token_version(event.step)
+            self._booked += [(FormedGroup(event.step, group), oldest) for group in store.batches.training.values()]
             self.reached = event.step + 1
-        with suppress(BreakerError):  # it ended that incarnation, whose state is sound all the same
-            samples.apply(event)
-        samples.leases.withdrawn.clear()
-        samples.notes.clear()
+        # The breaker ended that incarnation, but the state is sound: the event was applied before it raised.
+        with suppress(BreakerError):
+            store.apply(event)
+        store.leases.withdrawn.clear()
+        store.notes.clear()
 
     def state(self, until: int) -> BufferState | None:
-        """What there is for a run at version `until`; the replay is over. None: nothing was ever begun.
+        """End the replay. Returns the state for a run that continues from version `until`; None if no hub ever started.
 
         Raises:
             ContractError: a task or a token is unaccounted for.
         """
-        if (samples := self._samples) is None:
+        if (store := self._store) is None:
             return None
-        while samples.backlog:
+        while store.backlog:
             with suppress(BreakerError):
-                samples.backlog.work()
+                store.backlog.work()
         undone = [(formed, oldest) for formed, oldest in self._booked if formed.step >= until]
         self._booked = [each for each in self._booked if each[0].step < until]
         for formed, oldest in undone:
             for trajectory in formed.group.trajectories():
-                samples.ledger.train(trajectory.trained_tokens(oldest), trajectory.action_count, times=-1)
-        samples.batches = Batches([*(formed for formed, _ in undone), *samples.batches.left()])
-        samples.check()
-        return samples.snapshot()
+                store.ledger.train(trajectory.trained_tokens(oldest), trajectory.action_count, times=-1)
+        store.batches = FormedBatches([*(formed for formed, _ in undone), *store.batches.left()])
+        store.check()
+        return store.snapshot()

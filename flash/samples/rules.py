@@ -1,151 +1,94 @@
-"""The rules of a run's samples: the age contract, and what else the configuration says about them.
+"""Rules: the settings of a run's samples, the shares of its domains, and the breaker that stops a run which only fails.
 
-With α = async ratio and B = samples per step: admission lets (1 + α)·B samples be on their way, and every token
-trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉, or n less the bound that is given for
-tokens (`flash.ages`): then long answers keep their beginnings, while what is admitted and waited for stays under α.
+`BufferRules` is the part of the configuration that concerns samples; `flash.samples.store` and its helpers decide by
+it. `DomainShares` says of which domain the next group is, and how many groups of each a step may take. `Breaker`
+counts failures in a row. Both are pure state machines, and what they count is part of the checkpoint.
+
+A *kind* is a name that the environment gives to some of its problems. A *domain* is a kind that has a share of the
+groups and settings of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from flash.ages import SLACK, last_step, max_age, version_of, window
+from flash.ages import SLACK
 from flash.config.decode import examine
 from flash.config.section import sampling_faults, untaught
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
-from flash.errors import ConfigError
+from flash.errors import BreakerError, ConfigError
 from flash.samples.groups import GroupFilter
 from flash.sampling import PLAIN, Sampling
+from flash.types import Failure, Task
 
-
-class AgeContract(msgspec.Struct, frozen=True):
-    """One run's contract. Redundant samples and groups come on top of what it counts."""
-
-    async_ratio: float
-    batch_size: int
-    group_size: int
-    steps: int
-    extra_groups: int = 0
-    max_token_age: int | None = None
-    """Most versions that a trained token may be old; None: ⌈α⌉."""
-
-    def min_engine_version(self, slot: int, sample_index: int) -> int:
-        """The oldest engine version that may start this sample of the group at this place.
-
-        The k-th sample counted from the start, those of returned groups not counted, is admitted by the published
-        version v if k ≤ (v + 1 + α)·B.
-        """
-        member = min(sample_index, self.group_size - 1)
-        k = (slot - self.extra_groups) * self.group_size + member + 1
-        return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
-
-    def slots_admitted(self, version: int, sample_index: int) -> int:
-        """The groups, counted from the start, of which a published version may start this sample."""
-        member = min(sample_index, self.group_size - 1)
-        samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
-        return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
-
-    @property
-    def max_age(self) -> int:
-        """The most versions that a trained token may be old."""
-        return max_age(self.async_ratio, self.max_token_age)
-
-    def min_token_version(self, step: int) -> int:
-        """The oldest version whose tokens the step that trains version `step` may use."""
-        return version_of(self.max_age, step)
-
-    def window_start(self, step: int) -> int:
-        """The oldest version that may begin a sample for this step, whatever the bound of tokens: who is done does not
-        wait for the others of its group any longer."""
-        return version_of(window(self.async_ratio), step)
-
-    def last_step(self, token_version: int) -> int:
-        """The last step that may train a token of this version."""
-        return last_step(token_version, self.max_age)
-
-    @property
-    def splits(self) -> bool:
-        """True if a group may be trained in parts: at any α > 0 its finished members have a last chance."""
-        return window(self.async_ratio) >= 1
-
-    @property
-    def groups_per_batch(self) -> int:
-        """G: the groups that one step trains."""
-        return self.batch_size // self.group_size
-
-    @property
-    def last_slot(self) -> int:
-        """Groups the whole run may have at once or behind it."""
-        return self.steps * self.groups_per_batch + self.extra_groups
+FILTERED_BATCHES = 4
+"""Batches' worth of a domain's own groups, filtered out in a row, after which further ones count as the domain's turns.
+Otherwise a domain that is solved, or much too hard, would hold the others back."""
+FILTERED_GROUPS = 16
+"""Lowest such limit, in groups: a small share of a small batch would make it a group or two."""
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for the problems of one kind: what its domain says, else what the run does.
+    """Settings of one domain: those of the environment's `Domain`, completed by those of the run.
 
-    Fields that `Domain` has by the same name are filled by themselves.
+    Fields with the same names as fields of `Domain` are filled from it.
     """
 
     weight: float
-    """Its share of the groups, in proportion to the others'."""
+    """Share of the groups, in proportion to the weights of the other domains."""
     group_size: int
-    """Samples of a group, redundant ones not counted."""
+    """Samples of a group, without redundant ones."""
     filter: GroupFilter
     sampling: Sampling = PLAIN
     max_turns: int = 0
-    """Responses after which an episode is truncated."""
+    """Number of responses after which an episode is truncated."""
     max_new_tokens: int = 0
     """Longest response, in tokens."""
 
     @classmethod
     def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
-        """What a domain leaves open is the run's.
+        """Combine the settings of a domain with those of the run.
 
         Raises:
-            ConfigError: nothing can be trained as it is sampled.
+            ConfigError: a value is not allowed, or tokens sampled like this cannot be trained.
         """
         own = msgspec.structs.asdict(domain)
-        holds = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
+        combined = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
         types = {field.name: field.type for field in msgspec.structs.fields(RolloutConfig)}
         given = {name: value for name, value in own.items() if name in types and value is not None}
         faults = [
             (name, problem.message) for name, value in given.items() for problem in examine(value, types[name], name)[1]
         ]
-        sampling = Sampling(**{name: holds.pop(name) for name in Sampling.__struct_fields__})
+        sampling = Sampling(**{name: combined.pop(name) for name in Sampling.__struct_fields__})
         for option, fault in faults or sampling_faults(sampling):
             raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
-        kept = GroupFilter(holds.pop("drop_equal_rewards"), holds.pop("accuracy_bounds"))
-        return cls(filter=kept, sampling=sampling, **holds)
+        group_filter = GroupFilter(combined.pop("drop_equal_rewards"), combined.pop("accuracy_bounds"))
+        return cls(filter=group_filter, sampling=sampling, **combined)
 
 
 class Problems(NamedTuple):
-    """What a run knows of its environment's problems."""
+    """Information about the environment's problems that the hub and the nodes need."""
 
     kind_of: Callable[[int], str]
-    """The kind of the problem of a seed."""
+    """Returns the kind of the problem with a seed."""
     domains: Mapping[str, DomainSettings]
-    """Of the kinds that have shares and limits of their own."""
+    """Settings of each domain; empty if there are none."""
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        kind_of: Callable[[int], str],
-        domains: Mapping[str, Domain],
-    ) -> Problems:
-        """Those that the environment of a run says.
+    def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
+        """Combine what an environment says of its problems with the configuration.
 
         Raises:
-            ConfigError: nothing can be trained as a domain is sampled.
+            ConfigError: tokens that are sampled like those of a domain cannot be trained.
         """
-        rollout = config.rollout
-        settings = {name: DomainSettings.of(name, domain, rollout) for name, domain in domains.items()}
+        settings = {name: DomainSettings.of(name, domain, config.rollout) for name, domain in domains.items()}
         for name, own in settings.items():
             if (fault := config.unknown_sets(own.sampling)) is not None:
                 raise ConfigError(f"env.path: top_k of the domain {name!r}: {fault}")
@@ -158,74 +101,305 @@ def _unnamed(seed: int) -> str:
     return ""
 
 
-ALIKE = Problems(_unnamed, MappingProxyType({}))
-"""Problems of one kind."""
+ONE_KIND = Problems(_unnamed, MappingProxyType({}))
+"""Problems that are all of one unnamed kind."""
 
 
 class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `SampleBuffer` does with samples that fail, outgrow the window or come too many."""
+    """Settings of a `SampleBuffer`, from `[rollout]` and the environment."""
 
     retries: int = 2
+    """Attempts beyond the first at a sample that failed because of the infrastructure."""
     breaker: int = 64
+    """Samples given up in a row that stop the run."""
     quarantine: int = 16
+    """Samples of one kind given up in a row that put the kind into quarantine."""
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
+    """Treatment of samples with tokens that are too old: leave these tokens out of the loss, start the sample again, or
+    hold the step back until the sample is done."""
     fifo_window: float | None = None
+    """Batches, in the order of issue, among which a step chooses its groups. None: any complete group."""
     extra_per_group: int = 0
+    """Redundant members of each group."""
     whole_groups: bool = False
-    """The samples of a group go to one node together."""
+    """True if the samples of a group go to one node together."""
     waves: bool = False
-    """Groups start in batches, the next batch when the last one is home."""
+    """True if groups start in batches: the next batch when no sample of the last one is on its way."""
     filter: GroupFilter = GroupFilter()
+    """Filter of groups whose kind is not a domain."""
     sampling: Sampling
+    """Sampling settings of samples whose kind is not a domain."""
     domains: dict[str, DomainSettings] = {}
-    """By the kind of their problems; empty: nothing is decided by kind."""
+    """Settings of each domain. Empty: nothing is decided by domain."""
     drift: float = 1.0
     """Batches by which a domain may be ahead of its share."""
     problems: str = ""
-    """Tells one set of problems from another: the samples of a group are all of one. Empty: not known."""
+    """Fingerprint of the environment's set of problems. All samples of a group are of one set. Empty: unknown."""
+
+    @classmethod
+    def of(cls, config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> BufferRules:
+        """Return the settings of a run."""
+        rollout = config.rollout
+        return cls(
+            retries=rollout.retries,
+            breaker=rollout.breaker,
+            quarantine=rollout.quarantine,
+            on_expire=rollout.on_expire,
+            fifo_window=rollout.fifo_window,
+            extra_per_group=rollout.extra_per_group,
+            whole_groups=not rollout.replicate_prompts,
+            waves=not rollout.queue_scheduling,
+            filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
+            sampling=config.sampling,
+            domains=dict(domains),
+            drift=rollout.share_drift,
+            problems=fingerprint(config.env),
+        )
 
     def filter_of(self, kind: str) -> GroupFilter:
-        """What filters the groups of a kind."""
+        """Return the filter for groups of a kind."""
         return self.domains[kind].filter if kind in self.domains else self.filter
 
     def sizes(self, group_size: int) -> dict[str, int]:
-        """Members of a group of each domain, redundant ones included; those of other kinds under the empty name."""
+        """Return the members of a group, redundant ones included, by domain.
+
+        `group_size` is the run's. The number for all kinds that are not domains is under the empty name.
+        """
         named = {name: domain.group_size for name, domain in self.domains.items()}
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
 
     def samplings(self) -> dict[str, Sampling]:
-        """How the samples of each domain are sampled; those of other kinds under the empty name."""
+        """Return the sampling settings by domain, and those of all other kinds under the empty name."""
         return {"": self.sampling, **{name: domain.sampling for name, domain in self.domains.items()}}
 
 
-def age_contract(config: Config) -> AgeContract:
-    """The contract of a run."""
-    rollout, train = config.rollout, config.train
-    return AgeContract(
-        train.async_ratio,
-        train.batch_size,
-        rollout.group_size,
-        config.run.steps,
-        rollout.extra_groups,
-        train.max_token_age,
-    )
+# -- domains ---------------------------------------------------------------------------------------------------------
 
 
-def buffer_rules(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> BufferRules:
-    """The part of the configuration that the buffer uses, and what holds for its domains."""
-    rollout = config.rollout
-    return BufferRules(
-        retries=rollout.retries,
-        breaker=rollout.breaker,
-        quarantine=rollout.quarantine,
-        on_expire=rollout.on_expire,
-        fifo_window=rollout.fifo_window,
-        extra_per_group=rollout.extra_per_group,
-        whole_groups=not rollout.replicate_prompts,
-        waves=not rollout.queue_scheduling,
-        filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
-        sampling=config.sampling,
-        domains=dict(domains),
-        drift=rollout.share_drift,
-        problems=fingerprint(config.env),
-    )
+class DomainTotals(msgspec.Struct):
+    """Counts of `DomainShares` that a checkpoint keeps."""
+
+    weights: dict[str, float]
+    """Weights of the domains under which the groups were counted."""
+    trained: dict[str, int]
+    """Groups that were trained."""
+    filtered: dict[str, int] = {}
+    """Groups filtered out in a row."""
+    passed: dict[str, int] = {}
+    """Groups that were filtered out and count as turns of their domain."""
+
+
+class DomainShares:
+    """Divides the groups of a run among its domains, by their weights.
+
+    A group that leaves without being trained is replaced by one of its own domain. Otherwise the next group is of the
+    domain that lacks most, counting the groups that were trained and those on their way. After `FILTERED_BATCHES`
+    batches' worth of a domain's groups were filtered out in a row, further ones count as turns of the domain and are
+    not replaced, until one of its groups is trained.
+
+    A step takes any complete groups, whichever domain is slow. But no domain may get further ahead of its share of all
+    trained groups than by `drift` batches and a group. From there on a step waits for the other domains, as long as
+    groups of them can still come. Domains in quarantine have no share; their remaining groups may always be trained.
+
+    Law: while the groups of one step end, and no domain goes into quarantine, the groups issued to replace others are
+    about the same problems, in whatever order groups end. So a synchronous run can be repeated.
+
+    Conservation: each group is counted once, from its issue until it leaves untrained, or for good.
+
+    Args:
+        settings: settings of each domain. Empty: there are no domains, and nothing is decided here.
+        batch: groups of a step.
+        drift: batches by which a domain may be ahead.
+        totals: earlier counts. They are ignored if the weights were others.
+        alive: the domain of each group that is on its way.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, DomainSettings],
+        batch: int,
+        drift: float,
+        totals: DomainTotals | None = None,
+        alive: Iterable[str] = (),
+    ) -> None:
+        self._weights = {name: each.weight for name, each in settings.items()}
+        self._batch = batch
+        self._max_ahead = drift * batch + 1
+        nothing = dict.fromkeys(self._weights, 0)
+        self.totals = DomainTotals(self._weights, dict(nothing), dict(nothing), dict(nothing))
+        if totals is not None and totals.weights == self._weights:
+            self.totals.trained |= totals.trained
+            self.totals.filtered |= totals.filtered
+            self.totals.passed |= totals.passed
+        self._owed = dict(nothing)
+        """Groups that left untrained and are not replaced yet."""
+        self._alive = nothing
+        """Groups that are on their way."""
+        for name in alive:
+            self._add(self._alive, name, 1)
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def next(self, quarantined: Collection[str]) -> str | None:
+        """Return the domain of the next group; None if there are no domains to choose from."""
+        shares = self._shares(quarantined)
+        if not shares:
+            return None
+        # The first domain that is owed a group, and not the one that is owed most: which one that is depends on the
+        # order in which groups left.
+        if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
+            return owed
+        had = {name: self._turns(name) + self._alive[name] for name in shares}
+        total = 1 + sum(had.values())
+        return max(shares, key=lambda name: shares[name] * total - had[name])
+
+    def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
+        """Return how many groups of each domain the next step may take. Domains without an entry have no limit."""
+        if not self._weights:
+            return None
+        shares = self._shares(quarantined)
+        total = self._batch + sum(map(self._turns, shares))
+        return {
+            name: max(0, math.floor(share * total + self._max_ahead + SLACK) - self._turns(name))
+            for name, share in shares.items()
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def issued(self, name: str) -> None:
+        """Count a group that was issued."""
+        self._add(self._alive, name, 1)
+        if self._owed.get(name):
+            self._owed[name] -= 1
+
+    def left(self, name: str) -> None:
+        """Count a group that has left, and of which no member was trained."""
+        self._add(self._alive, name, -1)
+        self._add(self._owed, name, 1)
+
+    def filtered(self, name: str, quarantined: Collection[str]) -> int:
+        """Count a complete group that was filtered out, after `left`.
+
+        Returns the number of filtered groups in a row if from here on they count as turns of the domain, else 0.
+        """
+        if (share := self._shares(quarantined).get(name)) is None:
+            return 0
+        in_a_row = self.totals.filtered[name] = self.totals.filtered.get(name, 0) + 1
+        limit = max(FILTERED_GROUPS, math.ceil(FILTERED_BATCHES * self._batch * share))
+        if in_a_row > limit:
+            self._add(self.totals.passed, name, 1)
+            self._add(self._owed, name, -1)
+        return in_a_row if in_a_row == limit else 0
+
+    def trained(self, name: str) -> None:
+        """Count a group that is trained, or the first part of one."""
+        self._add(self._alive, name, -1)
+        self._add(self.totals.trained, name, 1)
+        # The row of filtered groups ends here, and not when a group is kept: within a step that would depend on the
+        # order in which groups end.
+        self.totals.filtered.pop(name, None)
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def row(self, quarantined: Collection[str]) -> dict[str, float]:
+        """Return metrics: the part of the trained groups that each domain has, and the largest drift, in batches."""
+        total = sum(self.totals.trained.values())
+        if not total:
+            return {}
+        row = {f"domain/{name}/share": trained / total for name, trained in self.totals.trained.items()}
+        shares = self._shares(quarantined)
+        counted = sum(self.totals.trained[name] for name in shares)
+        off = [abs(self.totals.trained[name] - share * counted) for name, share in shares.items()]
+        return {**row, "share_drift": max(off, default=0.0) / self._batch}
+
+    def _turns(self, name: str) -> int:
+        """Return the groups of a domain that were trained, or were filtered out in its turn."""
+        return self.totals.trained[name] + self.totals.passed[name]
+
+    def _shares(self, quarantined: Collection[str]) -> dict[str, float]:
+        """Return the share of all trained groups that each domain is to have; together they are 1."""
+        weights = {name: weight for name, weight in self._weights.items() if name not in quarantined}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def _add(self, counts: dict[str, int], name: str, count: int) -> None:
+        if name in counts:  # a resumed run may hold groups of domains that it has no more
+            counts[name] += count
+
+
+# -- breaker ---------------------------------------------------------------------------------------------------------
+
+
+class Streaks(msgspec.Struct):
+    """Failures in a row, up to now."""
+
+    given_up: int = 0
+    """Samples that were given up."""
+    given_up_of_kind: dict[str, int] = {}
+    filtered: int = 0
+    """Groups that were filtered out."""
+    filtered_of_kind: dict[str, int] = {}
+
+
+class Breaker:
+    """Notices when a run, or one kind of environment in it, only fails.
+
+    Args:
+        samples: samples given up in a row, over all kinds, that stop the run.
+        samples_of_kind: samples of one kind given up in a row that put the kind into quarantine.
+        groups: groups filtered out in a row that stop the run.
+        streaks: the streaks to continue. None: new ones.
+    """
+
+    def __init__(self, samples: int, samples_of_kind: int, groups: int, streaks: Streaks | None = None) -> None:
+        self._samples = samples
+        self._samples_of_kind = samples_of_kind
+        self._groups = groups
+        self.streaks = streaks or Streaks()
+
+    def finished(self, task: Task) -> None:
+        """Record that a sample has finished: its streaks end."""
+        self.streaks.given_up = 0
+        self.streaks.given_up_of_kind.pop(task.kind, None)
+
+    def given_up(self, task: Task, failure: Failure) -> bool:
+        """Record that a sample was given up. Returns True if its kind goes into quarantine: never for the unnamed kind.
+
+        Raises:
+            BreakerError: too many in a row.
+        """
+        in_a_row = self.streaks.given_up_of_kind.get(task.kind, 0) + 1
+        if task.kind and in_a_row >= self._samples_of_kind:
+            self.streaks.given_up_of_kind.pop(task.kind, None)
+            self.streaks.given_up = 0
+            return True
+        self.streaks.given_up_of_kind[task.kind] = in_a_row
+        self.streaks.given_up += 1
+        if self.streaks.given_up >= self._samples:
+            raise BreakerError(
+                f"{self.streaks.given_up} samples in a row were given up and none finished between; "
+                f"the last one ({failure.outcome}): {failure.message}. Fix the cause, or raise rollout.breaker "
+                "or rollout.retries."
+            )
+        return False
+
+    def kept(self) -> None:
+        """Record that a complete group passed the filters."""
+        self.streaks.filtered = 0
+        self.streaks.filtered_of_kind.clear()
+
+    def filtered(self, kind: str) -> None:
+        """Record that a complete group was filtered out.
+
+        Raises:
+            BreakerError: too many in a row.
+        """
+        of_kind = self.streaks.filtered_of_kind
+        self.streaks.filtered += 1
+        of_kind[kind] = of_kind.get(kind, 0) + 1
+        if self.streaks.filtered >= self._groups:
+            kinds = f" ({', '.join(f'{of_kind[name]} of {name}' for name in sorted(of_kind))})" if any(of_kind) else ""
+            raise BreakerError(
+                f"{self.streaks.filtered} groups in a row{kinds} were filtered out and none was kept: nothing is left "
+                "to learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
+            )

@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.ages import recent
-from flash.branches import Int64Array, in_common, sequences
+from flash.branches import Int64Array, sequences, sort_by_prefix
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
-from flash.samples.slices import at_once
 from flash.sampling import PLAIN, Routes, Sampling, routed
 from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
+from flash.waiting import run_to_end
 
 Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
@@ -253,7 +253,7 @@ def pack(
             )
     if not share_rows:
         return [_concatenate([sequence], min_version) for sequence in trained]
-    order, shared = at_once(in_common([sequence.trajectory.tokens() for sequence in trained]))
+    order, shared = run_to_end(sort_by_prefix([sequence.trajectory.tokens() for sequence in trained]))
     lengths = [trained[place].trajectory.length for place in order]
     batches: list[list[_Sequence]] = []
     room: list[int] = []

@@ -21,7 +21,7 @@ from flash.hub.protocol import fetch_shard
 from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.rules import ALIKE
+from flash.samples.rules import ONE_KIND
 from flash.types import Canary, Failure, Lease, Outcome, Published
 from tests.metrics_page import unlisted
 from tests.samples.cases import KeptStates, trajectory
@@ -60,7 +60,7 @@ class Driver:
             config,
             self.observer,
             now=anyio.current_time,
-            problems=ALIKE._replace(kind_of=kind_of),
+            problems=ONE_KIND._replace(kind_of=kind_of),
             persistence=Persistence(self.kept, journal),
             limits=limits,
             **more,

@@ -6,16 +6,16 @@ import pytest
 
 from flash.hub.metrics import StepMetrics
 from flash.hub.protocol import EngineStatus
+from flash.samples.batches import mean_metrics, sample_metrics
 from flash.samples.buffer import SampleBuffer
-from flash.samples.measures import means, measured
-from flash.samples.slices import at_once
 from flash.types import Failure, Outcome, Task, VersionRun
+from flash.waiting import run_to_end
 from tests.metrics_page import unlisted
 from tests.samples.cases import lease_all, make_buffer, trajectory
 
 
 def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:
-    assert buffer.take(version) is not None
+    assert buffer.next_batch(version) is not None
     buffer.commit(version)
     return metrics.row(version + 1, {}, {}, buffer.samples, [], now=float(version))
 
@@ -25,16 +25,16 @@ def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_sha
     metrics = StepMetrics(buffer.samples)
     leases = lease_all(buffer, 0)
     for lease in leases[:2]:
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
     row = commit(buffer, metrics, 0)
     assert (row["samples"], row["stale_share"], row["failures"]) == (2, 0.0, 0)
     fresh = lease_all(buffer, 1)
     for lease in fresh:
-        buffer.finish(lease.lease_id, trajectory(lease.task, 1))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 1))
     assert commit(buffer, metrics, 1)["samples"] == 2
     old, mixed = leases[2:]
-    buffer.finish(old.lease_id, trajectory(old.task, 0, tokens=4))
-    buffer.finish(mixed.lease_id, trajectory(mixed.task, 0, versions=[VersionRun(0, 2), VersionRun(1, 2)], tokens=4))
+    buffer.deliver(old.lease_id, trajectory(old.task, 0, tokens=4))
+    buffer.deliver(mixed.lease_id, trajectory(mixed.task, 0, versions=[VersionRun(0, 2), VersionRun(1, 2)], tokens=4))
     row = commit(buffer, metrics, 2)
     assert row["samples"] == 1
     assert row["stale_share"] == pytest.approx(6 / 8)
@@ -44,12 +44,12 @@ def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> 
     buffer = make_buffer(alpha=0, batch=2, group=2, retries=1)
     metrics = StepMetrics(buffer.samples)
     one, two = lease_all(buffer, 0)
-    buffer.finish(one.lease_id, Failure(one.task, Outcome.ENV_TIMEOUT, "reset took longer than 60 s", 0))
-    buffer.finish(two.lease_id, Failure(two.task, Outcome.ENV_TIMEOUT, "step took longer than 60 s", 0))
+    buffer.deliver(one.lease_id, Failure(one.task, Outcome.ENV_TIMEOUT, "reset took longer than 60 s", 0))
+    buffer.deliver(two.lease_id, Failure(two.task, Outcome.ENV_TIMEOUT, "step took longer than 60 s", 0))
     assert buffer.samples.notes == ["the first sample that failed (env_timeout): reset took longer than 60 s"]
     one, two = lease_all(buffer, 0)
-    buffer.finish(one.lease_id, Failure(one.task, Outcome.REWARD_ERROR, "it raised", 0))
-    buffer.finish(two.lease_id, trajectory(two.task, 0))
+    buffer.deliver(one.lease_id, Failure(one.task, Outcome.REWARD_ERROR, "it raised", 0))
+    buffer.deliver(two.lease_id, trajectory(two.task, 0))
     row = commit(buffer, metrics, 0)
     assert {name: row[name] for name in row if "failures" in name} == {
         "failures": 3,
@@ -58,28 +58,28 @@ def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> 
     }
     assert unlisted(row) == []
     for lease in lease_all(buffer, 1):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 1))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 1))
     assert commit(buffer, metrics, 1)["failures"] == 0
 
 
 def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
     samples = [trajectory(Task(n, n, 0, n, kind="ab"[n % 2]), 0, tokens=n + 1, reward=n) for n in range(3)]
-    row = at_once(means(map(measured, samples)))
+    row = run_to_end(mean_metrics(map(sample_metrics, samples)))
     assert row == {"domain/a/reward": 1, "domain/a/tokens": 2, "domain/b/reward": 1, "domain/b/tokens": 2}
     assert unlisted({*row, "domain/a/share", "share_drift"}) == []
     assert unlisted(row, "evaluation") == []
-    assert measured(trajectory(Task(0, 0, 0, 0), 0)) == {}
+    assert sample_metrics(trajectory(Task(0, 0, 0, 0), 0)) == {}
 
 
 def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interval_and_no_rate() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
     metrics = StepMetrics(buffer.samples)
     for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
 
     def step(version: int, now: float) -> list[float | None]:
-        assert buffer.take(version) is not None
+        assert buffer.next_batch(version) is not None
         buffer.commit(version)
         row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
         return [row.get(name) for name in ("interval_s", "trainer_wait_share", "tokens_per_second")]

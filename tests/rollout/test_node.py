@@ -31,7 +31,7 @@ from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
 from flash.rollout.teacher import ServedTeacher
 from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.rules import ALIKE
+from flash.samples.rules import ONE_KIND
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Outcome, Published, Shard, Tool
 from tests.samples.cases import KeptStates
@@ -169,7 +169,7 @@ class World:
             self.config,
             self.observer,
             now=now,
-            problems=ALIKE._replace(kind_of=self._kind_of),
+            problems=ONE_KIND._replace(kind_of=self._kind_of),
             recovered=RecoveredState(self._state, self._evaluated, hub_number=self._incarnation),
             persistence=Persistence(kept, self._journal),
         )

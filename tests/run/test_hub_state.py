@@ -39,7 +39,7 @@ def large_state() -> HubState:
     buffer = make_buffer(batch=16, group=4)
     leases = lease_all(buffer, 0)
     for lease in leases[:16]:
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=100_000))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0, tokens=100_000))
     finish_all(buffer, leases[16:], 0)
     return HubState(3, buffer.samples.snapshot(), journal=0)
 

@@ -21,7 +21,7 @@ from flash.run.restart.hub_state import NOTHING, Restored, restored
 from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal
 from flash.samples.buffer import SampleBuffer
 from flash.samples.replay import Replay
-from flash.samples.state import BufferState
+from flash.samples.store import BufferState
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
 from tests.full_disk import small_disk
@@ -60,7 +60,7 @@ class Incarnation:
 
     def step(self, step: int) -> None:
         self.deliver(100, step)
-        assert self.buffer.take(step) is not None
+        assert self.buffer.next_batch(step) is not None
         self.buffer.commit(step)
 
     def checkpoint(self, version: int) -> Path:

@@ -10,12 +10,13 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 
 from flash.hub.protocol import SnapshotReply
+from flash.samples.admission import AgeContract
 from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.groups import Member
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.leases import TaskQueue
-from flash.samples.rules import AgeContract, BufferRules
-from flash.samples.state import BufferState
+from flash.samples.rules import BufferRules
+from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN
 from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
@@ -114,4 +115,4 @@ def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:
 
 def finish_all(buffer: SampleBuffer, leases: list[Lease], version: int, reward: float = 1.0) -> None:
     for lease in leases:
-        buffer.finish(lease.lease_id, trajectory(lease.task, version, reward=reward))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, version, reward=reward))

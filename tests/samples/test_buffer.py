@@ -14,9 +14,9 @@ from flash.errors import BreakerError, ContractError
 from flash.samples.batches import deal, gather
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import Group, GroupFilter
-from flash.samples.slices import at_once
-from flash.samples.state import BufferState
+from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
+from flash.waiting import run_to_end
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
 
 
@@ -39,7 +39,7 @@ def test_admission_never_exceeds_what_the_last_step_needs() -> None:
 def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
     buffer = make_buffer(alpha=0)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     buffer.commit(0)
     assert buffer.lease([0]) is None
     lease = buffer.lease([1])
@@ -50,7 +50,7 @@ def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
 def test_the_floor_of_a_lease_is_the_slowest_engine_of_the_node_that_admission_allows() -> None:
     buffer = make_buffer(alpha=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     lease = buffer.lease([0, 2, 3])
     assert lease is not None
@@ -61,11 +61,11 @@ def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_trai
     buffer = make_buffer(alpha=1, batch=2, retries=5)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[:2], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    buffer.take(1)  # from here on the next step is 2, which trains versions 1 and 2
-    buffer.finish(leases[2].lease_id, fail(leases[2]))
+    buffer.next_batch(1)  # from here on the next step is 2, which trains versions 1 and 2
+    buffer.deliver(leases[2].lease_id, fail(leases[2]))
     assert buffer.lease([0]) is None
     again = buffer.lease([0, 1])
     assert again is not None
@@ -77,7 +77,7 @@ def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
     buffer = make_buffer(alpha=0, **options)
     first = buffer.lease([0], node=0, nodes={0, 1})
     assert first is not None
-    buffer.finish(first.lease_id, fail(first), node=0)
+    buffer.deliver(first.lease_id, fail(first), node=0)
     return buffer, first
 
 
@@ -107,7 +107,7 @@ def test_a_task_that_failed_on_every_node_goes_out_again(nodes: set[int]) -> Non
         assert lease is not None
         task = task or lease.task.task_id
         assert lease.task.task_id == task
-        buffer.finish(lease.lease_id, fail(lease), node=node)
+        buffer.deliver(lease.lease_id, fail(lease), node=node)
     again = buffer.lease([0], node=0, nodes=nodes)
     assert again is not None
     assert again.task.task_id == task
@@ -153,7 +153,7 @@ def test_without_queue_scheduling_a_batch_starts_only_when_the_last_one_is_home(
 def test_a_batch_never_waits_for_a_straggler_while_enough_groups_are_complete() -> None:
     buffer = make_buffer(alpha=1)
     finish_all(buffer, lease_all(buffer, 0)[1:], 0)
-    chosen = buffer.take(0)
+    chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [1, 2]
 
@@ -162,9 +162,9 @@ def test_with_a_window_of_one_batch_groups_are_trained_in_the_order_of_issue() -
     buffer = make_buffer(alpha=1, fifo_window=1)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[1:], 0)
-    assert buffer.take(0) is None
+    assert buffer.next_batch(0) is None
     finish_all(buffer, leases[:1], 0)
-    chosen = buffer.take(0)
+    chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [0, 1]
 
@@ -173,8 +173,8 @@ def test_the_groups_with_the_oldest_tokens_are_trained_first() -> None:
     buffer = make_buffer(alpha=2)
     for lease in lease_all(buffer, 0):
         version = 0 if lease.task.group_id in (3, 4) else 1
-        buffer.finish(lease.lease_id, trajectory(lease.task, version))
-    chosen = buffer.take(1)
+        buffer.deliver(lease.lease_id, trajectory(lease.task, version))
+    chosen = buffer.next_batch(1)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [3, 4]
 
@@ -186,10 +186,10 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
     buffer = make_buffer(alpha=0, batch=2, step=1)
     for lease in lease_all(buffer, 1)[:2]:
         mixed = [VersionRun(0, 2), VersionRun(1, 3)]
-        buffer.finish(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
-    chosen = buffer.take(1)
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
+    chosen = buffer.next_batch(1)
     assert chosen is not None
-    shard = at_once(deal(gather(chosen, 1, 1), shards=1))[0]
+    shard = run_to_end(deal(gather(chosen, 1, 1), shards=1))[0]
     assert shard.total_tokens == 6
     buffer.commit(1)
     assert buffer.samples.ledger.trained_tokens == 6
@@ -199,7 +199,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
 def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
     buffer = make_buffer(alpha=0, batch=2, steps=2, extra_groups=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     assert buffer.samples.ledger.given_up == {Outcome.STALE: 2}
     buffer.commit(0)
     assert len(lease_all(buffer, 1)) == 4
@@ -210,16 +210,16 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
     buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="requeue", steps=20)
     old = lease_all(buffer, 0)
     finish_all(buffer, old[:5], 0)  # groups 0 and 1, and the first member of group 2
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    chosen = buffer.take(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
+    chosen = buffer.next_batch(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
     assert chosen is not None
     assert [group.group_id for group in chosen] == [4, 5]
     assert buffer.samples.leases.withdrawn == [lease.lease_id for lease in old[5:]]
     assert buffer.samples.ledger.retried == {Outcome.STALE: 4}
     assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 3}
-    buffer.finish(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
+    buffer.deliver(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
     assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 10}
     again = lease_all(buffer, 1)
     assert [lease.task.task_id for lease in again[:4]] == [4, 5, 6, 7]
@@ -230,10 +230,10 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
 def test_mask_lets_the_same_samples_go_on() -> None:
     buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="mask", steps=20)
     finish_all(buffer, lease_all(buffer, 0)[:5], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    assert buffer.take(1) is not None
+    assert buffer.next_batch(1) is not None
     assert buffer.samples.leases.withdrawn == []
 
 
@@ -241,13 +241,13 @@ def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() ->
     buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="wait")
     old = lease_all(buffer, 0)  # 4 samples, all to be trained by steps 0 and 1
     finish_all(buffer, old[:2], 0)
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     assert buffer.samples.pool.ready_groups == 2
-    assert buffer.take(1) is None
+    assert buffer.next_batch(1) is None
     finish_all(buffer, old[2:], 0)
-    chosen = buffer.take(1)
+    chosen = buffer.next_batch(1)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [2, 3]
 
@@ -256,10 +256,10 @@ def test_mask_does_not_hold_the_same_step_back() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="mask")
     old = lease_all(buffer, 0)
     finish_all(buffer, old[:2], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    assert buffer.take(1) is not None
+    assert buffer.next_batch(1) is not None
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_mask_does_not_hold_the_same_step_back() -> None:
 def test_groups_move_up_when_an_earlier_one_is_lost_so_that_the_rest_of_a_group_is_never_stuck() -> None:
     buffer = make_buffer(alpha=0.25, retries=0)
     for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, fail(lease))
+        buffer.deliver(lease.lease_id, fail(lease))
     rest = buffer.lease([0])
     assert rest is not None
     assert (rest.task.group_id, rest.task.sample_index) == (2, 1)
@@ -281,28 +281,28 @@ def test_a_group_whose_prompt_is_too_long_is_given_up_at_once_and_as_a_whole() -
     assert first is not None
     assert second is not None
     assert first.task.group_id == second.task.group_id
-    buffer.finish(first.lease_id, fail(first, Outcome.TOO_LONG))
-    buffer.finish(second.lease_id, fail(second, Outcome.TOO_LONG))  # it was on its way, too
+    buffer.deliver(first.lease_id, fail(first, Outcome.TOO_LONG))
+    buffer.deliver(second.lease_id, fail(second, Outcome.TOO_LONG))  # it was on its way, too
     assert buffer.samples.ledger.retried == {}
     assert set(buffer.samples.ledger.given_up) == {Outcome.TOO_LONG}
     assert first.task.group_id not in buffer.samples.pool
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.take(0) is not None, "another group comes in its place"
+    assert buffer.next_batch(0) is not None, "another group comes in its place"
 
 
 def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
     buffer = make_buffer(alpha=0, retries=1)
     first = buffer.lease([0])
     assert first is not None
-    buffer.finish(first.lease_id, fail(first, tokens=2))
+    buffer.deliver(first.lease_id, fail(first, tokens=2))
     again = buffer.lease([0])
     assert again is not None
     assert (again.task.task_id, again.task.attempt) == (first.task.task_id, 1)
-    buffer.finish(again.lease_id, fail(again, tokens=2))
+    buffer.deliver(again.lease_id, fail(again, tokens=2))
     assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 1}
     assert buffer.samples.ledger.retried == {Outcome.ENV_ERROR: 1}
     finish_all(buffer, lease_all(buffer, 0), 0)
-    chosen = buffer.take(0)
+    chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [len(group.trajectories()) for group in chosen] == [1, 2]
 
@@ -311,9 +311,9 @@ def test_a_run_that_only_fails_is_stopped_by_the_breaker_with_the_last_reason() 
     buffer = make_buffer(retries=0, breaker=3)
     leases = lease_all(buffer, 0)
     for lease in leases[:2]:
-        buffer.finish(lease.lease_id, fail(lease))
+        buffer.deliver(lease.lease_id, fail(lease))
     with pytest.raises(BreakerError, match=r"3 samples in a row.*boom"):
-        buffer.finish(leases[2].lease_id, fail(leases[2]))
+        buffer.deliver(leases[2].lease_id, fail(leases[2]))
 
 
 def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
@@ -321,7 +321,7 @@ def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
     lease = buffer.lease([0])
     assert lease is not None
     buffer.revoke([lease.lease_id])
-    buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
     assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
     again = buffer.lease([0])
     assert again is not None
@@ -334,16 +334,16 @@ def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_o
     buffer = make_buffer(alpha=0, batch=8, retries=0, quarantine=2, breaker=4, kind_of=kinds)
     for lease in lease_all(buffer, 0):
         if lease.task.kind == "bad":
-            buffer.finish(lease.lease_id, fail(lease))
+            buffer.deliver(lease.lease_id, fail(lease))
         else:
-            buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+            buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
     first, second = buffer.samples.notes
     assert first == "the first sample that failed (env_error): boom"
     assert "'bad' are in quarantine: 2 of their samples" in second
     fresh = lease_all(buffer, 0)
     assert {lease.task.kind for lease in fresh} == {"good"}
     finish_all(buffer, fresh, 0)
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     buffer.commit(0)
     assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 4}
 
@@ -354,7 +354,7 @@ def test_when_every_kind_is_in_quarantine_the_run_stops_and_names_them() -> None
     def only_fail() -> None:
         while True:
             for lease in lease_all(buffer, 0):
-                buffer.finish(lease.lease_id, fail(lease))
+                buffer.deliver(lease.lease_id, fail(lease))
 
     with pytest.raises(BreakerError, match=r"every kind of environment keeps failing \(a, b\)"):
         only_fail()
@@ -368,7 +368,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
     def only_fail() -> None:
         while True:
             for lease in lease_all(buffer, 0):
-                buffer.finish(lease.lease_id, fail(lease))
+                buffer.deliver(lease.lease_id, fail(lease))
 
     with pytest.raises(BreakerError, match="--resume tries all again"):
         only_fail()
@@ -377,7 +377,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
     again = resumed(buffer, 0, **options)
     assert "in quarantine are tried again: 'a', 'b'" in again.samples.notes[0]
     finish_all(again, lease_all(again, 0), 0)
-    assert again.take(0) is not None
+    assert again.next_batch(0) is not None
     again.commit(0)
 
 
@@ -398,7 +398,7 @@ def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
 
 
 def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
-    groups = buffer.take(step)
+    groups = buffer.next_batch(step)
     assert groups is not None
     buffer.commit(step)
     return groups
@@ -425,10 +425,10 @@ def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once
     assert len(leases) == 4
     finish_all(buffer, [leases[3], leases[1]], 0)
     assert buffer.samples.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
-    chosen = buffer.take(0)
+    chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
-    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
+    buffer.deliver(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
     buffer.commit(0)
     assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 2}
     assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 5}
@@ -449,9 +449,9 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     leases = lease_all(buffer, 0)
     assert len(leases) == 6
     finish_all(buffer, leases[1:], 0)
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     assert buffer.samples.leases.withdrawn == [leases[0].lease_id]
-    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
+    buffer.deliver(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
     buffer.commit(0)
     assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 2}
     assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 12}
@@ -463,10 +463,10 @@ def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None
     old = lease_all(buffer, 0)
     assert len(old) == 5
     finish_all(buffer, old[:2], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    buffer.take(1)  # three samples of version 0 still run, and step 2 trains none of it
+    buffer.next_batch(1)  # three samples of version 0 still run, and step 2 trains none of it
     assert buffer.samples.leases.withdrawn == [old[2].lease_id]
 
 
@@ -474,7 +474,7 @@ def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
     buffer = make_buffer(alpha=0, batch=2, group=2, extra_groups=1, steps=1)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[:3], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     buffer.close()
     assert buffer.samples.in_flight == 0
@@ -486,7 +486,7 @@ def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
     buffer = make_buffer(alpha=0, filter=GroupFilter(drop_equal_rewards=True))
     leases = lease_all(buffer, 0)
     for i, lease in enumerate(leases):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(i % 2 and lease.task.group_id == 0)))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0, reward=float(i % 2 and lease.task.group_id == 0)))
     assert buffer.samples.pool.ready_groups == 1
     assert buffer.samples.ledger.filtered == 2
     assert buffer.samples.ledger.discarded_tokens == {Outcome.FILTERED: 6}
@@ -497,7 +497,7 @@ def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
 def test_groups_whose_rewards_differ_by_rounding_are_filtered_out() -> None:
     buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(drop_equal_rewards=True))
     for reward, lease in zip((0.1 + 0.2, 0.3), lease_all(buffer, 0), strict=True):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=reward))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0, reward=reward))
     assert buffer.samples.ledger.filtered == 2
 
 
@@ -505,7 +505,7 @@ def test_groups_whose_rewards_differ_by_rounding_are_filtered_out() -> None:
 def test_accuracy_bounds_keep_groups_whose_mean_reward_lies_within(bounds: tuple[float, float], kept: int) -> None:
     buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(accuracy_bounds=bounds))
     for reward, lease in enumerate(lease_all(buffer, 0)):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(reward)))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0, reward=float(reward)))
     assert buffer.samples.pool.ready_groups == kept
 
 
@@ -552,7 +552,7 @@ def test_under_a_lower_ratio_a_step_waits_for_no_sample_that_may_only_go_out_aft
     assert (again.samples.pool.ready_groups, again.samples.leases.out, lease_all(again, 0)) == (2, {}, [])
     for step in range(2):
         finish_all(again, lease_all(again, step), step)
-        assert again.take(step) is not None
+        assert again.next_batch(step) is not None
         again.commit(step)
     assert len(lease_all(again, 2)) > 0
 
@@ -562,13 +562,13 @@ def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_w
     options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": on_expire}
     buffer = make_buffer(alpha=2, **options)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     again = resumed(buffer, 1, alpha=0, **options)
-    assert again.take(1) is None
+    assert again.next_batch(1) is None
     assert again.samples.ledger.discarded_tokens == {Outcome.STALE: 12}
     finish_all(again, lease_all(again, 1), 1)
-    chosen = again.take(1)
+    chosen = again.next_batch(1)
     assert chosen is not None
     assert [group.trained_tokens(1) for group in chosen] == [6]
     again.samples.check()
@@ -581,13 +581,13 @@ def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(boun
     first, second = lease_all(buffer, 0)
     finish_all(buffer, [first], 0)
     for step in range(3):
-        assert buffer.take(step) is not None
+        assert buffer.next_batch(step) is not None
         buffer.commit(step)
         finish_all(buffer, lease_all(buffer, step + 1)[:1], step + 1)
     runs = [VersionRun(0, 4), VersionRun(1, 3), VersionRun(2, 2)]
-    buffer.finish(second.lease_id, trajectory(second.task, 0, 9, versions=runs))
+    buffer.deliver(second.lease_id, trajectory(second.task, 0, 9, versions=runs))
     again = resumed(buffer, 3, **options, max_token_age=bound)
-    assert again.take(3) is not None
+    assert again.next_batch(3) is not None
     (group,) = again.samples.batches.training.values()
     before = again.samples.ledger.trained_tokens
     again.commit(3)
@@ -598,13 +598,13 @@ def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(boun
 def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
     buffer = make_buffer(alpha=2, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
-    buffer.take(0)
+    buffer.next_batch(0)
     buffer.commit(0)
     again = resumed(buffer, 1, alpha=1, batch=8, group=4)
     for step in range(1, 3):
         leases = [lease for lease in lease_all(again, step) if lease.task.group_id != 5]
         finish_all(again, leases, step)
-        chosen = again.take(step)
+        chosen = again.next_batch(step)
         assert chosen is not None
         assert all(group.trained_tokens(step - 1) > 0 for group in chosen)
         again.commit(step)
@@ -616,14 +616,14 @@ def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -
     old = lease_all(buffer, 0)
     for step in range(2):
         finish_all(buffer, [lease for lease in old if lease.task.group_id == step], 0)
-        assert buffer.take(step) is not None
+        assert buffer.next_batch(step) is not None
         buffer.commit(step)
     late = [lease for lease in old if lease.task.group_id > 1]
     finish_all(buffer, late, 0)
     assert buffer.samples.pool.ready_groups == 0
-    assert buffer.take(2) is None
+    assert buffer.next_batch(2) is None
     finish_all(buffer, lease_all(buffer, 2), 2)
-    groups = buffer.take(2)
+    groups = buffer.next_batch(2)
     assert groups is not None
     assert all(group.trained_tokens(1) for group in groups)
     buffer.samples.check()
@@ -631,11 +631,11 @@ def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -
 
 def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
     buffer, late = with_a_straggler()
-    assert buffer.take(1) is not None
+    assert buffer.next_batch(1) is not None
     buffer.commit(1)
     finish_all(buffer, lease_all(buffer, 2), 2)
-    buffer.finish(late.lease_id, trajectory(late.task, 0, 6))
-    groups = buffer.take(2)
+    buffer.deliver(late.lease_id, trajectory(late.task, 0, 6))
+    groups = buffer.next_batch(2)
     assert groups is not None
     assert [group.group_id for group in groups] == [4, 5]
     assert buffer.samples.ledger.given_up == {Outcome.STALE: 1}
@@ -652,10 +652,10 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
         # Nothing in common, which would be computed once.
         token_ids = np.arange(100 * index, 100 * index + length + 2, dtype="<i4").tobytes()
         made = msgspec.structs.replace(trajectory(lease.task, 0, tokens=length), token_ids=token_ids)
-        buffer.finish(lease.lease_id, made)
-    groups = buffer.take(0)
+        buffer.deliver(lease.lease_id, made)
+    groups = buffer.next_batch(0)
     assert groups is not None
-    shards = at_once(deal(gather(groups, 0, 0), ranks))
+    shards = run_to_end(deal(gather(groups, 0, 0), ranks))
     assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
     # The rank with most is what the others wait for.
@@ -672,7 +672,7 @@ def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
     old = lease_all(buffer, 0)
     finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
     finish_all(buffer, [lease for lease in old if lease.task.group_id == 1][:3], 0, reward=0.5)
-    chosen = buffer.take(0)
+    chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [0, 2]
     buffer.commit(0)
@@ -686,18 +686,18 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
 ) -> None:
     """A bound that lets tokens be older keeps the straggler's beginning, and holds nobody back."""
     buffer, late = with_a_straggler(max_token_age=bound)
-    chosen = buffer.take(1)
+    chosen = buffer.next_batch(1)
     assert chosen is not None
     assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
     buffer.commit(1)
     assert buffer.samples.ledger.trained == 8 + 7
     finish_all(buffer, lease_all(buffer, 2), 2)
     mixed = [VersionRun(0, 4), VersionRun(2, 2)]
-    buffer.finish(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
-    later = buffer.take(2)
+    buffer.deliver(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
+    later = buffer.next_batch(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
-    shard = at_once(deal(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
+    shard = run_to_end(deal(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
     assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
@@ -714,15 +714,15 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
     finish_all(buffer, [lease for lease in old if lease.task.group_id < 4], 0)
     late = [lease for lease in old if lease.task.group_id == 7]
     finish_all(buffer, late[:7], 0)
-    while buffer.take(0) is None:
+    while buffer.next_batch(0) is None:
         buffer.tidy()
     buffer.commit(0)
     finish_all(buffer, [lease for lease in old if 4 <= lease.task.group_id < 7], 0)
     while buffer.tidy():
         pass
-    assert buffer.take(1) is None, "what was chosen is being gathered"
+    assert buffer.next_batch(1) is None, "what was chosen is being gathered"
     finish_all(buffer, late[7 : 7 + home], 0)
-    while (groups := buffer.take(1)) is None:
+    while (groups := buffer.next_batch(1)) is None:
         buffer.tidy()
     assert [(group.group_id, len(group.trajectories())) for group in groups] == [(4, 8), (5, 8), (6, 8), (7, 8)]
     while buffer.tidy():
@@ -736,10 +736,10 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
 
 def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:
     buffer, late = with_a_straggler(retries=0)
-    buffer.take(1)
+    buffer.next_batch(1)
     buffer.commit(1)
     before = len(lease_all(buffer, 2))
-    buffer.finish(late.lease_id, fail(late))
+    buffer.deliver(late.lease_id, fail(late))
     assert buffer.lease([2]) is None
     assert before == 16
     assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 1}
@@ -748,7 +748,7 @@ def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_
 def test_synchronous_training_never_splits_a_group() -> None:
     buffer = make_buffer(alpha=0, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[1:], 0)
-    assert buffer.take(0) is None
+    assert buffer.next_batch(0) is None
 
 
 def test_a_group_of_which_too_much_is_missing_waits() -> None:
@@ -757,18 +757,18 @@ def test_a_group_of_which_too_much_is_missing_waits() -> None:
     two_of_four = make_buffer(alpha=1, batch=4, group=4, steps=20)
     old = lease_all(two_of_four, 0)
     finish_all(two_of_four, [*old[:2], *old[4:]], 0)
-    assert two_of_four.take(0) is not None
+    assert two_of_four.next_batch(0) is not None
     two_of_four.commit(0)
-    assert two_of_four.take(1) is None
+    assert two_of_four.next_batch(1) is None
 
 
 def test_law_2_tokens_that_a_sample_lost_on_its_way_are_booked_as_generated_and_discarded() -> None:
     buffer = make_buffer(alpha=0, batch=2, group=2)
     leases = lease_all(buffer, 0)
     for lease in leases:
-        buffer.finish(lease.lease_id, msgspec.structs.replace(trajectory(lease.task, 0, tokens=3), lost_tokens=4))
+        buffer.deliver(lease.lease_id, msgspec.structs.replace(trajectory(lease.task, 0, tokens=3), lost_tokens=4))
     late = trajectory(leases[0].task, 0, tokens=2)
-    buffer.finish(99, msgspec.structs.replace(late, lost_tokens=1))
+    buffer.deliver(99, msgspec.structs.replace(late, lost_tokens=1))
     buffer.samples.check()
     assert buffer.samples.ledger.generated_tokens == 2 * (3 + 4) + 3
     assert buffer.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 2 * 4 + 3}

@@ -18,13 +18,13 @@ from msgspec.structs import replace
 from flash.config.tree import Config, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.environment.interface import Domain
 from flash.errors import BreakerError, ConfigError, ContractError
+from flash.samples.admission import AgeContract
 from flash.samples.buffer import SampleBuffer
-from flash.samples.domains import DomainShares
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import AgeContract, BufferRules, DomainSettings, Problems
-from flash.samples.state import BufferState
+from flash.samples.rules import BufferRules, DomainSettings, DomainShares, Problems
+from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN, Sampling
 from flash.types import Failure, Lease, Outcome, VersionRun
@@ -97,7 +97,7 @@ def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
 def test_a_domain_in_quarantine_has_no_share_and_the_others_have_its() -> None:
     domains = DomainShares(rules(a=1, b=1, c=2), batch=4, drift=0)
     assert domains.next(["c"]) in ("a", "b")
-    assert domains.most(["c"]) == {"a": 3, "b": 3}
+    assert domains.limits(["c"]) == {"a": 3, "b": 3}
     assert domains.next(["a", "b", "c"]) is None
 
 
@@ -105,9 +105,9 @@ def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
     domains = DomainShares(rules(a=1, b=1), batch=4, drift=0.5)
     for _ in range(5):
         domains.issued("a")
-        domains.trains("a")
+        domains.trained("a")
     # Of nine groups after the next step 4.5 are its share, and it may have three more.
-    assert domains.most([]) == {"a": 2, "b": 7}
+    assert domains.limits([]) == {"a": 2, "b": 7}
     assert domains.row([])["domain/a/share"] == 1
     assert domains.row([])["share_drift"] == 2.5 / 4
 
@@ -115,9 +115,9 @@ def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
 def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> None:
     domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     domains.issued("a")
-    domains.trains("a")
-    assert DomainShares(rules(a=1, b=1), 4, 1, domains.shared).next([]) == "b"
-    assert DomainShares(rules(a=2, b=1), 4, 1, domains.shared).row([]) == {}
+    domains.trained("a")
+    assert DomainShares(rules(a=1, b=1), 4, 1, domains.totals).next([]) == "b"
+    assert DomainShares(rules(a=2, b=1), 4, 1, domains.totals).row([]) == {}
 
 
 def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_trained() -> None:
@@ -140,14 +140,14 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
             domains.left("a")
             assert domains.filtered("a", []) == 0
         else:
-            domains.trains("b")
-    assert 14 <= domains.shared.trained["b"] <= 16, "they take turns"
-    most = domains.most([])
+            domains.trained("b")
+    assert 14 <= domains.totals.trained["b"] <= 16, "they take turns"
+    most = domains.limits([])
     assert most is not None
     assert most["b"] >= 4, "what came to nothing holds nobody back"
-    again = DomainShares(rules(a=1, b=1), 8, 0, domains.shared)
-    assert again.most([]) == most
-    again.trains("a")
+    again = DomainShares(rules(a=1, b=1), 8, 0, domains.totals)
+    assert again.limits([]) == most
+    again.trained("a")
     assert [again.filtered("a", []) for _ in range(16)][-1] == 16
 
 
@@ -169,7 +169,7 @@ def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
     assert Counter(lease.task.kind for lease in leases) == {"a": 2, "b": 4}
     assert len({lease.task.task_id for lease in leases}) == 6
     for lease in leases:
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
     assert buffer.samples.ledger.filtered == 4, "all rewards of b were equal"
     again = lease_all(buffer, 0)
     assert {lease.task.kind for lease in again} == {"b"}
@@ -218,10 +218,10 @@ def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_group
                 problems |= {(lease.task.kind, lease.task.seed) for lease in out}
                 task = (lease := out.pop(dice.randrange(len(out)))).task
                 differs = task.sample_index and random.Random(f"{seed} {task.seed}").random() >= equal[task.kind]
-                buffer.finish(lease.lease_id, trajectory(task, version, reward=float(bool(differs))))
+                buffer.deliver(lease.lease_id, trajectory(task, version, reward=float(bool(differs))))
                 if dice.random() < 0.5 or not out:
                     out += lease_all(buffer, version)
-            taken = buffer.take(version)
+            taken = buffer.next_batch(version)
             assert taken is not None
             steps.append((sorted(problems), [group.members[0].task.seed for group in taken]))
             buffer.commit(version)
@@ -270,15 +270,15 @@ def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -
             if lease.task.kind == "b":
                 slow.append(lease)
             else:
-                buffer.finish(lease.lease_id, trajectory(lease.task, version))
-        if not buffer.can_take(version):
+                buffer.deliver(lease.lease_id, trajectory(lease.task, version))
+        if not buffer.has_batch(version):
             break
-        assert buffer.take(version) is not None
+        assert buffer.next_batch(version) is not None
         buffer.commit(version)
     assert version == 2, "a batch ahead and a group: 4 of 4 and 4 of 8, and 1 of 12 too many"
     for lease in slow:
-        buffer.finish(lease.lease_id, trajectory(lease.task, version))
-    assert buffer.can_take(version)
+        buffer.deliver(lease.lease_id, trajectory(lease.task, version))
+    assert buffer.has_batch(version)
 
 
 class Timed:
@@ -327,17 +327,17 @@ class Timed:
             return
         versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
         reward = float(self.dice.random() < 0.5)
-        self.buffer.finish(lease.lease_id, trajectory(lease.task, began, reward=reward, versions=versions))
+        self.buffer.deliver(lease.lease_id, trajectory(lease.task, began, reward=reward, versions=versions))
         self.tidy()
 
     def step(self) -> bool:
-        if not self.buffer.can_take(self.version):
+        if not self.buffer.has_batch(self.version):
             return False
-        if not self.drift and not self.buffer.samples.leases.out and not self.buffer.at_hand(self.version):
+        if not self.drift and not self.buffer.samples.leases.out and not self.buffer.available(self.version):
             self.crowded = True
-        groups = self.buffer.take(self.version)
+        groups = self.buffer.next_batch(self.version)
         self.tidy()
-        groups = groups or self.buffer.take(self.version)
+        groups = groups or self.buffer.next_batch(self.version)
         assert groups is not None
         oldest = self.version - math.ceil(self.alpha)
         for group in groups:
@@ -411,7 +411,7 @@ def test_a_replayed_journal_comes_to_the_same_shares() -> None:
         replay.apply(event)
     state = replay.state(until=6)
     assert state is not None
-    assert state.shared == timed.buffer.samples.snapshot().shared
+    assert state.domain_totals == timed.buffer.samples.snapshot().domain_totals
     assert state.cursor == timed.buffer.samples.snapshot().cursor
 
 
@@ -420,12 +420,12 @@ def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_i
     leases = lease_all(buffer, 0)
     assert {lease.task.kind for lease in leases} == {"b"}
     for number, lease in enumerate(leases[::2]):
-        buffer.finish(lease.lease_id, trajectory(lease.task, version=number // 2))
+        buffer.deliver(lease.lease_id, trajectory(lease.task, version=number // 2))
     for _ in range(2):  # each once more
         for lease in [each for each in [*leases, *lease_all(buffer, 1)] if each.lease_id in buffer.samples.leases.out]:
-            buffer.finish(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
+            buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
     assert "in quarantine" in buffer.samples.notes[-1]
-    groups = buffer.take(1)
+    groups = buffer.next_batch(1)
     assert groups is not None
     assert [group.group_id for group in groups] == [0, 1, 2]
 
@@ -433,10 +433,10 @@ def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_i
 def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_no_place() -> None:
     before = buffer_of(rules(a=1), groups=3, alpha=0, drift=0)
     for lease in lease_all(before, 0):
-        before.finish(lease.lease_id, trajectory(lease.task, 0))
+        before.deliver(lease.lease_id, trajectory(lease.task, 0))
     buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.samples.snapshot())
     assert lease_all(buffer, 0) == []
-    assert buffer.take(0) is not None
+    assert buffer.next_batch(0) is not None
     buffer.commit(0)
     assert {lease.task.kind for lease in lease_all(buffer, 1)} == {"b"}
 
@@ -458,12 +458,12 @@ def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_i
     buffer = buffer_of(domains, groups=4, alpha=1, steps=12)
     issued: Counter[str] = Counter()
     for step in range(12):
-        while (groups := buffer.take(step)) is None:
+        while (groups := buffer.next_batch(step)) is None:
             leases = lease_all(buffer, step)
             issued.update(lease.task.kind for lease in leases)
             for lease in leases:
                 reward = 1.0 if lease.task.kind == "s" else float(lease.task.sample_index)
-                buffer.finish(lease.lease_id, trajectory(lease.task, step, reward=reward))
+                buffer.deliver(lease.lease_id, trajectory(lease.task, step, reward=reward))
         assert {group.kind for group in groups} == {"o"}
         buffer.commit(step)
     assert issued["s"] <= issued["o"] + 2 * 2 * 16
@@ -481,7 +481,7 @@ def test_a_run_of_which_every_domain_is_filtered_out_ends_and_names_them() -> No
     def only_equal() -> None:
         while True:
             for lease in lease_all(buffer, 0):
-                buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+                buffer.deliver(lease.lease_id, trajectory(lease.task, 0))
 
     with pytest.raises(BreakerError, match=r"40 groups in a row \([0-9]+ of a, [0-9]+ of b\) were filtered out"):
         only_equal()
@@ -492,10 +492,10 @@ def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
     journal = MemoryJournal()
     buffer = buffer_of(domains, groups=2, alpha=0, journal=journal)
     for step in range(3):
-        while buffer.take(step) is None:
+        while buffer.next_batch(step) is None:
             for lease in lease_all(buffer, step):
                 bad = Failure(lease.task, Outcome.ENV_ERROR, "boom", 1)
-                buffer.finish(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))
+                buffer.deliver(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))
         buffer.commit(step)
     stored = msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.samples.snapshot()), type=BufferState)
     replay = Replay(None, 0)

@@ -20,7 +20,7 @@ def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -
     for published in range(version, steps + 1):
         evaluations.published(published)
         while (lease := evaluations.lease([published])) is not None:
-            row = evaluations.finish(lease.lease_id, trajectory(lease.task, published), node=0)
+            row = evaluations.deliver(lease.lease_id, trajectory(lease.task, published), node=0)
             assert row is not None
             rows.append(row["step"])
     return [int(step) for step in rows]
@@ -62,11 +62,11 @@ def take(evaluations: Evaluations) -> Lease:
 
 
 def fail(evaluations: Evaluations, lease: Lease, outcome: Outcome) -> dict[str, float] | None:
-    return evaluations.finish(lease.lease_id, Failure(lease.task, outcome, "boom", 0), node=0)
+    return evaluations.deliver(lease.lease_id, Failure(lease.task, outcome, "boom", 0), node=0)
 
 
 def bring(evaluations: Evaluations, lease: Lease) -> dict[str, float] | None:
-    return evaluations.finish(lease.lease_id, trajectory(lease.task, 0), node=0)
+    return evaluations.deliver(lease.lease_id, trajectory(lease.task, 0), node=0)
 
 
 def test_a_failed_sample_is_tried_again_after_the_others_and_then_reported_as_missing() -> None:
@@ -116,7 +116,7 @@ def test_a_failed_sample_goes_to_another_node_as_long_as_there_is_one() -> None:
     second = evaluations.lease([0], 1, nodes=[0, 1])
     assert second is not None
     assert (second.task.task_id, second.task.attempt) == (first.task.task_id, 1)
-    evaluations.finish(second.lease_id, Failure(second.task, Outcome.ENV_ERROR, "boom", 0), node=1)
+    evaluations.deliver(second.lease_id, Failure(second.task, Outcome.ENV_ERROR, "boom", 0), node=1)
     assert evaluations.lease([0], 0, nodes=[0, 1]) is not None, "it has failed on all of them"
 
 

@@ -19,9 +19,9 @@ from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import Event, MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.slices import at_once
-from flash.samples.state import BufferState
+from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
+from flash.waiting import run_to_end
 from tests.samples.cases import make_buffer, trajectory
 
 STEPS = 6
@@ -137,7 +137,7 @@ class Incarnation(RuleBasedStateMachine):
             if lease_id in self.buffer.samples.leases.withdrawn:
                 continue
             lease, start = self.leases.pop(lease_id)
-            self.buffer.finish(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
+            self.buffer.deliver(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
 
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule(late=st.integers(0, 1000))
@@ -165,7 +165,7 @@ class Incarnation(RuleBasedStateMachine):
         later = min(self.version, start + newer)
         runs = [VersionRun(start, 2)] + ([VersionRun(later, 1)] if later > start else [])
         tokens = sum(run.count for run in runs)
-        self.buffer.finish(lease.lease_id, trajectory(lease.task, start, tokens, reward, runs))
+        self.buffer.deliver(lease.lease_id, trajectory(lease.task, start, tokens, reward, runs))
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -174,7 +174,7 @@ class Incarnation(RuleBasedStateMachine):
     )
     def fail(self, pick: int, outcome: Outcome) -> None:
         lease, _ = self.pop(pick)
-        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % len(self.nodes))
+        self.buffer.deliver(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % len(self.nodes))
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 1000))
@@ -188,20 +188,20 @@ class Incarnation(RuleBasedStateMachine):
         for lease_id in self.buffer.samples.leases.withdrawn:
             if lease_id in self.leases:
                 lease, _ = self.leases.pop(lease_id)
-                self.buffer.finish(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
+                self.buffer.deliver(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
         self.buffer.samples.leases.withdrawn.clear()
 
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
     def take(self) -> None:
-        groups = self.buffer.take(self.version)
+        groups = self.buffer.next_batch(self.version)
         # What was chosen may still be gathered: other things happen meanwhile.
         self.taking = groups is None and bool(self.buffer.samples.backlog)
         if groups is None:
             return
         self.training = True
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
-        for shard in at_once(deal(gather(groups, self.version, self.oldest), 2)):
+        for shard in run_to_end(deal(gather(groups, self.version, self.oldest), 2)):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert all(run.version >= self.oldest for run in kept)
@@ -329,7 +329,7 @@ class Incarnation(RuleBasedStateMachine):
 
     def can_take(self) -> bool:
         twin = self.twin()
-        while (groups := twin.take(self.version)) is None and twin.samples.backlog:
+        while (groups := twin.next_batch(self.version)) is None and twin.samples.backlog:
             twin.tidy()
         return groups is not None
 

@@ -35,10 +35,10 @@ def test_a_task_that_failed_waits_at_its_place_in_training_and_last_in_evaluatio
     table = table_of(tasks, evaluation=evaluation)
     lease = table.grant(first, 0, number=3)
     assert table.out.pop(lease.lease_id) is first
-    assert table.again(first, Outcome.ENV_ERROR, node=5)
+    assert table.retry(first, Outcome.ENV_ERROR, node=5)
     assert (waiting(table), first.task.attempt, first.avoid) == (order, 1, (5,))
     table.grant(first, 0, number=4)
-    assert not table.again(first, Outcome.ENV_ERROR, node=5)
+    assert not table.retry(first, Outcome.ENV_ERROR, node=5)
 
 
 @pytest.mark.parametrize("outcome", sorted(set(Outcome) - RETRIED - {Outcome.CANCELLED}))
@@ -47,7 +47,7 @@ def test_only_what_the_infrastructure_failed_is_tried_again(outcome: Outcome) ->
     table = table_of(tasks)
     table.grant(first, 0, number=3)
     del table.out[3]
-    assert not table.again(first, outcome, node=0)
+    assert not table.retry(first, outcome, node=0)
     assert waiting(table) == []
 
 
@@ -57,7 +57,7 @@ def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
     withdrawn, other = table.grant(first, 0, number=3), table.grant(second, 0, number=4)
     table.remove(first, Outcome.STALE)
     assert table.withdrawn == [withdrawn.lease_id]
-    assert [table.reason(withdrawn.lease_id) for _ in range(2)] == [Outcome.STALE, Outcome.CANCELLED]
+    assert [table.take_reason(withdrawn.lease_id) for _ in range(2)] == [Outcome.STALE, Outcome.CANCELLED]
     assert not table.revoke(withdrawn.lease_id)
     assert table.revoke(other.lease_id)
     assert (waiting(table), table.out) == ([1], {})

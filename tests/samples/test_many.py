@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.samples.admission import Places
-from flash.samples.choice import Eligible, choose
-from flash.samples.groups import Group, Member
+from flash.samples.admission import AgeContract, Places
+from flash.samples.buffer import choose
+from flash.samples.groups import Census, EligibleGroups, Group, Member
 from flash.samples.leases import TaskQueue, as_issued
-from flash.samples.pool import Census
-from flash.samples.rules import AgeContract
-from flash.samples.slices import Backlog
+from flash.samples.store import Backlog
 from flash.types import Failure, Outcome, Task
 from tests.samples.cases import finish_all, in_order, lease_all, make_buffer, trajectory
 
@@ -103,7 +101,7 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
     most: dict[str, int],
 ) -> None:
     groups = [make_group(group_id, of_group) for group_id, of_group in enumerate(members)]
-    census, eligible = Census(), Eligible()
+    census, eligible = Census(), EligibleGroups()
     for group in groups:
         oldest = census.count(make_group(group.group_id, [("queued", 0)] * 2)).oldest
         oldest = census.count(group).oldest
@@ -112,7 +110,7 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
             eligible.put(group.group_id, oldest, group.kind)
     contract = AgeContract(alpha, size * 2, 2, 10)
     expected = patient(contract, step, groups, before, wait, most)
-    assert choose(contract, step, eligible, census.begun, before=before, wait=wait, most=most) == expected
+    assert choose(contract, step, eligible, census.begun, before=before, wait=wait, limits=most) == expected
     assert census.in_flight == sum(group.alive for group in groups)
     assert census.tokens == sum(t.action_count for group in groups for t in group.trajectories())
     for group in groups:
@@ -124,7 +122,7 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
 
 def test_chores_are_done_in_order_a_slice_at_a_time() -> None:
     done: list[tuple[str, int]] = []
-    backlog = Backlog(at_once=2)
+    backlog = Backlog(slice_size=2)
     backlog.add(lambda number: done.append(("a", number)), range(3))
     assert done == [("a", 0), ("a", 1)]
     backlog.add(lambda number: done.append(("b", number)), [7])
@@ -140,7 +138,7 @@ def test_a_quarantine_gives_up_a_slice_of_groups_at_a_time_and_all_in_the_end() 
     leases = lease_all(buffer, 0)
     failed = next(lease for lease in leases if lease.task.kind == "b")
     left = buffer.samples.in_flight
-    buffer.finish(failed.lease_id, Failure(failed.task, Outcome.ENV_ERROR, "boom", 0))
+    buffer.deliver(failed.lease_id, Failure(failed.task, Outcome.ENV_ERROR, "boom", 0))
     assert buffer.samples.in_flight == left - 2
     while buffer.tidy():
         left -= 2
@@ -155,7 +153,7 @@ def test_a_batch_is_the_same_however_it_is_gathered(at_once: int | None) -> None
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[2:], 0)
     slices = 0
-    while (groups := buffer.take(0)) is None:
+    while (groups := buffer.next_batch(0)) is None:
         assert buffer.samples.backlog
         buffer.tidy()
         slices += 1
@@ -174,11 +172,11 @@ def test_a_window_in_order_of_issue_follows_the_places_of_returned_groups() -> N
     buffer = make_buffer(alpha=2, batch=4, group=2, retries=0, fifo_window=1.0)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[4:8], 0)
-    assert buffer.take(0) is None
+    assert buffer.next_batch(0) is None
     for lease in leases[:2]:
-        buffer.finish(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0))
+        buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0))
     finish_all(buffer, leases[2:4], 0)
-    groups = buffer.take(0)
+    groups = buffer.next_batch(0)
     assert groups is not None
     assert [group.group_id for group in groups] == [1, 2]
 
@@ -206,12 +204,12 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
     buffer.revoke([lease.lease_id for lease in leases[8:]])
     slices = 0
     while buffer.samples.backlog:
-        assert not buffer.can_take(0)
+        assert not buffer.has_batch(0)
         buffer.samples.check()
         buffer.tidy()
         slices += 1
     assert slices == 8
-    assert buffer.can_take(0)
+    assert buffer.has_batch(0)
     assert [lease.task for lease in lease_all(buffer, 0)] == [lease.task for lease in leases[8:]]
 
 
@@ -245,7 +243,7 @@ def calls_of_a_lease_that_all_tasks_avoid(tasks: int) -> int:
     """Calls that the hub makes until a node hears that all tasks that wait have failed on it."""
     buffer = make_buffer(alpha=0, batch=tasks, group=1)
     for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0), node=0)
+        buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0), node=0)
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -260,7 +258,7 @@ def calls_of_a_lease_that_all_tasks_avoid(tasks: int) -> int:
     finally:
         sys.setprofile(before)
     assert lease is None
-    assert buffer.at_hand(0) == tasks
+    assert buffer.available(0) == tasks
     return len(calls)
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.samples.buffer import SampleBuffer
-from flash.samples.journal import Committed, Ended, Event, MemoryJournal
+from flash.samples.journal import Committed, Delivered, Event, MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.state import BufferState
+from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
 
@@ -74,13 +74,13 @@ class Incarnation:
         outcome = dice.choice([Outcome.ENV_ERROR, Outcome.CANCELLED])
         made = trajectory(lease.task, max(lease.min_version, self.version), 1 + dice.randrange(5), dice.random())
         failed = Failure(lease.task, outcome, "boom", dice.randrange(3))
-        self._buffer.finish(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
+        self._buffer.deliver(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
 
     def cancel(self) -> None:
         if self._buffer.samples.leases.withdrawn and (
             lease := self._held.pop(self._buffer.samples.leases.withdrawn.pop(), None)
         ):
-            self._buffer.finish(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
+            self._buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
 
     def lose(self) -> None:
         if self._held:
@@ -93,7 +93,7 @@ class Incarnation:
 
     def train(self) -> None:
         if not self.training:
-            groups = self._buffer.take(self.version)
+            groups = self._buffer.next_batch(self.version)
             if groups is not None:
                 self.training, self.batches[self.version] = True, {group.group_id for group in groups}
         else:
@@ -173,7 +173,7 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
 
 def one_step(buffer: SampleBuffer, step: int) -> None:
     finish_all(buffer, lease_all(buffer, step), step)
-    assert buffer.take(step) is not None
+    assert buffer.next_batch(step) is not None
 
 
 def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batches_and_booked_once() -> None:
@@ -182,7 +182,7 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
     batches: list[list[int]] = []
     for step in range(3):
         finish_all(buffer, lease_all(buffer, step), step)
-        groups = buffer.take(step)
+        groups = buffer.next_batch(step)
         assert groups is not None
         batches.append([group.group_id for group in groups])
         if step < 2:
@@ -193,8 +193,8 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
     assert (again.samples.ledger.issued, again.samples.ledger.trained) == (buffer.samples.ledger.issued, 0)
     assert again.samples.ledger.generated_tokens == buffer.samples.ledger.generated_tokens
     for step, expected in enumerate(batches):
-        assert again.can_take(step)
-        groups = again.take(step)
+        assert again.has_batch(step)
+        groups = again.next_batch(step)
         assert groups is not None
         assert [group.group_id for group in groups] == expected
         assert again.lease([step]) is None, "what was generated is generated again"
@@ -217,7 +217,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 4):
         finish_all(again, lease_all(again, step), step)
-        groups = again.take(step)
+        groups = again.next_batch(step)
         assert groups is not None
         assert [group.trained_tokens(step) for group in groups] == [6, 6]
         again.commit(step)
@@ -227,7 +227,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     # Under the same ratio they are the same batches.
     state = replayed(None, 0, journal.events).state(until=1)
     same = void(make(alpha=2, state=state, step=1, incarnation=1, **options))
-    assert [group.group_id for group in same.take(1) or []] == [2, 3]
+    assert [group.group_id for group in same.next_batch(1) or []] == [2, 3]
 
 
 def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -> None:
@@ -247,7 +247,7 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
 
 
 def trained(buffer: SampleBuffer, step: int) -> None:
-    assert buffer.take(step) is not None
+    assert buffer.next_batch(step) is not None
     buffer.commit(step)
     while buffer.tidy():
         pass
@@ -264,7 +264,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
     state = replayed(None, 0, journal.events).state(until=1)
     again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 5):
-        while (groups := again.take(step)) is None:
+        while (groups := again.next_batch(step)) is None:
             finish_all(again, lease_all(again, step), step)
         assert [group.newest for group in groups] == [step, step]
         again.commit(step)
@@ -285,13 +285,13 @@ def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
     trained(buffer, 1)
     finish_all(buffer, lease_all(buffer, 2), 2)
     late = next(lease for lease in old if lease.task.task_id == 7)
-    buffer.finish(late.lease_id, trajectory(late.task, 2, 6, versions=[VersionRun(0, 4), VersionRun(2, 2)]))
+    buffer.deliver(late.lease_id, trajectory(late.task, 2, 6, versions=[VersionRun(0, 4), VersionRun(2, 2)]))
     trained(buffer, 2)
     state = replayed(None, 0, journal.events).state(until=1)
     assert state is not None
     parts = [(each.step, len(each.group.trajectories())) for each in state.formed if each.group.group_id == 1]
     assert parts == [(1, 3), (2, 1)]
-    state.put_back(2)
+    state.unform_batches(2)
     (group,) = (group for group in state.groups if group.group_id == 1)
     assert sorted(member.task.sample_index for member in group.members) == [0, 1, 2, 3]
     assert len(group.trajectories()) == 4
@@ -322,16 +322,16 @@ def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -
     leases = lease_all(buffer, 0)
     failures = [Failure(lease.task, Outcome.ENV_ERROR, "boom", 1) for lease in leases]
     for lease, failure in zip(leases[:2], failures, strict=False):
-        buffer.finish(lease.lease_id, failure)
+        buffer.deliver(lease.lease_id, failure)
     with pytest.raises(BreakerError):
-        buffer.finish(leases[2].lease_id, failures[2])
+        buffer.deliver(leases[2].lease_id, failures[2])
     state = replayed(None, 0, journal.events).state(until=0)
     again = void(make(retries=0, breaker=3, state=state, incarnation=1))
     assert again.samples.ledger.given_up == {Outcome.ENV_ERROR: 3}
     leases = lease_all(again, 0)
-    again.finish(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))
+    again.deliver(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))
     finish_all(again, leases[1:], 0)
-    assert again.take(0) is not None
+    assert again.next_batch(0) is not None
     again.samples.check()
 
 
@@ -342,9 +342,9 @@ def test_a_journal_that_does_not_belong_to_the_state_is_noticed() -> None:
     buffer.commit(0)
     with pytest.raises(ContractError, match="begins in the middle"):
         replayed(None, 0, journal.events[1:])
-    ended = next(event for event in journal.events if isinstance(event, Ended))
+    ended = next(event for event in journal.events if isinstance(event, Delivered))
     with pytest.raises(ContractError, match=r"lease \d+ is not out"):
         replayed(None, 0, [*journal.events, ended])
-    lacking = [event for event in journal.events if not isinstance(event, Ended)]
+    lacking = [event for event in journal.events if not isinstance(event, Delivered)]
     with pytest.raises((ContractError, KeyError)):
         replayed(None, 0, lacking)

@@ -35,14 +35,14 @@ def test_a_group_that_is_trained_in_parts_counts_once() -> None:
     late = leases[3]
     for lease in leases:
         if lease is not late:
-            buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(lease.lease_id % 2)))
+            buffer.deliver(lease.lease_id, trajectory(lease.task, 0, reward=float(lease.lease_id % 2)))
     for version in (0, 1):
-        assert buffer.take(version) is not None
+        assert buffer.next_batch(version) is not None
         buffer.commit(version)
         buffer.tidy()
     cursor = buffer.samples.source.cursor
     assert cursor.ended == 4
     assert buffer.samples.pool[late.task.group_id].earlier, "it was to be trained in parts"
-    buffer.finish(late.lease_id, trajectory(late.task, 0, 2, versions=[VersionRun(0, 1), VersionRun(2, 1)]))
+    buffer.deliver(late.lease_id, trajectory(late.task, 0, 2, versions=[VersionRun(0, 1), VersionRun(2, 1)]))
     assert cursor.ended == 4
     assert cursor.equal == 0

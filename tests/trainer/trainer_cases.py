@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from flash.branches import trained_branches
+from flash.branches import count_trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
@@ -139,7 +139,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
         batch=[one.entry(min_version) for one in trajectories],
         total_tokens=sum(one.trained_tokens(min_version) for one in trajectories),
-        total_sequences=sum(trained_branches(one, min_version) for one in trajectories),
+        total_sequences=sum(count_trained_branches(one, min_version) for one in trajectories),
     )
 
 

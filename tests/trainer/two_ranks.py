@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
 from flash.samples.batches import deal
-from flash.samples.slices import at_once
 from flash.trainer import checkpoint
 from flash.trainer.critic import Critic
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.packing import MicroBatch
 from flash.types import Batch, Shard
+from flash.waiting import run_to_end
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (
     Trainer,
@@ -42,7 +42,7 @@ SPLITS = {
     "all on one": (list(range(13)), []),
     "trees": tuple(
         [sample.index for sample in shard.samples]
-        for shard in at_once(deal(Batch(0, 0, [one.trajectory for one in forked_shard().samples], []), 2))
+        for shard in run_to_end(deal(Batch(0, 0, [one.trajectory for one in forked_shard().samples], []), 2))
     ),
 }
 CASES: dict[str, dict[str, Any]] = {

@@ -26,12 +26,12 @@ from flash.run.processes.supervisor import End
 from flash.run.sft.course import ROWS, Course, CourseTokens
 from flash.run.trainer_rank import meet, others
 from flash.samples.batches import deal
-from flash.samples.slices import at_once
 from flash.trainer import checkpoint
 from flash.trainer.checkpoint_files import FileEntry, choose_checkpoint, file_entry, hub_state
 from flash.trainer.performance import StepMeter, StepProfiler
 from flash.trainer.step import Trainer
 from flash.types import Batch, Shard
+from flash.waiting import run_to_end
 
 log = logging.getLogger("flash")
 
@@ -198,7 +198,7 @@ class SftLoop:
     def _dealt(self, batch: Batch) -> Shard:
         """Return this rank's part of a batch."""
         mesh = self._trainer.mesh
-        return at_once(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
+        return run_to_end(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _agreed(self, wish: Wish | None) -> int:
         """Agree with all ranks on what is done next: a signal may have reached only some of them."""

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from flash.branches import Int64Array, in_common
-from flash.samples.slices import at_once
+from flash.branches import Int64Array, sort_by_prefix
 from flash.sampling import Routes
+from flash.waiting import run_to_end
 
 
 class Computed(NamedTuple):
@@ -60,7 +60,7 @@ class PackedSequences(Protocol):
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
     """Compute what sequences begin with alike once, where the first of them in order of tokens has it."""
-    order, known = at_once(in_common(sequences))
+    order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
         # In their own order, which attention can take as it is.

@@ -1,0 +1,594 @@
+"""SampleStore: the state of every training task between its issue and the commit of its step. Pure state.
+
+The store changes only by events (`flash.samples.journal`): the same events lead to the same state, in a running hub
+(`flash.samples.buffer` decides, then calls `apply`) and in a replay (`flash.samples.replay`).
+
+On its road a task is issued in a group (`issue`), leased (`lend`), and its result is delivered (`_deliver`). `_settle`
+then decides about its group: wait, ready, filtered out, or gone. A step takes groups (`_take`) and books them as
+trained (`_commit`). After a step was formed, `_age_group` looks at each group that is left: members that have become
+too old for the next step leave, start again, or are trained before the others of their group.
+
+Conservation: every issued task is queued, leased, done, in a batch, or booked in the ledger as trained, filtered or
+given up; its tokens are booked as trained or discarded. `in_flight` counts tasks independently of the ledger.
+
+No event takes longer the more samples are in flight. What has to be done to many groups goes into the `backlog`, which
+is worked off in slices, one event each. After each slice the state is sound, and no batch is formed while one is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from functools import partial
+from itertools import count, islice
+from typing import Literal
+
+import msgspec
+
+from algorithms.advantages import are_equal
+from flash.errors import ContractError
+from flash.samples.admission import Admission, Places
+from flash.samples.groups import FormedBatches, FormedGroup, Group, GroupPool, Member
+from flash.samples.journal import (
+    BufferSettings,
+    Closed,
+    Committed,
+    Delivered,
+    DeliveredLate,
+    Event,
+    Issued,
+    Lent,
+    Revoked,
+    Taken,
+    Tidied,
+)
+from flash.samples.leases import LeaseTable, as_issued
+from flash.samples.ledger import Ledger
+from flash.samples.rules import Breaker, DomainShares, DomainTotals, Streaks
+from flash.samples.tasks import Cursor, TaskSource
+from flash.types import Failure, Lease, Outcome
+
+FILTER_BREAKER = 20
+"""Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
+
+
+class Backlog:
+    """Work on many numbered items, in order, that is done in slices.
+
+    Args:
+        slice_size: items in one slice.
+    """
+
+    def __init__(self, slice_size: int) -> None:
+        self._slice_size = slice_size
+        self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
+
+    def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+        """Call `do` with each number, after all that is left to do. The first slice is done at once."""
+        # A copy, since the work itself may change the collection that the numbers come from.
+        self._left.append((do, iter(list(numbers))))
+        self.work()
+
+    def work(self) -> bool:
+        """Do one slice. Returns True if more is left."""
+        room = self._slice_size
+        while self._left and room > 0:
+            do, numbers = self._left[0]
+            done = 0
+            for number in islice(numbers, room):
+                done += 1
+                do(number)
+            if done < room:
+                self._left.popleft()
+            room -= done
+        return bool(self._left)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+
+class BufferState(msgspec.Struct):
+    """The state of a buffer that a checkpoint keeps: all that later events need."""
+
+    settings: BufferSettings = msgspec.field(name="made")
+    cursor: Cursor
+    places: Places
+    groups: list[Group]
+    """Groups of the pool, in the order of issue."""
+    ledger: Ledger
+    formed: list[FormedGroup] = msgspec.field(default_factory=list[FormedGroup], name="again")
+    """Groups in batches that were formed and are not trained yet."""
+    withdrawn: dict[int, Outcome] = {}
+    """Why leases were withdrawn whose nodes have not reported yet."""
+    streaks: Streaks = msgspec.field(default_factory=Streaks)
+    domain_totals: DomainTotals | None = msgspec.field(default=None, name="shared")
+
+    def unform_batches(self, step: int) -> set[int]:
+        """Put the groups of formed batches back among the others. Returns those with a token of a version > `step`.
+
+        Under a stricter age contract the steps of these batches could train less of them. Versions after `step` are
+        made again, so that groups with tokens of the former ones must not be trained.
+        """
+        groups = {group.group_id: group for group in self.groups}
+        for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
+            part = formed.group
+            groups.setdefault(part.group_id, part).rejoin(part)
+            totals = self.domain_totals
+            if totals is not None and part.kind in totals.trained and not part.earlier:
+                totals.trained[part.kind] -= 1
+        self.groups = [groups[group_id] for group_id in sorted(groups)]
+        self.formed = []
+        return {group.group_id for group in self.groups if group.newest > step}
+
+
+class SampleStore:
+    """The tasks, groups, leases and books of a run. See the module's docstring.
+
+    Args:
+        settings: settings by which the buffer decides.
+        source: gives the tasks of groups. Its cursor is that of `state`.
+        step: the version that the trainers hold.
+        state: an earlier state. None in a new run.
+        same_incarnation: True if the hub that left the state continues, as in a replay. A new hub starts new streaks,
+            ends the quarantine of kinds, and expects no reports of withdrawn leases. Leases that are out stay out.
+        lease_ids: numbers of new leases, which training and evaluation share.
+    """
+
+    def __init__(
+        self,
+        settings: BufferSettings,
+        source: TaskSource,
+        *,
+        step: int,
+        state: BufferState | None,
+        same_incarnation: bool = False,
+        lease_ids: Iterator[int] | None = None,
+    ) -> None:
+        contract, rules = settings.contract, settings.rules
+        state = state or BufferState(settings, source.cursor, Places(), [], Ledger())
+        stricter = contract.max_age < state.settings.contract.max_age
+        from_future = state.unform_batches(step) if stricter else set[int]()
+        self._settings = settings
+        self.contract = contract
+        self.rules = rules
+        self.source = source
+        self.pool = GroupPool(settings.slice_size)
+        self.batches = FormedBatches(state.formed)
+        self.backlog = Backlog(settings.slice_size)
+        streaks = state.streaks if same_incarnation else None
+        # A new incarnation tries all kinds again: whoever resumes a run may have mended what failed.
+        tried_again = [] if same_incarnation else source.end_quarantine()
+        self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
+        self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
+        next_step = max(step, self.batches.next_unformed)
+        self.admission = Admission(contract, rules, source, state.places, self.leases, next_step)
+        self.ledger = state.ledger
+        self.domains = DomainShares(
+            rules.domains,
+            contract.groups_per_batch,
+            rules.drift,
+            None if tried_again else state.domain_totals,
+            (group.kind for group in state.groups if not group.earlier),
+        )
+        self._withdrawable = 0
+        """Groups that may still be withdrawn, before the next step is formed, for having outgrown the window."""
+        self.notes: list[str] = []
+        """Messages for the user. The owner empties the list."""
+        if tried_again:
+            kinds = ", ".join(map(repr, tried_again))
+            self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
+        self._noted_failures: set[Outcome] = set()
+        """Kinds of failures of which an example was noted."""
+        self._restore(state, from_future, same_incarnation)
+
+    def _restore(self, state: BufferState, from_future: set[int], same_incarnation: bool) -> None:
+        """Put the groups of an earlier state into the pool, and decide about each under the present settings."""
+        if same_incarnation:
+            self.leases.reasons.update(state.withdrawn)
+        before, now = state.settings.rules.problems, self.rules.problems
+        other_problems = bool(before and now and before != now)
+        for group in (*state.groups, *(formed.group for formed in state.formed)):
+            group.closed = group.closed or other_problems
+        for group in state.groups:
+            for member in group.members:
+                if member.state == "leased":
+                    self.leases.out[member.lease_id] = member
+                elif member.state == "queued":
+                    self.leases.put(member)
+            self.pool.put_waiting(group)
+            if group.group_id in from_future:
+                self._withdraw(group)
+            elif other_problems and not (group.complete and not group.earlier):
+                self._end_unfinished(group)
+            elif not group.complete or group.earlier:
+                self._wait_or_expire_soon(group)
+            elif same_incarnation or self.rules.filter_of(group.kind).keeps(group):
+                self.pool.put_ready(group)
+            else:
+                self._filter_out(group)
+        if not same_incarnation:  # under another contract more groups may be too old
+            self._age_groups()
+        if other_problems:
+            self.notes.append(
+                f"the problems are others than before: in the {len(state.groups)} groups of the old ones nothing more "
+                "begins; those with finished samples are trained as they are, the others leave"
+            )
+
+    def _end_unfinished(self, group: Group) -> None:
+        """Drop the members of a group that are on their way. Finished members are trained without them."""
+        self._drop_pending(group, "lost", Outcome.CANCELLED)
+        if group.alive == 0:
+            self._leave(group)
+        elif group.earlier:
+            self._wait_or_expire_soon(group)
+        elif self.rules.filter_of(group.kind).keeps(group):
+            self.pool.put_ready(group)
+        else:
+            self._filter_out(group)
+
+    def snapshot(self) -> BufferState:
+        """Return the present state, which later changes do not reach.
+
+        Call it only while no batch is in training and no backlog is left.
+        """
+        assert not self.batches.training, "a batch in training belongs to no consistent state"
+        assert not self.backlog, "the backlog would be lost"
+        counts = self.source.cursor, self.admission.places, self.ledger, self._breaker.streaks, self.domains.totals
+        cursor, places, ledger, streaks, totals = deepcopy(counts)
+        groups, formed, withdrawn = self.pool.copies(), self.batches.left(), dict(self.leases.reasons)
+        return BufferState(self._settings, cursor, places, groups, ledger, formed, withdrawn, streaks, totals)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Make the change of an event, which `flash.samples.buffer` has decided on in this very state.
+
+        Raises:
+            BreakerError: too many tasks in a row were given up, or too many groups filtered out. The change is made.
+            ContractError: a task or a token is unaccounted for.
+        """
+        match event:
+            case Delivered():
+                self._deliver(event)
+            case Lent():
+                self.lend(event)
+            case Issued():
+                self.issue(event)
+            case DeliveredLate():
+                self.ledger.generated_tokens += event.tokens
+                self.ledger.discard(self.leases.take_reason(event.lease_id), event.tokens)
+            case Revoked():
+                self.backlog.add(self._revoke, event.lease_ids)
+            case Tidied():
+                self.backlog.work()
+            case Taken():
+                self._take(event)
+            case Committed():
+                self._commit(event)
+            case Closed():
+                self._close()
+            case _:
+                raise ContractError(f"{type(event).__name__} changes no buffer")
+
+    def issue(self, event: Issued) -> Group:
+        """Issue a group: its tasks are queued. Returns the group."""
+        tasks = self.admission.issue(event.problem)
+        wanted = len(tasks) - self.rules.extra_per_group
+        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
+        for member in group.members:
+            self.leases.put(member)
+        self.pool.put_waiting(group)
+        self.domains.issued(group.kind)
+        self.ledger.issued += len(tasks)
+        return group
+
+    def lend(self, event: Lent) -> list[Lease]:
+        """Lease queued members of a group to a node. Returns the leases."""
+        group = self.pool[event.group_id]
+        leases = [self.leases.grant(group.members[index], floor, number) for number, index, floor in event.leases]
+        for _, index, _ in event.leases:
+            group.members[index].node = event.node
+        self.pool.recount(group)
+        return leases
+
+    def _deliver(self, event: Delivered) -> None:
+        member, result = self.leases.out.pop(event.lease_id, None), event.result
+        if member is None:
+            raise ContractError(f"lease {event.lease_id} is not out")
+        group, given_up = self.pool[member.task.group_id], False
+        self.ledger.generated_tokens += result.sampled
+        if isinstance(result, Failure):
+            self.ledger.discard(result.outcome, result.tokens)
+            given_up = self._fail(member, result, event.node)
+        else:
+            member.state, member.trajectory, member.floor = "done", result, result.oldest_version
+            self.ledger.discard(Outcome.CANCELLED, result.lost_tokens)
+            self._breaker.finished(member.task)
+        self._settle(group)
+        if self.rules.waves and not self.leases.out:
+            self.admission.openings += 1
+        # The breaker comes last, since it may raise: the group is in order by then, and a run may continue from here.
+        if given_up and isinstance(result, Failure) and self._breaker.given_up(member.task, result):
+            self._quarantine(member.task.kind, result)
+
+    def _fail(self, member: Member, failure: Failure, node: int) -> bool:
+        """Queue a failed task again, or give it up. Returns True if it was given up."""
+        if failure.outcome not in self._noted_failures and failure.outcome is not Outcome.CANCELLED:
+            self._noted_failures.add(failure.outcome)
+            self.notes.append(f"the first sample that failed ({failure.outcome}): {failure.message}")
+        if self.leases.retry(member, failure.outcome, node):
+            self.ledger.retry(failure.outcome)
+            self.admission.openings += 1
+            return False
+        self._drop(member, "lost", failure.outcome)
+        if failure.outcome is Outcome.TOO_LONG:  # the other members have the same prompt
+            self._drop_pending(self.pool[member.task.group_id], "lost", failure.outcome)
+        return True
+
+    def _revoke(self, lease_id: int) -> None:
+        """Queue the task of a lease again, if it is still out."""
+        if (member := self.leases.revoke(lease_id)) is not None:
+            self.ledger.retry(Outcome.CANCELLED)
+            self.pool.recount(self.pool[member.task.group_id])
+            self.admission.openings += 1
+
+    def _quarantine(self, kind: str, failure: Failure) -> None:
+        """Issue no more problems of a kind that keeps failing, and give up its tasks on their way.
+
+        Finished members stay.
+        """
+        self.source.quarantine(kind)
+        of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
+        self.backlog.add(partial(self._give_up_pending, failure.outcome), of_kind)
+        self.notes.append(
+            f"environments of kind {kind!r} are in quarantine: {self.rules.quarantine} of their samples in a row were "
+            f"given up; the last one ({failure.outcome}): {failure.message}"
+        )
+
+    def _give_up_pending(self, outcome: Outcome, group_id: int) -> None:
+        if (group := self.pool.get(group_id)) is not None:
+            self._drop_pending(group, "lost", outcome)
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """Decide about a group after a member has finished or left: it is ready, filtered out, gone, or waits."""
+        if self.pool.get(group.group_id) is None:
+            return
+        if group.complete:
+            self._drop_pending(group, "beaten", Outcome.CANCELLED)
+            self._count_ended(group)
+        if self.pool.is_ready(group.group_id):
+            self.pool.recount(group)
+        elif group.alive == 0:
+            self._leave(group)
+        elif self._too_old(group):
+            self._expire(group)
+        elif group.complete and not group.earlier:
+            self._admit_or_filter(group)
+        else:
+            self._wait_or_expire_soon(group)
+
+    def _count_ended(self, group: Group) -> None:
+        """Count a group once for the metrics: when it is complete, or when its first part is trained."""
+        rewards = [trajectory.reward for trajectory in group.trajectories()]
+        if rewards and not group.counted:
+            group.counted = True
+            self.source.cursor.ended += 1
+            self.source.cursor.equal += are_equal(rewards)
+
+    def _admit_or_filter(self, group: Group) -> None:
+        """Keep a complete group for a step, or filter it out."""
+        if self.rules.filter_of(group.kind).keeps(group):
+            self.pool.put_ready(group)
+            self._breaker.kept()
+            return
+        self._filter_out(group)
+        if in_a_row := self.domains.filtered(group.kind, self.quarantined):
+            self.notes.append(
+                f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
+                "easy or too hard. Until one is trained it has its turns, and what comes to nothing is not made up for"
+            )
+        self._breaker.filtered(group.kind)
+
+    def _take(self, event: Taken) -> None:
+        """Put the batch of a step into training: a batch formed before, or chosen groups with late parts of others."""
+        step = self.batches.step = event.step
+        if step in self.batches.formed:
+            formed = self.batches.formed[step]
+            self.backlog.add(lambda group_id: self.batches.train(self.batches.take(step, group_id)), formed)
+            return
+        groups = (*event.groups, *self.pool.late_groups())
+        for group_id in event.groups:
+            self._count_ended(self.pool[group_id])
+            self.domains.trained(self.pool[group_id].kind)
+        self.pool.put_chosen(groups)
+        self.backlog.add(lambda group_id: self.batches.train(self.pool.take(group_id)), groups)
+        if step + 1 > self.admission.next_step:
+            self.admission.next_step = step + 1
+            self._withdrawable = self.contract.extra_groups
+            self._age_groups()
+
+    def _commit(self, event: Committed) -> None:
+        self.batches.step = None
+        min_version = self.contract.min_token_version(event.step)
+        self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
+        self.check()
+
+    def _book_trained(self, min_version: int, group_id: int) -> None:
+        """Book a group, or a part of it, whose tokens of `min_version` or newer were trained."""
+        for trajectory in self.batches.trained(group_id).trajectories():
+            self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
+
+    def _close(self) -> None:
+        """Withdraw all that is left after the last step: redundant groups, and formed batches that stay untrained."""
+        for step, groups in list(self.batches.formed.items()):
+            self.backlog.add(partial(self._withdraw_formed, step), groups)
+        self.backlog.add(self._withdraw_number, self.pool)
+
+    def _withdraw_number(self, group_id: int) -> None:
+        if (group := self.pool.get(group_id)) is not None:
+            self._withdraw(group)
+
+    def _withdraw_formed(self, step: int, group_id: int) -> None:
+        group = self.batches.take(step, group_id)
+        for trajectory in group.trajectories():
+            self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
+            self.ledger.give_up(Outcome.CANCELLED)
+        # As in `_leave`: the run may be resumed with more steps, and then the place can be used again.
+        if not group.earlier:
+            self.admission.give_back(group_id)
+
+    # -- members and groups that leave -------------------------------------------------------------------------------
+
+    def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        """Remove a member for good. Its lease is withdrawn; tokens of a finished member are booked as discarded."""
+        self.leases.remove(member, outcome)
+        if member.trajectory is not None:
+            self.ledger.discard(outcome, member.trajectory.action_count)
+            member.trajectory = None
+        member.state = state
+        self.ledger.give_up(outcome)
+
+    def _drop_pending(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        """Remove the members of a group that are queued or leased."""
+        for member in group.members:
+            if member.state in ("queued", "leased"):
+                self._drop(member, state, outcome)
+
+    def _drop_done(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        for member in group.members:
+            if member.state == "done":
+                self._drop(member, state, outcome)
+
+    def _leave(self, group: Group) -> None:
+        """Remove a group without members from the pool. If no part of it was trained, its place is free again."""
+        self.pool.remove(group.group_id)
+        if not group.earlier:
+            self.admission.give_back(group.group_id)
+            self.domains.left(group.kind)
+
+    def _filter_out(self, group: Group) -> None:
+        """Remove a complete group that is not worth a place in a batch."""
+        self.ledger.filtered += group.alive
+        for trajectory in group.trajectories():
+            self.ledger.discard(Outcome.FILTERED, trajectory.action_count)
+        self._leave(group)
+
+    def _withdraw(self, group: Group) -> None:
+        """Remove a whole group that is of no use any more."""
+        self._drop_pending(group, "beaten", Outcome.CANCELLED)
+        self._drop_done(group, "beaten", Outcome.CANCELLED)
+        self._leave(group)
+
+    def _expire(self, group: Group) -> None:
+        """Remove the finished members of a group, which are too old."""
+        self._drop_done(group, "lost", Outcome.STALE)
+        if group.pending == 0:
+            self._leave(group)
+        else:
+            self.pool.recount(group)
+
+    # -- age ---------------------------------------------------------------------------------------------------------
+
+    def _age_groups(self) -> None:
+        """Deal with the age of all groups, after `admission.next_step` has changed or a run was resumed."""
+        if (oldest := next(iter(self.pool), None)) is not None:
+            self.admission.places.forget(oldest)
+        self.backlog.add(self._age_group, self.pool)
+
+    def _age_group(self, group_id: int) -> None:
+        """Deal with a group that may have become too old for the next step, or will be for the step after it."""
+        group = self.pool.get(group_id)
+        if group is None:
+            return
+        begun, step = self.pool.census.oldest(group_id), self.admission.next_step
+        if begun is None or begun >= self.contract.window_start(step + 1):
+            return
+        oldest = self.contract.min_token_version(step)
+        if self._withdrawable and self._outgrown(group, oldest):
+            # Redundant groups stand in for those that have outgrown the window.
+            self._withdrawable -= 1
+            self._withdraw(group)
+            return
+        if self.rules.on_expire == "requeue":
+            if group.closed and begun < oldest:
+                self._expire(group)
+                return
+            self._start_again(group, oldest)
+        if self._too_old(group):
+            self._expire(group)
+        elif not self.pool.is_ready(group_id):
+            self._wait_or_expire_soon(group)
+
+    def _outgrown(self, group: Group, oldest: int) -> bool:
+        """Return True if a group that is on its way has begun tokens of a version before `oldest`."""
+        if self.pool.is_ready(group.group_id) or group.earlier:
+            return False
+        return any(member.state == "leased" and member.floor < oldest for member in group.members)
+
+    def _too_old(self, group: Group) -> bool:
+        """Return True if the next step can train no token of a group that is complete or was trained in part."""
+        if not (group.complete or group.earlier):
+            return False
+        return group.trained_tokens(self.contract.min_token_version(self.admission.next_step)) == 0
+
+    def _wait_or_expire_soon(self, group: Group) -> None:
+        """Let a group wait for its members. If only the next step can train one of its members, mark it as expiring.
+
+        Then the next step may train the finished members without waiting for the others.
+        """
+        expiring = False
+        if self.rules.on_expire == "mask" and self.contract.splits and not group.complete and not group.earlier:
+            step = self.admission.next_step
+            expiring = (
+                group.expiring(self.contract.window_start(step + 1))
+                and group.trained_tokens(self.contract.min_token_version(step)) > 0
+                and self.rules.filter_of(group.kind).keeps(group)
+            )
+        self.pool.put_waiting(group, expiring=expiring)
+
+    def _start_again(self, group: Group, oldest: int) -> None:
+        """Queue members with a token older than version `oldest` again, in their place. Their tokens are discarded."""
+        old = [member for member in group.members if member.state in ("leased", "done") and member.floor < oldest]
+        for member in old:
+            if member.trajectory is not None:
+                self.ledger.discard(Outcome.STALE, member.trajectory.action_count)
+                member.trajectory = None
+            else:
+                self.leases.remove(member, Outcome.STALE)
+            self.ledger.retry(Outcome.STALE)
+            self.leases.put(member)
+            self.admission.openings += 1
+        if old:
+            self.pool.put_waiting(group)
+
+    # -- counts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Kinds of which no more problems are issued."""
+        return self.source.cursor.quarantined
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks that were issued and are not trained, filtered or given up."""
+        return self.pool.census.in_flight + self.batches.in_flight
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Action tokens of trajectories that wait for a step or are in a batch."""
+        return self.pool.census.tokens + self.batches.tokens
+
+    @property
+    def books(self) -> tuple[int, int, int]:
+        """Tasks issued, tasks in flight and tokens generated: equal in two states that the same events have led to."""
+        return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
+
+    def totals(self) -> dict[str, int]:
+        """Return the ledger as flat numbers, for summaries."""
+        return self.ledger.totals(self.in_flight)
+
+    def check(self) -> None:
+        """Compare the ledger with the tasks and tokens that are here. Raises ContractError."""
+        self.ledger.check(self.in_flight, self.buffered_tokens)
