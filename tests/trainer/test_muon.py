@@ -75,7 +75,7 @@ def test_experts_of_a_mixture_move_by_adamw_and_a_line_says_so(caplog: pytest.Lo
     matrices, others = make_optimizer(mixture, TrainConfig(optimizer="muon")).param_groups
     assert [one.shape for one in matrices["params"]] == [(5, 8), (9, 3)]
     assert any(one is mixture.experts for one in others["params"])
-    assert "experts, 120 weights in tensors of three dimensions, move by AdamW" in caplog.text
+    assert "experts, 120 weights in tensors of three dimensions, are updated by AdamW" in caplog.text
 
 
 def test_several_updates_are_those_of_torchs_muon_up_to_its_rounding() -> None:
