@@ -1,73 +1,176 @@
-"""How large the house is: files and lines of each room, the control plane, words of documents, wide classes.
+"""Print how large the code is and how readable its docstrings are, so that a change for the worse is seen.
 
-`python scripts/house.py` prints it. Lines are those of the files as they stand.
+`python scripts/house.py` prints one row for each folder, then the road of a sample, then the totals. `--list` adds each
+docstring whose first word points to something outside it. tests/test_house.py holds the limits.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ("flash", "algorithms", "envs")
-CONTROL_PLANE = ("samples", "hub", "rollout", "transport", "weights", "run", "types.py", "errors.py", "waiting.py")
-"""What of `flash` moves samples and weights between processes, and starts and ends these."""
-MOST_MEMBERS = 12
-MOST_PARAMETERS = 8
+"""Folders of what runs; tests, benchmarks and scripts are not counted."""
+SMALL = 60
+"""Lines below which a file counts as small. A package's `__init__.py` never does."""
+POINTERS = (
+    *("What", "Who", "Whose", "Whom", "Whether", "Which", "Where", "How", "Why"),
+    *("Of", "Those", "These", "That", "As", "By", "With", "From", "Its", "Their", "It", "They"),
+    *("None", "One", "Ones", "Other", "Others", "Another", "The same", "Nobody", "Somebody", "So", "Such"),
+)
+"""First words of docstrings that are understood only with something else in view. They find a form, not the sense."""
+POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
+
+ROAD = (
+    *("samples/tasks.py", "samples/admission.py", "samples/buffer.py", "samples/store.py", "samples/leases.py"),
+    *("hub/dealing.py", "hub/work.py", "hub/nodes.py", "hub/hub.py", "hub/protocol.py"),
+    *("transport/server.py", "transport/connection.py", "transport/frames.py", "transport/client.py"),
+    *("rollout/hubs.py", "rollout/node.py", "rollout/scheduler.py"),
+    *("rollout/episode/episode.py", "rollout/episode/view.py", "rollout/episode/transcript.py"),
+    *("rollout/episode/tokenizer.py", "rollout/proxy.py", "rollout/routing.py", "rollout/response.py"),
+    *("rollout/engine.py", "rollout/vllm/engine.py", "rollout/vllm/requests.py"),
+    *("samples/ledger.py", "samples/journal.py", "samples/groups.py", "samples/batches.py", "hub/steps.py"),
+    *("hub/trainers.py", "run/trainer_rank.py", "trainer/loop.py", "trainer/step.py", "trainer/plan.py"),
+    *("trainer/packing.py", "trainer/credit.py", "trainer/firstpass.py"),
+    *("trainer/model/logprobs.py", "trainer/model/packed.py", "trainer/model/output_layer.py"),
+    *("trainer/loss.py", "trainer/objective.py", "trainer/optimizer.py"),
+)
+"""Files of `flash` through which the task, the requests and the tokens of one sample pass, from lease to gradient.
+
+They stand in the order in which a sample reaches them. Environments and configuration are left out, and so are the
+files that every room uses, such as `types.py` and `errors.py`.
+"""
 
 
-def lines(path: Path) -> int:
-    """Of one file."""
-    return len(path.read_text(encoding="utf-8").splitlines())
+class Docstring(NamedTuple):
+    """The docstring of a module, class, function, constant or field."""
+
+    file: Path
+    line: int
+    text: str
+
+    @property
+    def points_outside(self) -> bool:
+        """True if the first word can only be understood with something else in view."""
+        return POINTER.match(self.text) is not None
 
 
-def python_files(*folders: str) -> list[Path]:
-    """All below these folders of the tree."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+class Folder(NamedTuple):
+    """The size and the docstrings of one folder, without the folders inside it."""
+
+    files: int
+    small: int
+    """Files of fewer than `SMALL` lines."""
+    lines: int
+    classes: int
+    docstrings: list[Docstring]
+
+    @property
+    def pointing(self) -> list[Docstring]:
+        """The docstrings whose first word points outside them."""
+        return [one for one in self.docstrings if one.points_outside]
+
+    @property
+    def share(self) -> float:
+        """Share of the docstrings whose first word points outside them."""
+        return len(self.pointing) / max(len(self.docstrings), 1)
 
 
-def rooms() -> Iterator[tuple[str, int, int]]:
-    """Each folder of `flash`: its name, its own files and their lines."""
-    files = Counter(path.parent for path in python_files("flash"))
-    for folder, count in sorted(files.items()):
-        yield str(folder.relative_to(ROOT)), count, sum(map(lines, folder.glob("*.py")))
+def lines(file: Path) -> int:
+    """Return the number of lines of a file."""
+    return len(file.read_text(encoding="utf-8").splitlines())
 
 
-def control_plane() -> int:
-    """Its lines."""
-    paths = [ROOT / "flash" / name for name in CONTROL_PLANE]
-    return sum(lines(path) for place in paths for path in ([place] if place.suffix else place.rglob("*.py")))
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """Yield each Python file of `PRODUCTION`, parsed."""
+    for name in PRODUCTION:
+        for file in sorted((ROOT / name).rglob("*.py")):
+            yield file, ast.parse(file.read_text(encoding="utf-8"))
 
 
-def wide() -> Iterator[str]:
-    """Classes with more public members, and constructors with more parameters, than a reader keeps in mind."""
-    for path in python_files(*PRODUCTION):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            where = f"{path.relative_to(ROOT)}: {node.name}"
-            functions = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            public = [each for each in functions if not each.name.startswith("_")]
-            if len(public) > MOST_MEMBERS:
-                yield f"{where} has {len(public)} public members"
-            for made in (each for each in functions if each.name == "__init__"):
-                parameters = len(made.args.posonlyargs + made.args.args + made.args.kwonlyargs) - 1
-                if parameters > MOST_PARAMETERS:
-                    yield f"{where} takes {parameters} parameters"
+def docstrings(file: Path, tree: ast.Module) -> Iterator[Docstring]:
+    """Yield every docstring of a file. A text below a constant or a field is its docstring."""
+    for node in ast.walk(tree):
+        body: object = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text)), lineno=line):
+                    yield Docstring(file, line, text.strip())
+                case _:
+                    pass
+
+
+def folders() -> dict[str, Folder]:
+    """Return each folder that holds Python files, by its path from the root."""
+    found: dict[str, list[tuple[Path, ast.Module]]] = defaultdict(list)
+    for file, tree in sources():
+        found[str(file.parent.relative_to(ROOT))].append((file, tree))
+    return {
+        name: Folder(
+            files=len(members),
+            small=sum(file.name != "__init__.py" and lines(file) < SMALL for file, _ in members),
+            lines=sum(lines(file) for file, _ in members),
+            classes=sum(isinstance(node, ast.ClassDef) for _, tree in members for node in ast.walk(tree)),
+            docstrings=[one for file, tree in members for one in docstrings(file, tree)],
+        )
+        for name, members in sorted(found.items())
+    }
+
+
+def namesakes() -> dict[str, list[str]]:
+    """Return each name that several public classes have, with their files."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, tree in sources():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(file.relative_to(ROOT)))
+    return {name: files for name, files in sorted(found.items()) if len(files) > 1}
+
+
+def report(*, every: bool) -> Iterator[str]:
+    """Yield the lines to print; `every`: with each docstring whose first word points outside it."""
+    rooms = folders()
+    yield f"{'folder':40}{'files':>6}{'small':>6}{'lines':>7}{'classes':>8}{'pointing':>9}"
+    for name, room in rooms.items():
+        yield f"{name:40}{room.files:6}{room.small:6}{room.lines:7}{room.classes:8}{room.share:9.1%}"
+        if every:
+            for one in room.pointing:
+                yield f"    {one.file.relative_to(ROOT)}:{one.line}: {one.text.splitlines()[0][:100]}"
+    yield f"\nthe road of a sample: {len(ROAD)} files, {road_lines()} lines"
+    yield from (f"    {lines(ROOT / 'flash' / file):5}  flash/{file}" for file in ROAD)
+    yield ""
+    for name, files in namesakes().items():
+        yield f"two public classes are called {name}: {', '.join(files)}"
+    yield total([*rooms.values()])
+
+
+def road_lines() -> int:
+    """Return the lines of all files on the road of a sample."""
+    return sum(lines(ROOT / "flash" / file) for file in ROAD)
+
+
+def total(rooms: Sequence[Folder]) -> str:
+    """Return the line of totals."""
+    texts, pointing = sum(len(one.docstrings) for one in rooms), sum(len(one.pointing) for one in rooms)
+    return (
+        f"all: {sum(one.files for one in rooms)} files, {sum(one.small for one in rooms)} of them under {SMALL} lines; "
+        f"{sum(one.lines for one in rooms)} lines; {sum(one.classes for one in rooms)} classes; "
+        f"{pointing} of {texts} docstrings ({pointing / texts:.1%}) begin with a word that points outside them"
+    )
 
 
 def main() -> None:
-    """Print all of it."""
-    for name, files, count in rooms():
-        sys.stdout.write(f"{name:28}{files:4} files{count:7} lines\n")
-    production = sum(map(lines, python_files(*PRODUCTION)))
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    words = sum(len(path.read_text(encoding="utf-8").split()) for path in documents)
-    sys.stdout.write(f"control plane {control_plane()} lines, production {production} lines, documents {words} words\n")
-    sys.stdout.write("".join(f"{each}\n" for each in wide()))
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print each docstring whose first word points outside it")
+    sys.stdout.write("".join(f"{line}\n" for line in report(every=parser.parse_args().list)))
 
 
 if __name__ == "__main__":
