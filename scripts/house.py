@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ def docstrings(file: Path, tree: ast.Module) -> Iterator[Docstring]:
                     pass
 
 
+@cache
 def folders() -> dict[str, Folder]:
     """Return each folder that holds Python files, by its path from the root."""
     found: dict[str, list[tuple[Path, ast.Module]]] = defaultdict(list)

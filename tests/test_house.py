@@ -72,10 +72,6 @@ def test_docstrings_stand_alone(name: str) -> None:
     assert room.share <= MOST_POINTING, "\n".join(pointing)
 
 
-def test_only_folders_that_exist_are_excused() -> None:
-    assert NOT_YET <= folders().keys()
-
-
 def test_the_road_of_a_sample_is_short() -> None:
     assert len(set(ROAD)) == len(ROAD) <= MOST_ROAD_FILES
     assert road_lines() <= MOST_ROAD_LINES, [f"{lines(ROOT / 'flash' / file)} {file}" for file in ROAD]
