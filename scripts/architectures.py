@@ -33,7 +33,7 @@ from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
-from flash.trainer.model.packed import packs
+from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import check_packing
 from tests.trainer.packed_cases import OPTIONS, one_by_one, packed_batch, random_sequences, tiny
 from tests.trainer.trainer_cases import make_config
@@ -68,7 +68,7 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
         fuse_layers(model, whole=takes_attention(model), compiled=partial(torch.compile, backend="aot_eager"))
     try:
         check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
-        rows = [sequences] if packs(model) else [[one] for one in sequences]
+        rows = [sequences] if takes_packed_rows(model) else [[one] for one in sequences]
         logp_T, found = _learned(
             model, torch.cat([token_logprobs(model, **packed_batch(some)).logp_T for some in rows])
         )
@@ -77,7 +77,7 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
     total = torch.stack([one.norm() for one in expected.values()]).norm()
     gap = torch.stack([(found[name] - one).norm() for name, one in expected.items()]).norm()
     return row | {
-        "way": "packed" if packs(model) else "alone",
+        "way": "packed" if takes_packed_rows(model) else "alone",
         "logprob_error": float((logp_T - expected_T).abs().max()),
         "gradient_error": float(gap / total),
     }

@@ -112,7 +112,7 @@ def takes_ragged(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cuda" and _takes_flash(wide, None)
 
 
-class Sequences(NamedTuple):
+class RaggedSequences(NamedTuple):
     """One after the other, those that ask and those that are asked."""
 
     begins: tuple[Tensor, Tensor]
@@ -124,7 +124,7 @@ class Sequences(NamedTuple):
 
 
 def attend_ragged(
-    query: Tensor, key: Tensor, value: Tensor, how: Attention, sequences: Sequences
+    query: Tensor, key: Tensor, value: Tensor, how: Attention, sequences: RaggedSequences
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, without padding, mask or cap, on a GPU: [M, H, D], and float32 [M, H]."""
     import torch
@@ -144,7 +144,7 @@ def attend_ragged_backward(
     answer: Tensor,
     weight: Tensor,
     how: Attention,
-    sequences: Sequences,
+    sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_backward`, of the same."""
     import torch
@@ -160,7 +160,7 @@ def attend_ragged_backward(
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
 
 
-def _windows(sequences: Sequences) -> dict[str, int]:
+def _windows(sequences: RaggedSequences) -> dict[str, int]:
     window = sequences.window
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 

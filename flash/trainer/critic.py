@@ -27,7 +27,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.model.model import load_sharded, recomputed, reshard
-from flash.trainer.model.packed import PackedRow, given, packed_row
+from flash.trainer.model.packed import PackedRow, model_inputs, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
 
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
         """float32 [M, 1]: the value of the state that ends at each of these tokens of what this rank has of the row."""
-        output = self.backbone(**given(self.backbone, row))
+        output = self.backbone(**model_inputs(self.backbone, row))
         return self.head(output.last_hidden_state[0, kept_M].float())
 
 
@@ -142,10 +142,10 @@ class Critic:
                 f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
-        row = packed_row(micro, self.mesh.device).over(self.mesh.context)
-        part, row_T = row.layout.part, row.row_P[micro.keep_T]
+        row = packed_row(micro, self.mesh.device).sliced(self.mesh.context)
+        part, row_T = row.layout.row_slice, row.row_P[micro.keep_T]
         value_M1 = self.model(row, self._tensor(row_T[part.holds(row_T)] - part.first))
-        return part.told(value_M1, row_T)[:, 0]
+        return part.gather_answers(value_M1, row_T)[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.mesh.device)

@@ -26,7 +26,7 @@ from flash.trainer.model.adapters import empty_policy
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import Recompute, empty_model, recomputed, shard_model
 from flash.trainer.model.output_layer import KeptSets
-from flash.trainer.model.packed import packs
+from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import make_optimizer
@@ -77,7 +77,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
         policy = _policy(config, mesh)
         moments = _moments_of(policy, config.train)
         weights, trained = _bytes(policy), _bytes(policy, trained=True)
-        if not packs(policy):
+        if not takes_packed_rows(policy):
             # Each sequence is a micro-batch.
             longest = min(config.train.max_tokens_per_microbatch, config.model.max_length)
             train = msgspec.structs.replace(config.train, max_tokens_per_microbatch=longest)

@@ -43,7 +43,7 @@ from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
 from flash.trainer.model.model import load_plain, load_sharded, recomputed, reshard, shard_model
-from flash.trainer.model.packed import packs
+from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LagLimiter, LossScale, apply_gradient, learning_rate, make_optimizer
@@ -101,7 +101,7 @@ class Trainer:
         self.rhythm: RhythmPass | None = None
         """Where advantages follow the policy's attention."""
         if config.algorithm.rhythm is not None:
-            if not packs(self.model):
+            if not takes_packed_rows(self.model):
                 raise ConfigError("algorithm.rhythm: expected none with this model.path, which attends by itself")
             self.rhythm = _look_once(config.algorithm.rhythm, self.model)
         self.lag: LagLimiter | None = None
@@ -381,10 +381,10 @@ def _share_rows(
     """
     backbones = [critic.model.backbone for critic in critics]
     for backbone in backbones:
-        if not packs(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
+        if not takes_packed_rows(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
             # Nothing has looked whether it may share a row.
             attend_alone(backbone)
-    together = all(packs(one) for one in (policy, *backbones, *frozen) if one is not None)
+    together = all(takes_packed_rows(one) for one in (policy, *backbones, *frozen) if one is not None)
     if not together and mesh.context is not None:
         raise ConfigError("parallel.context: expected 1 with this critic.path, which is given one sequence at a time")
     return together

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flash.foreign import kernels
 from flash.foreign.kernels import Attention
-from flash.trainer.model.attention import Ragged, RaggedKernels, Scores, TakenRows, taken
+from flash.trainer.model.attention import RaggedKernels, RaggedPart, RowIndex, ScoreOptions, row_index
 from flash.trainer.model.logprobs import policy_logprobs, token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row
-from flash.trainer.model.prefixes import Computed, Sequences, in_one_row
+from flash.trainer.model.prefixes import Computed, SequenceRow, in_one_row
 from flash.trainer.packing import pack
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
 from tests.trainer.trainer_cases import (
@@ -47,7 +47,7 @@ def drawn_tree(rng: np.random.Generator) -> list[Tensor]:
     return sequences
 
 
-def unshared(packed: Sequences) -> Sequences:
+def unshared(packed: SequenceRow) -> SequenceRow:
     everything = np.arange(len(packed.input_P))
     return packed._replace(computed=Computed(everything, everything))
 
@@ -93,7 +93,7 @@ def gradients_one_by_one(*given: Any) -> Any:
     return totals
 
 
-def _each(how: Attention, among: kernels.Sequences) -> Iterator[tuple[tuple[slice, slice, slice], Attention]]:
+def _each(how: Attention, among: kernels.RaggedSequences) -> Iterator[tuple[tuple[slice, slice, slice], Attention]]:
     for (begin, end), (first, last) in zip(*(pairwise(one.tolist()) for one in among.begins), strict=True):
         assert end - begin <= among.most[0]
         assert last - first <= among.most[1]
@@ -117,17 +117,18 @@ def _tokens(batch: Tensor) -> Tensor:
 def test_sequences_one_after_the_other_attend_as_padded_ones(seed: int, window: int | None) -> None:
     sequences = [one.numpy() for one in drawn_tree(np.random.default_rng(seed))]
     layout = packed_row(in_one_row(sequences), torch.device("cpu")).layout
-    scores, plain = Scores(0.3, window, None), RaggedKernels(attend_one_by_one, gradients_one_by_one)
+    scores, plain = ScoreOptions(0.3, window, None), RaggedKernels(attend_one_by_one, gradients_one_by_one)
     ragged = [
-        replace(part, kernels=plain) if isinstance(part, Ragged) else part for part in layout.parts.fewest(scores)
+        replace(part, kernels=plain) if isinstance(part, RaggedPart) else part
+        for part in layout.attention.fewest(scores)
     ]
-    assert isinstance(ragged[0], Ragged)
+    assert isinstance(ragged[0], RaggedPart)
     assert len(ragged) <= 2 or window is not None
     torch.manual_seed(seed)
-    heads = [torch.randn(layout.part.tokens, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
+    heads = [torch.randn(layout.row_slice.tokens, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
     grad = torch.randn_like(heads[0])
     found = list[list[Tensor]]()
-    for parts in (ragged, layout.parts.padded):
+    for parts in (ragged, layout.attention.padded):
         states = [one.clone().requires_grad_() for one in heads]
         answer = attend_in_parts(*states, None, parts, scores)
         found.append([answer.detach(), *torch.autograd.grad(answer, states, grad)])
@@ -144,7 +145,7 @@ def test_every_model_of_a_step_computes_a_prompt_once(folder: Path, make: Any) -
         prompts = {tuple(micro.input_P[start : start + 1]) for start in micro.offset_S[:-1]}
         assert len(row.input_U) < len(micro.input_P) or len(prompts) == micro.sequences
         seen = policy_logprobs(model, micro).logp_T
-        whole = Sequences(micro.input_P, micro.position_P, micro.offset_S, micro.computed)
+        whole = SequenceRow(micro.input_P, micro.position_P, micro.offset_S, micro.computed)
         alone = token_logprobs(model, unshared(whole), micro.keep_T, micro.target_T).logp_T
         torch.testing.assert_close(seen, alone, rtol=0, atol=2e-5)
 
@@ -171,18 +172,18 @@ def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> 
 def test_slots_take_rows_and_give_back_to_them(rows: list[int], data: st.DataObject) -> None:
     size = len(rows) + data.draw(st.integers(0, 4))
     slots = data.draw(st.permutations(range(size)))[: len(rows)]
-    places: TakenRows = taken(size, np.array(slots), np.array(rows), torch.device("cpu"))
+    places: RowIndex = row_index(size, np.array(slots), np.array(rows), torch.device("cpu"))
     states = torch.randn(6, 2, 3)
     expected = torch.zeros(size, 2, 3)
     expected[slots] = states[rows]
-    assert torch.equal(places.take(states), expected)
+    assert torch.equal(places.gather(states), expected)
     total, part = torch.zeros(6, 2, 3), torch.randn(size, 2, 3)
-    places.add(total, part)
+    places.scatter_add(total, part)
     torch.testing.assert_close(total, torch.zeros(6, 2, 3).index_add(0, torch.tensor(rows), part[slots]))
 
 
 def test_many_small_gradients_of_a_row_are_not_lost_in_half_precision() -> None:
-    places = taken(1000, np.arange(1000), np.zeros(1000, dtype=np.int64), torch.device("cpu"))
+    places = row_index(1000, np.arange(1000), np.zeros(1000, dtype=np.int64), torch.device("cpu"))
     total = torch.zeros(1, 1)
-    places.add(total, torch.ones(1000, 1, dtype=torch.bfloat16))
+    places.scatter_add(total, torch.ones(1000, 1, dtype=torch.bfloat16))
     assert total.item() == 1000

@@ -118,7 +118,7 @@ def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
     long = make_trajectory(0, 0, [VersionRun(0, 200)], rng, reward=0.0)
     short = [make_trajectory(i, i, [VersionRun(0, 1)], rng, reward=0.0) for i in range(1, 100)]
     (micro,) = pack(make_shard([long, *short]).samples, min_version=0, max_tokens=1000)
-    parts = packed_row(micro, torch.device("cpu")).layout.parts.padded
+    parts = packed_row(micro, torch.device("cpu")).layout.attention.padded
     assert sum(part.place_SQ.numel() for part in parts) <= 2 * len(micro.input_P)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PhiForCausalLM, PreTrainedModel
 from flash.errors import ConfigError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.model import shard_model
-from flash.trainer.model.packed import packs
+from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.step import Trainer
 from tests.trainer.packed_cases import tiny
@@ -35,7 +35,7 @@ def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) 
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, dtype=dtype, max_length=max_length))
     check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
-    return packs(model)
+    return takes_packed_rows(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -142,7 +142,7 @@ def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: s
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("nemotron", "NemotronAttention does not pass on"),
+        ("nemotron", "NemotronAttention does not pass the layout"),
         ("moshi", "MoshiAttention does not pass on"),
         ("doge", "DogeAttention makes a mask of its own"),
         ("deepseek_v32", "stops at packed sequences: Type"),

@@ -20,7 +20,7 @@ from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
 from flash.trainer.firstpass import Models, first_pass
 from flash.trainer.mesh import trainer_mesh
-from flash.trainer.model.attention import ROWS, attention_rows, blocks, make_scratch
+from flash.trainer.model.attention import ROWS_PER_BLOCK, attention_rows, blocks, make_scratch
 from flash.trainer.model.logprobs import watch_attention
 from flash.trainer.model.model import shard_model
 from flash.trainer.objective import make_objective, method_of
@@ -182,13 +182,13 @@ def test_a_model_in_half_precision_is_looked_at_too() -> None:
 def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
     name, options = KINDS[kind]
     sizes = options | {"max_position_embeddings": 1024}
-    micro = micro_batch(long_shard(2 * ROWS + 40))
+    micro = micro_batch(long_shard(2 * ROWS_PER_BLOCK + 40))
     (maps,) = eager_maps(tiny(name, **sizes), micro)
-    rhythm, found = seen(prepared(tiny(name, **sizes)), micro, replace(OPTIONS, farthest=ROWS + 10))
+    rhythm, found = seen(prepared(tiny(name, **sizes)), micro, replace(OPTIONS, farthest=ROWS_PER_BLOCK + 10))
     ((_, _, _, position_R),) = trained_responses(micro)
     weights = torch.cat(maps)[:, torch.from_numpy(position_R)].double()
     distance = torch.from_numpy(position_R)[:, None] - torch.arange(weights.shape[-1])
-    counted = (distance >= 2) & (distance <= ROWS + 10)
+    counted = (distance >= 2) & (distance <= ROWS_PER_BLOCK + 10)
     fai = ((weights * counted).sum(1) / counted.sum(0).clamp(min=1))[:, torch.from_numpy(position_R)]
     assert np.allclose(found.waad_NT, (weights * distance.clamp(max=4)).sum(-1).numpy(), rtol=1e-3, atol=1e-5)
     assert np.allclose(found.influence_NT, fai.numpy(), rtol=1e-3, atol=1e-6)
@@ -209,7 +209,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_holds_more_than_a_block_of_rows_of_a_layer() -> None:
-    micro = micro_batch(long_shard(8 * ROWS))
+    micro = micro_batch(long_shard(8 * ROWS_PER_BLOCK))
     rhythm, _ = seen(prepared(tiny("llama", max_position_embeddings=2048)), micro)
     watch = rhythm.watch(micro)
     length, heads = len(micro.input_P), 4
@@ -218,7 +218,7 @@ def test_no_tensor_holds_more_than_a_block_of_rows_of_a_layer() -> None:
     compared = torch.randn(1, heads, length, 8)
     with Largest():
         watch(attention, compared, compared, None, None)
-    assert ROWS * (length - ROWS) * heads < Largest.numbers <= ROWS * length * heads
+    assert ROWS_PER_BLOCK * (length - ROWS_PER_BLOCK) * heads < Largest.numbers <= ROWS_PER_BLOCK * length * heads
 
 
 def trainer_with(model: Path, rhythm: dict[str, Any], **tables: Any) -> Trainer:

@@ -18,7 +18,7 @@ from flash.foreign.forking import ForkedProcess, Server
 from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
 from flash.trainer.model.model import trained
-from flash.trainer.model.packed import packs
+from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import attend_alone
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
@@ -42,7 +42,7 @@ class Trainer(step.Trainer):
         key = (described, *sizes, own.train.activation_checkpointing, repr((own.lora, own.parallel, own.cluster)))
         if key not in self.packed:
             super()._check_packing()
-            self.packed[key] = packs(self.model)
+            self.packed[key] = takes_packed_rows(self.model)
         elif not self.packed[key]:
             attend_alone(self.model)
 

@@ -1,19 +1,19 @@
-"""Which tokens of a packed row attend in one call of a kernel, and the calls.
+"""Attention of a packed row: the parts in which its tokens attend, the kernel calls, and attention weights as numbers.
 
-Each sequence's own tokens attend to one another causally, in the first step; in a second one those of all sequences
-that go on from the same tokens, a family, attend to these. On a GPU each step is one call: its kernels take sequences
-of any lengths one after the other (`Ragged`). Where they do not take what is asked, sequences are padded (`Padded`),
-together by their number of own tokens, to pad little.
+`flash.trainer.model.packed` calls this in every layer. The attention of a token is computed in up to two parts, which
+`packed` merges. In the first part, the own tokens of each sequence attend to one another causally. In the second part,
+the own tokens of all sequences that continue from the same prefix (a family) attend to that prefix.
 
-Shape legend: U = tokens of the row, S = sequences of a part, or families, Q = most tokens of one that ask, K = tokens
-that they ask, M = slots of a part, N = filled ones, H = heads, D = width of a head.
+On a GPU each part is one kernel call: its kernels take sequences of any lengths one after another (`RaggedPart`). Where
+no such kernel fits, sequences of similar length are padded to one batch (`PaddedPart`).
 
+No torch kernel caps scores, and none returns attention weights. For capped models, and for observers of attention
+(`flash.trainer.rhythm`), weights are computed here by matrix products, `ROWS_PER_BLOCK` rows at a time, so that never
+all weights of a layer exist at once.
 
-Attention as numbers, from what a layer compares, block by block, so that never all of its weights exist: for those
-who look on, and where scores are capped, which none of torch's kernels does.
-
-Shape legend: H = heads of a layer, G = its heads of keys, B = rows of a block, C = columns that they may see, D = width
-of a head, R = tokens whose rows are asked for.
+Shape legend: U = computed tokens of the row, S = sequences (or families) of a part, Q = most query tokens of one of
+them, K = its key tokens, M = slots of a part, N = filled slots, H = heads of queries, G = heads of keys, D = width of a
+head. For observers: B = rows of a block, C = columns that they see, R = tokens whose rows are wanted.
 """
 
 from __future__ import annotations
@@ -36,394 +36,347 @@ from flash.trainer.mesh import to_device
 HALF = (torch.bfloat16, torch.float16)
 
 SHORT = 512
-"""Tokens up to which attention on the CPU is computed in float32: the backward pass of torch's kernel takes three times
-as long in bfloat16 for sequences of 50 tokens, and as long for 1,000."""
+"""Tokens up to which attention on the CPU is computed in float32. In bfloat16, the backward pass of torch's kernel
+takes three times as long for sequences of 50 tokens, and as long for 1,000."""
+
+ROWS_PER_BLOCK = 128
+"""Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
 
 States = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, [U, H, D] each, or their gradients."""
 
 
-class Scores(NamedTuple):
-    """What a layer does to what it compares."""
+class ScoreOptions(NamedTuple):
+    """Treatment of the products of queries and keys in one layer."""
 
     scale: float
+    """Factor of each product."""
     window: int | None
-    """How many places a token sees, its own among them; None: all."""
+    """Number of tokens that a token sees, itself included; None: all earlier ones."""
     cap: float | None
+    """Scores become cap · tanh(score / cap); None: no cap."""
 
 
-class TakenRows(NamedTuple):
-    """Rows that fill slots."""
+class RowIndex(NamedTuple):
+    """Assignment of rows (tokens of the packed row) to slots (places in a kernel's batch)."""
 
-    along: slice | None
-    """These, in their order, fill all slots. None: as the others say."""
-    source_M: Tensor
-    """int64: the row of each slot; any where it is empty."""
+    contiguous: slice | None
+    """Rows that fill all slots in order; no index is needed then. None: use the other fields."""
+    row_M: Tensor
+    """int64: the row of each slot; any row for an empty slot."""
     empty_N: Tensor
-    """int64: the slots in which nothing is."""
+    """int64: the empty slots."""
     rounds: list[tuple[Tensor, Tensor]]
-    """int64 pairs: filled slots, and their rows. No row is twice in a round, so sums have one order, on a GPU too."""
+    """int64 pairs: filled slots and their rows. No row is twice in one round, so that sums over several slots of a row
+    have one order, on a GPU too."""
 
-    def take(self, states_UX: Tensor) -> Tensor:
-        """[M, …]; zeros in empty slots."""
-        if self.along is not None:
-            return states_UX[self.along]
-        found_MX = states_UX.index_select(0, self.source_M)
+    def gather(self, states_UX: Tensor) -> Tensor:
+        """Return [M, …]: the states of the slots' rows; zeros in empty slots."""
+        if self.contiguous is not None:
+            return states_UX[self.contiguous]
+        found_MX = states_UX.index_select(0, self.row_M)
         return found_MX.index_fill_(0, self.empty_N, 0.0) if len(self.empty_N) else found_MX
 
-    def put(self, states_UX: Tensor, part_MX: Tensor) -> None:
-        """Each row, which no two slots take, becomes what its slot holds."""
-        if self.along is not None:
-            states_UX[self.along] = part_MX.to(states_UX.dtype)
+    def scatter(self, states_UX: Tensor, part_MX: Tensor) -> None:
+        """Write the values of the slots to their rows in `states_UX`. No two slots may have the same row."""
+        if self.contiguous is not None:
+            states_UX[self.contiguous] = part_MX.to(states_UX.dtype)
             return
         for slot_N, row_N in self.rounds:
             states_UX.index_copy_(0, row_N, part_MX.index_select(0, slot_N).to(states_UX.dtype))
 
-    def add(self, total_UX: Tensor, part_MX: Tensor) -> None:
-        """Give each row what its slots hold."""
-        if self.along is not None:
-            total_UX[self.along] += part_MX
+    def scatter_add(self, total_UX: Tensor, part_MX: Tensor) -> None:
+        """Add the values of the slots to their rows in `total_UX`."""
+        if self.contiguous is not None:
+            total_UX[self.contiguous] += part_MX
             return
         for slot_N, row_N in self.rounds:
             total_UX.index_add_(0, row_N, part_MX.index_select(0, slot_N).to(total_UX.dtype))
 
 
-def taken(size: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device) -> TakenRows:
-    """These slots, each once, of so many take these rows."""
-    source_M = np.full(size, -1)
-    source_M[slot_N] = row_N
-    along = slice(int(source_M[0]), int(source_M[0]) + size)
-    if len(slot_N) < size or not np.array_equal(source_M, np.arange(along.start, along.stop)):
-        along = None
+def row_index(slots: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device) -> RowIndex:
+    """Return the index in which slot_N[i], of `slots` slots, holds row_N[i]. No slot may occur twice."""
+    row_M = np.full(slots, -1)
+    row_M[slot_N] = row_N
+    contiguous = slice(int(row_M[0]), int(row_M[0]) + slots)
+    if len(slot_N) < slots or not np.array_equal(row_M, np.arange(contiguous.start, contiguous.stop)):
+        contiguous = None
     order = np.argsort(row_N, kind="stable")
     first = np.flatnonzero(np.diff(row_N[order], prepend=-1))
+    # The n-th slot of each row goes into round n.
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
-    parts = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
-    rounds = [(to_device(slot_N[part], device), to_device(row_N[part], device)) for part in parts]
-    return TakenRows(
-        along, to_device(source_M.clip(0), device), to_device(np.flatnonzero(source_M < 0), device), rounds
-    )
+    chosen = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
+    rounds = [(to_device(slot_N[places], device), to_device(row_N[places], device)) for places in chosen]
+    return RowIndex(contiguous, to_device(row_M.clip(0), device), to_device(np.flatnonzero(row_M < 0), device), rounds)
 
 
 @dataclass(frozen=True)
-class Padded:
-    """What attends in one call on a padded batch."""
+class PaddedPart:
+    """Sequences or families that attend in one call on a padded batch."""
 
     sequences: int
     """S."""
-    asking: TakenRows
-    """Computed tokens → S · Q slots."""
-    asked: TakenRows
-    """Computed tokens → S · K slots."""
+    queries: RowIndex
+    """Rows of the S · Q slots of queries."""
+    keys: RowIndex
+    """Rows of the S · K slots of keys and values."""
     place_SQ: Tensor
-    """int64: the place among the K of each token that asks; beyond them where it goes on from them."""
+    """int64: the place of each query token among the K keys; at least K for a token behind the prefix that it sees."""
     causal: bool
-    """Whether those that ask are those that are asked; else they come after all of them."""
-    furthest: int
-    """How many places the last that asks sees at most, itself included."""
+    """True if queries and keys are the same tokens; False if the queries come after all keys."""
+    reach: int
+    """Most tokens that the last query sees, itself included; no window of at least this size hides a key."""
 
-    def attend(self, states: States, scores: Scores) -> tuple[Tensor, Tensor]:
-        """What slots are answered, [M, H, D], and the logarithm of the sum of their weights, [M, H]."""
-        answer, weight = attend(*self._batches(states), self._how(scores))
+    def attend(self, states: States, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+        """Return the attention output of each slot, [M, H, D], and the log of the sum of its weights, [M, H]."""
+        answer, weight = attend(*self._batches(states), self._options(scores))
         return _slots(answer), _slots(weight)
 
     def gradients(
-        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: Scores
+        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: ScoreOptions
     ) -> States:
-        """For the slots of those that ask, of those that are asked, and of these again.
+        """Return this part's gradients for the slots of queries, of keys and of values.
 
-        Kernels take a merged answer and weight for their own, so each gives its part of the gradient of all.
+        `answer_UHD` and `weight_UH` are merged over all parts. The kernels take them for the part's own, so that the
+        sum over all parts is the gradient of the whole.
         """
         batches = self._batches(states)
-        grad, answer = (self._batch(self.asking, one).to(batches[0].dtype) for one in (grad_UHD, answer_UHD))
-        weight = self._batch(self.asking, weight_UH)
-        query, key, value = attend_backward(grad, *batches, answer, weight, self._how(scores))
+        grad, answer = (self._batch(self.queries, value).to(batches[0].dtype) for value in (grad_UHD, answer_UHD))
+        weight = self._batch(self.queries, weight_UH)
+        query, key, value = attend_backward(grad, *batches, answer, weight, self._options(scores))
         return _slots(query), _slots(key), _slots(value)
 
-    def _how(self, scores: Scores) -> Attention:
+    def _options(self, scores: ScoreOptions) -> Attention:
         return Attention(self._mask(scores.window), self.causal, scores.scale, scores.cap)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """bool, [S, 1, Q, K]: who sees whom. None: whoever is not later."""
-        if window is None or self.furthest <= window:
+        """Return bool [S, 1, Q, K]: the query sees the key. None: each query sees every key that is not later."""
+        if window is None or self.reach <= window:
             return None
         if window not in self._masks:
-            asked = len(self.asked.source_M) // self.sequences
-            distance = self.place_SQ[:, :, None] - torch.arange(asked, device=self.place_SQ.device)
+            keys = len(self.keys.row_M) // self.sequences
+            distance = self.place_SQ[:, :, None] - torch.arange(keys, device=self.place_SQ.device)
             self._masks[window] = ((distance >= 0) & (distance < window)).unsqueeze(1)
         return self._masks[window]
 
     @cached_property
     def _masks(self) -> dict[int, Tensor]:
-        """By window: every layer asks."""
+        """Masks by window, kept because every layer needs the same ones."""
         return {}
 
     def _batches(self, states: States) -> States:
-        """[S, H, Q or K, D] each."""
+        """Return query, key and value as padded batches, [S, H, Q or K, D] each."""
         query, key, value = (
-            self._batch(places, one) for places, one in zip((self.asking, self.asked, self.asked), states, strict=True)
+            self._batch(index, state) for index, state in zip((self.queries, self.keys, self.keys), states, strict=True)
         )
         if query.device.type == "cpu" and query.dtype in HALF and max(query.shape[2], key.shape[2]) <= SHORT:
             return query.float(), key.float(), value.float()
         return query, key, value
 
-    def _batch(self, places: TakenRows, states_UX: Tensor) -> Tensor:
-        """[U, H, …] to [S, H, Q or K, …]."""
-        return places.take(states_UX).unflatten(0, (self.sequences, -1)).transpose(1, 2)
+    def _batch(self, index: RowIndex, states_UX: Tensor) -> Tensor:
+        """Return [S, H, Q or K, …] from states of [U, H, …]."""
+        return index.gather(states_UX).unflatten(0, (self.sequences, -1)).transpose(1, 2)
 
 
 def _slots(batch: Tensor) -> Tensor:
-    """[S, H, Q or K, …] to [M, H, …]."""
+    """Return [M, H, …] from a batch of [S, H, Q or K, …]."""
     return batch.transpose(1, 2).flatten(0, 1)
 
 
 class RaggedKernels(NamedTuple):
-    """Attention of sequences one after the other, and its gradients."""
+    """Attention of sequences one after another, and its gradients. Tests replace them on machines without a GPU."""
 
     attend: Callable[..., tuple[Tensor, Tensor]] = kernels.attend_ragged
     gradients: Callable[..., States] = kernels.attend_ragged_backward
 
 
 @dataclass(frozen=True)
-class Ragged:
-    """What attends in one call on sequences one after the other."""
+class RaggedPart:
+    """Sequences or families that attend in one call, one after another and without padding."""
 
-    asking: TakenRows
-    """Computed tokens → M slots, all of which are filled."""
-    asked: TakenRows
-    sequences: kernels.Sequences
-    """Without a window."""
+    queries: RowIndex
+    """Rows of the M slots of queries, all of which are filled."""
+    keys: RowIndex
+    """Rows of the slots of keys and values, all of which are filled."""
+    sequences: kernels.RaggedSequences
+    """Limits of the sequences, without a window."""
     causal: bool
-    furthest: int
-    """As of `Padded`."""
+    """True if queries and keys are the same tokens; False if the queries come after all keys."""
+    reach: int
+    """Most tokens that the last query sees, itself included; no window of at least this size hides a key."""
     kernels: RaggedKernels = field(default_factory=RaggedKernels)
 
-    def attend(self, states: States, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Padded.attend`."""
-        return self.kernels.attend(*self._taken(states), *self._how(scores))
+    def attend(self, states: States, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+        """Return the attention output of each slot, [M, H, D], and the log of the sum of its weights, [M, H]."""
+        return self.kernels.attend(*self._gathered(states), *self._options(scores))
 
     def gradients(
-        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: Scores
+        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: ScoreOptions
     ) -> States:
-        """As `Padded.gradients`."""
-        grad, answer, weight = (self.asking.take(one) for one in (grad_UHD, answer_UHD, weight_UH))
-        return self.kernels.gradients(grad, *self._taken(states), answer, weight, *self._how(scores))
+        """Return this part's gradients for the slots of queries, of keys and of values (see `PaddedPart.gradients`)."""
+        grad, answer, weight = (self.queries.gather(value) for value in (grad_UHD, answer_UHD, weight_UH))
+        return self.kernels.gradients(grad, *self._gathered(states), answer, weight, *self._options(scores))
 
-    def takes(self, scores: Scores) -> bool:
-        """Whether kernels can be told who sees whom: how far those that go on see depends on the token."""
+    def supports(self, scores: ScoreOptions) -> bool:
+        """Return True if the kernels can express these scores.
+
+        They cannot cap scores. Behind a prefix, a window begins at another key for each query, which they cannot
+        express either.
+        """
         return scores.cap is None and (self.causal or self._window(scores) is None)
 
-    def _how(self, scores: Scores) -> tuple[Attention, kernels.Sequences]:
+    def _options(self, scores: ScoreOptions) -> tuple[Attention, kernels.RaggedSequences]:
         return Attention(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
 
-    def _window(self, scores: Scores) -> int | None:
-        return None if scores.window is None or self.furthest <= scores.window else scores.window
+    def _window(self, scores: ScoreOptions) -> int | None:
+        return None if scores.window is None or self.reach <= scores.window else scores.window
 
-    def _taken(self, states: States) -> States:
+    def _gathered(self, states: States) -> States:
         query, key, value = states
-        return self.asking.take(query), self.asked.take(key), self.asked.take(value)
+        return self.queries.gather(query), self.keys.gather(key), self.keys.gather(value)
 
 
-Part = Padded | Ragged
+AttentionPart = PaddedPart | RaggedPart
 
 
-class Parts:
-    """All that attends in a row: first parts in which each token asks once, then those in which some go on."""
+class RowAttention:
+    """The attention parts of one packed row: first parts in which each token is a query once, then parts for prefixes.
+
+    Parts are built when a layer first needs them and are kept for the other layers.
+    """
 
     def __init__(
         self,
         own: Sequence[Int64Array],
-        kind_S: Int64Array,
-        known: Sequence[Int64Array],
+        length_class_S: Int64Array,
+        prefixes: Sequence[Int64Array],
         position_U: Int64Array,
         device: torch.device,
     ) -> None:
-        """Sequences with these rows of their `own`, after rows that they are `known` to go on from; both may be empty.
+        """Build the parts of sequences with the rows `own` behind the rows `prefixes`, one entry of each per sequence.
 
-        Those of one `kind_S` are padded together. `position_U`: the place of each row's token in its sequences.
+        Both may be empty. Sequences of one class in `length_class_S` are padded together. `position_U` is the position
+        of each row's token in its sequences.
         """
-        self._own, self._kind_S, self._position_U, self._device = own, kind_S, position_U, device
+        self._own, self._length_class_S = own, length_class_S
+        self._position_U, self._device = position_U, device
         families: dict[int, list[int]] = {}
-        for place in (place for place, rows in enumerate(own) if len(rows) and len(known[place])):
-            # The last token that they go on from says what is before it: they are a tree.
-            families.setdefault(int(known[place][-1]), []).append(place)
+        for sequence in (place for place, rows in enumerate(own) if len(rows) and len(prefixes[place])):
+            # Prefixes form a tree, so the last token of a prefix identifies all of it.
+            families.setdefault(int(prefixes[sequence][-1]), []).append(sequence)
         self._families: list[tuple[Int64Array, Int64Array]] = [
-            (np.concatenate([own[place] for place in members]), known[members[0]]) for members in families.values()
+            (np.concatenate([own[sequence] for sequence in members]), prefixes[members[0]])
+            for members in families.values()
         ]
 
     @property
     def sequences(self) -> int:
-        """With tokens of their own."""
+        """Number of sequences that have tokens of their own."""
         return sum(len(rows) > 0 for rows in self._own)
 
-    def of(self, query_UHD: Tensor, value_UHD: Tensor, scores: Scores) -> list[Part]:
-        """Those whose kernels take such states."""
+    def parts(self, query_UHD: Tensor, value_UHD: Tensor, scores: ScoreOptions) -> list[AttentionPart]:
+        """Return parts whose kernels accept these states and scores, as few as possible."""
         return self.fewest(scores) if kernels.takes_ragged(query_UHD, value_UHD) else [*self.padded]
 
-    def fewest(self, scores: Scores) -> list[Part]:
-        """Ragged where kernels can be told who sees whom, else padded."""
-        first, *more = self.ragged
-        found: list[Part] = [first] if first.takes(scores) else [*self._alone]
-        return found + (more if all(one.takes(scores) for one in more) else [*self._going_on])
+    def fewest(self, scores: ScoreOptions) -> list[AttentionPart]:
+        """Return ragged parts where the ragged kernels can express the scores, else padded ones."""
+        own, *prefixes = self.ragged
+        found: list[AttentionPart] = [own] if own.supports(scores) else [*self._padded_own]
+        return found + (prefixes if all(part.supports(scores) for part in prefixes) else [*self._padded_prefixes])
 
     @cached_property
-    def padded(self) -> list[Padded]:
-        """All, by kinds."""
-        return [*self._alone, *self._going_on]
+    def padded(self) -> list[PaddedPart]:
+        """All parts as padded batches, one batch per class of lengths."""
+        return [*self._padded_own, *self._padded_prefixes]
 
     @cached_property
-    def ragged(self) -> list[Ragged]:
-        """All in one, and all in a second one that go on."""
+    def ragged(self) -> list[RaggedPart]:
+        """One part for the own tokens of all sequences and, if there are families, one for all prefixes."""
         own = sorted((rows for rows in self._own if len(rows)), key=lambda rows: int(rows[0]))
         longest = max(map(len, own))
         parts = [_ragged(own, own, True, longest, self._device)]
         if self._families:
-            asking, asked = zip(*self._families, strict=True)
-            furthest = 1 + max(int(self._position_U[rows].max()) for rows in asking)
-            parts.append(_ragged(asking, asked, False, furthest, self._device))
+            queries, keys = zip(*self._families, strict=True)
+            reach = 1 + max(int(self._position_U[rows].max()) for rows in queries)
+            parts.append(_ragged(queries, keys, False, reach, self._device))
         return parts
 
     @cached_property
-    def _alone(self) -> list[Padded]:
+    def _padded_own(self) -> list[PaddedPart]:
         filled = np.array([len(rows) > 0 for rows in self._own])
-        kinds = np.unique(self._kind_S[filled]).tolist()
+        classes = np.unique(self._length_class_S[filled]).tolist()
         return [
-            _among_themselves(
-                [self._own[place] for place in np.flatnonzero(filled & (self._kind_S == kind)).tolist()], self._device
+            _padded_own(
+                [self._own[place] for place in np.flatnonzero(filled & (self._length_class_S == one)).tolist()],
+                self._device,
             )
-            for kind in kinds
+            for one in classes
         ]
 
     @cached_property
-    def _going_on(self) -> list[Padded]:
-        kinds: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
-        for asking, asked in self._families:
-            # Of equally many that are asked, so that none of these is padded; nothing would hide it.
-            kinds.setdefault((len(asked), len(asking).bit_length()), []).append((asking, asked))
-        return [_going_on(found, self._position_U, self._device) for found in kinds.values()]
+    def _padded_prefixes(self) -> list[PaddedPart]:
+        classes: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
+        for queries, keys in self._families:
+            # Only prefixes of equal length share a batch: without a mask, nothing would hide the padding of keys.
+            classes.setdefault((len(keys), len(queries).bit_length()), []).append((queries, keys))
+        return [_padded_prefixes(families, self._position_U, self._device) for families in classes.values()]
 
 
-def _among_themselves(members: Sequence[Int64Array], device: torch.device) -> Padded:
-    """The own tokens of sequences, each of them with its own alone."""
+def _padded_own(members: Sequence[Int64Array], device: torch.device) -> PaddedPart:
+    """Return the part in which the own tokens of each sequence attend to one another."""
     length = np.array([len(rows) for rows in members])
     longest = int(length.max())
     slots = _ranges(np.arange(len(members)) * longest, length)
-    rows = taken(len(members) * longest, slots, np.concatenate(members), device)
+    index = row_index(len(members) * longest, slots, np.concatenate(members), device)
     place_SQ = torch.arange(longest, device=device).expand(len(members), longest)
-    return Padded(len(members), rows, rows, place_SQ, causal=True, furthest=longest)
+    return PaddedPart(len(members), index, index, place_SQ, causal=True, reach=longest)
 
 
-def _going_on(
+def _padded_prefixes(
     families: Sequence[tuple[Int64Array, Int64Array]], position_U: Int64Array, device: torch.device
-) -> Padded:
-    """The own tokens of families with those that they go on from, which are equally many in all of them."""
-    known, length = len(families[0][1]), np.array([len(rows) for rows, _ in families])
-    most, asking = int(length.max()), np.concatenate([rows for rows, _ in families])
-    slots = _ranges(np.arange(len(families)) * most, length)
-    place_M = np.full(len(families) * most, known)
-    place_M[slots] = position_U[asking]
-    asked = np.concatenate([rows for _, rows in families])
-    return Padded(
+) -> PaddedPart:
+    """Return the part in which the own tokens of families attend to their prefixes, which have equal lengths."""
+    prefix, length = len(families[0][1]), np.array([len(rows) for rows, _ in families])
+    longest, query_rows = int(length.max()), np.concatenate([rows for rows, _ in families])
+    slots = _ranges(np.arange(len(families)) * longest, length)
+    place_M = np.full(len(families) * longest, prefix)
+    place_M[slots] = position_U[query_rows]
+    key_rows = np.concatenate([rows for _, rows in families])
+    return PaddedPart(
         sequences=len(families),
-        asking=taken(len(place_M), slots, asking, device),
-        asked=taken(len(asked), np.arange(len(asked)), asked, device),
-        place_SQ=to_device(place_M.reshape(len(families), most), device),
+        queries=row_index(len(place_M), slots, query_rows, device),
+        keys=row_index(len(key_rows), np.arange(len(key_rows)), key_rows, device),
+        place_SQ=to_device(place_M.reshape(len(families), longest), device),
         causal=False,
-        furthest=int(place_M.max()) + 1,
+        reach=int(place_M.max()) + 1,
     )
 
 
 def _ragged(
-    asking: Sequence[Int64Array], asked: Sequence[Int64Array], causal: bool, furthest: int, device: torch.device
-) -> Ragged:
-    both = list[tuple[TakenRows, Tensor, int]]()
-    for rows in (asking, asked):
-        length, flat = [len(one) for one in rows], np.concatenate(rows)
-        begin_S = to_device(np.cumsum([0, *length], dtype=np.int32), device)
-        both.append((taken(len(flat), np.arange(len(flat)), flat, device), begin_S, max(length)))
-    (one, one_S, most), (other, other_S, other_most) = both
-    return Ragged(one, other, kernels.Sequences((one_S, other_S), (most, other_most)), causal, furthest)
+    queries: Sequence[Int64Array], keys: Sequence[Int64Array], causal: bool, reach: int, device: torch.device
+) -> RaggedPart:
+    sides = list[tuple[RowIndex, Tensor, int]]()
+    for rows in (queries, keys):
+        lengths, flat = [len(one) for one in rows], np.concatenate(rows)
+        begin_S = to_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+        sides.append((row_index(len(flat), np.arange(len(flat)), flat, device), begin_S, max(lengths)))
+    (query_index, query_begin_S, longest_query), (key_index, key_begin_S, longest_key) = sides
+    sequences = kernels.RaggedSequences((query_begin_S, key_begin_S), (longest_query, longest_key))
+    return RaggedPart(query_index, key_index, sequences, causal, reach)
 
 
 def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
-    """start, start + 1, … of each, one after the other."""
+    """Return the numbers start, start + 1, … of each range, one range after another."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
-ROWS = 128
-"""Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
-
-
-Scratch = tuple[Tensor, Tensor]
-"""[N] each: room that blocks use one after the other. Fresh memory of their size would cost more time than what is
-computed in it."""
-
-
-def attention_rows(
-    query_HBD: Tensor,
-    key_GCD: Tensor,
-    row_B: Tensor,
-    column_C: Tensor,
-    scaling: float | None,
-    window: int | None,
-    *,
-    ahead: int,
-    scratch: Scratch,
-) -> Tensor:
-    """[H, B, C]: softmax over the columns that are at the row or before it, by less than the window.
-
-    `row_B` and `column_C` are places in the sequence, ascending; the last `ahead` columns lie behind the first row. The
-    answer lies in `scratch`, of H · B · C numbers at least, until that is used again.
-    """
-    heads, rows, width = query_HBD.shape
-    groups, columns, _ = key_GCD.shape
-    # Neighbouring heads share keys: their rows stand one below the other.
-    query = query_HBD.reshape(groups, heads // groups * rows, width) * (width**-0.5 if scaling is None else scaling)
-    scores, weights = (room[: heads * rows * columns].view(heads, rows, columns) for room in scratch)
-    torch.bmm(query, key_GCD.transpose(1, 2), out=scores.view(*query.shape[:2], columns))
-    late = slice(columns - ahead, columns)
-    scores[..., late] += _without(row_B[:, None] < column_C[late], scores)
-    if window is not None:
-        scores += _without(row_B[:, None] - window >= column_C, scores)
-    return torch.softmax(scores, -1, out=weights)
-
-
-def _without(hidden_BC: Tensor, like: Tensor) -> Tensor:
-    """To add to scores: faster than to fill those of each head."""
-    return like.new_zeros(hidden_BC.shape).masked_fill_(hidden_BC, -torch.inf)
-
-
-class Block(NamedTuple):
-    """Rows whose attention weights exist at the same time."""
-
-    rows: slice
-    """Which of the R."""
-    seen: slice
-    """The places in the sequence that any of them sees."""
-    ahead: int
-    """How many of these lie behind the first row."""
-
-
-def blocks(position_R: IntArray, window: int | None) -> list[Block]:
-    """`ROWS` of the tokens at these places at a time, ascending; `window`: how many places each sees."""
-    found: list[Block] = []
-    for begin in range(0, len(position_R), ROWS):
-        rows = slice(begin, min(begin + ROWS, len(position_R)))
-        lowest, highest = int(position_R[rows.start]), int(position_R[rows.stop - 1])
-        first = 0 if window is None else max(lowest - window + 1, 0)
-        found.append(Block(rows, slice(first, highest + 1), highest - lowest))
-    return found
-
-
-def make_scratch(query: Tensor, wanted: Iterable[Block]) -> Scratch:
-    """What `attention_rows` needs for a query of [H, .., D] and any of these blocks."""
-    most = max(((one.rows.stop - one.rows.start) * (one.seen.stop - one.seen.start) for one in wanted), default=0)
-    return query.new_empty(len(query) * most), query.new_empty(len(query) * most)
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
-    """As `flash.foreign.kernels.attend`, scores that are capped among them."""
+    """Return what `flash.foreign.kernels.attend` returns, for capped scores too.
+
+    Output [S, H, Q, D] and the log of the sum of weights, [S, H, Q]. Scores are capped by matrix products, since no
+    torch kernel caps them.
+    """
     if how.cap is None:
         return kernels.attend(query, key, value, how)
     answer = query.new_empty(*query.shape[:3], value.shape[-1])
@@ -439,28 +392,34 @@ def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[T
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, weight: Tensor, how: Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `flash.foreign.kernels.attend_backward`, of the same."""
+    """Return what `flash.foreign.kernels.attend_backward` returns, for capped scores too: gradients of the states.
+
+    With share p = exp(score − weight), dL/dscore = p (grad · value − grad · answer), and the cap adds the factor
+    1 − tanh². `answer` and `weight` may be merged over more keys than these.
+    """
     if how.cap is None:
         return kernels.attend_backward(grad, query, key, value, answer, weight, how)
     wide = weight.dtype
-    grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=wide) for one in (query, key, value))
+    grad_query, grad_key, grad_value = (torch.zeros_like(state, dtype=wide) for state in (query, key, value))
     for rows in _row_blocks(query):
         scores, slope = _capped_scores(query, key, how, how.cap, rows)
         share = (scores - weight[:, :, rows, None]).exp_()
         seen = slice(0, share.shape[-1])
         grad_rows = _by_group(grad[:, :, rows], value)
-        earned = (grad[:, :, rows].to(wide) * answer[:, :, rows]).sum(-1, keepdim=True)
-        paid = _by_head(grad_rows @ value[:, :, seen].transpose(2, 3), query).to(wide) - earned
-        along = _by_group((paid * share * slope * how.scale).to(query.dtype), key)
-        grad_query[:, :, rows] = _by_head(along @ key[:, :, seen], query)
-        grad_key[:, :, seen] += along.transpose(2, 3) @ _by_group(query[:, :, rows], key)
+        grad_dot_answer = (grad[:, :, rows].to(wide) * answer[:, :, rows]).sum(-1, keepdim=True)
+        grad_share = _by_head(grad_rows @ value[:, :, seen].transpose(2, 3), query).to(wide) - grad_dot_answer
+        grad_product = _by_group((grad_share * share * slope * how.scale).to(query.dtype), key)
+        grad_query[:, :, rows] = _by_head(grad_product @ key[:, :, seen], query)
+        grad_key[:, :, seen] += grad_product.transpose(2, 3) @ _by_group(query[:, :, rows], key)
         grad_value[:, :, seen] += _by_group(share.to(value.dtype), value).transpose(2, 3) @ grad_rows
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _capped_scores(query: Tensor, key: Tensor, how: Attention, cap: float, rows: slice) -> tuple[Tensor, Tensor]:
-    """[S, H, rows, K] of the keys that any of the rows may see: scores, and by how much they go up with what is
-    capped; -inf where a row does not see a key."""
+    """Return two tensors [S, H, rows, K], K the keys that any of the rows may see: scores, and the cap's derivative.
+
+    A score is −inf where a row does not see a key.
+    """
     last = rows.stop if how.causal and how.mask is None else key.shape[2]
     product = _by_head(_by_group(query[:, :, rows], key) @ key[:, :, :last].transpose(2, 3), query)
     scores = product.to(torch.promote_types(product.dtype, torch.float32)).mul_(how.scale / cap).tanh_()
@@ -474,14 +433,88 @@ def _capped_scores(query: Tensor, key: Tensor, how: Attention, cap: float, rows:
 
 
 def _row_blocks(query: Tensor) -> Iterable[slice]:
-    return [slice(start, min(start + ROWS, query.shape[2])) for start in range(0, query.shape[2], ROWS)]
+    starts = range(0, query.shape[2], ROWS_PER_BLOCK)
+    return [slice(start, min(start + ROWS_PER_BLOCK, query.shape[2])) for start in starts]
 
 
 def _by_group(states: Tensor, key: Tensor) -> Tensor:
-    """[S, H, Q, X] to [S, G, H / G · Q, X]: neighbouring heads share keys, their rows stand one below the other."""
+    """Return [S, G, H / G · Q, X] from [S, H, Q, X]: the rows of heads that share a key head lie one below another."""
     return states.reshape(len(states), key.shape[1], -1, states.shape[-1])
 
 
 def _by_head(states: Tensor, query: Tensor) -> Tensor:
-    """And back."""
+    """Return [S, H, Q, X] from [S, G, H / G · Q, X], the inverse of `_by_group`."""
     return states.reshape(len(states), query.shape[1], -1, states.shape[-1])
+
+
+Scratch = tuple[Tensor, Tensor]
+"""Two buffers of [N] numbers that blocks use one after another. Allocating memory of their size for each block would
+take more time than the computation in it."""
+
+
+class Block(NamedTuple):
+    """Rows whose attention weights exist at the same time."""
+
+    rows: slice
+    """The rows, as places among the R tokens."""
+    seen: slice
+    """Places in the sequence that any of the rows sees."""
+    ahead: int
+    """Number of the places in `seen` that lie behind the first row."""
+
+
+def blocks(position_R: IntArray, window: int | None) -> list[Block]:
+    """Divide tokens at these ascending positions into blocks of `ROWS_PER_BLOCK` rows.
+
+    `window` is the number of places that each token sees, itself included; None: all up to its own.
+    """
+    found: list[Block] = []
+    for begin in range(0, len(position_R), ROWS_PER_BLOCK):
+        rows = slice(begin, min(begin + ROWS_PER_BLOCK, len(position_R)))
+        lowest, highest = int(position_R[rows.start]), int(position_R[rows.stop - 1])
+        first = 0 if window is None else max(lowest - window + 1, 0)
+        found.append(Block(rows, slice(first, highest + 1), highest - lowest))
+    return found
+
+
+def make_scratch(query: Tensor, wanted: Iterable[Block]) -> Scratch:
+    """Return buffers large enough for `attention_rows` with a query of [H, …, D] and any of these blocks."""
+    most = max(
+        ((block.rows.stop - block.rows.start) * (block.seen.stop - block.seen.start) for block in wanted), default=0
+    )
+    return query.new_empty(len(query) * most), query.new_empty(len(query) * most)
+
+
+def attention_rows(
+    query_HBD: Tensor,
+    key_GCD: Tensor,
+    row_B: Tensor,
+    column_C: Tensor,
+    scaling: float | None,
+    window: int | None,
+    *,
+    ahead: int,
+    scratch: Scratch,
+) -> Tensor:
+    """Return [H, B, C]: the attention weights of a block of rows, a softmax over the columns that each row sees.
+
+    A row sees the columns at its own place and before it, fewer than `window` places back. `row_B` and `column_C` are
+    ascending places in the sequence; the last `ahead` columns lie behind the first row. The result lies in `scratch`,
+    two buffers of at least H · B · C numbers, and is valid until the next call with the same buffers.
+    """
+    heads, rows, width = query_HBD.shape
+    groups, columns, _ = key_GCD.shape
+    # Neighbouring heads share keys: their rows lie one below another, in one product.
+    query = query_HBD.reshape(groups, heads // groups * rows, width) * (width**-0.5 if scaling is None else scaling)
+    scores, weights = (buffer[: heads * rows * columns].view(heads, rows, columns) for buffer in scratch)
+    torch.bmm(query, key_GCD.transpose(1, 2), out=scores.view(*query.shape[:2], columns))
+    late = slice(columns - ahead, columns)
+    scores[..., late] += _additive_mask(row_B[:, None] < column_C[late], scores)
+    if window is not None:
+        scores += _additive_mask(row_B[:, None] - window >= column_C, scores)
+    return torch.softmax(scores, -1, out=weights)
+
+
+def _additive_mask(hidden_BC: Tensor, like: Tensor) -> Tensor:
+    """Return [B, C]: −inf where hidden, else 0. Adding it is faster than filling the scores of each head."""
+    return like.new_zeros(hidden_BC.shape).masked_fill_(hidden_BC, -torch.inf)

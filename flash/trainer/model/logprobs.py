@@ -18,7 +18,7 @@ from flash.foreign.transformers import logits_unchanged
 from flash.trainer.mesh import to_device
 from flash.trainer.model.model import device_of
 from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
-from flash.trainer.model.packed import AttentionWatch, class_name, given, packed_row
+from flash.trainer.model.packed import AttentionWatch, class_name, model_inputs, packed_row
 from flash.trainer.model.prefixes import PackedSequences
 from flash.trainer.packing import MicroBatch
 
@@ -60,8 +60,8 @@ def token_logprobs(
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     device = device_of(model)
-    row = packed_row(sequences, device).watched(watch).over(layer.context)
-    part = row.layout.part
+    row = packed_row(sequences, device).watched(watch).sliced(layer.context)
+    part = row.layout.row_slice
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
     # Beside kept sets, the same token may be drawn from others.
     alike = row.layout.shared and kept is None
@@ -77,12 +77,12 @@ def token_logprobs(
     if layer.replay is not None:
         layer.replay.take(row.routes_ULK)
     with layer.selecting(selection), logits_unchanged(model):
-        output = model(**given(model, row), logits_to_keep=rows)
+        output = model(**model_inputs(model, row), logits_to_keep=rows)
     # The very tensor: whatever a model does to logits, it would have done to log-probs here. One that is kept from
     # doing what it does may still divide by 1; `check_packing` has seen that this is all.
     if selection.answer is None or (layer.change == UNCHANGED and output.logits is not selection.answer):
         raise changes_logits(model)
-    answer_T2 = part.told(output.logits[0], row_N)
+    answer_T2 = part.gather_answers(output.logits[0], row_N)
     if asked is not None:
         answer_T2 = answer_T2[to_device(asked.place_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)

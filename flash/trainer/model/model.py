@@ -51,7 +51,7 @@ from flash.foreign.transformers import (
 from flash.trainer.mesh import TrainerMesh, gather_full
 from flash.trainer.model.fused import can_fuse, fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
-from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, packs
+from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, takes_packed_rows
 
 DIVIDED = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Kinds of models whose gradients are, their layers divided, those of one process: `tests/trainer/test_parallel.py`
@@ -231,7 +231,7 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
-        fuse_layers(model, whole=packs(model) and not runs_on(model))
+        fuse_layers(model, whole=takes_packed_rows(model) and not runs_on(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()

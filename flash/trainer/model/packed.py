@@ -1,16 +1,22 @@
-"""Packed rows: sequences as the policy and the critics are given them, and the attention that keeps them apart.
+"""Packed rows: the input of the policy and the critics for several sequences, and attention that keeps them apart.
 
-The sequences of a micro-batch lie one after the other in one row, without padding. What several of them begin with, a
-group's prompt or the turns before branches part, is in the row once (`flash.trainer.model.prefixes`): what works on
-single tokens is not repeated. Attention is computed in two parts, which are merged as the softmax of both: each
-sequence's own tokens attend to one another causally, and those of all sequences that go on from the same tokens attend
-to these, however deep in the tree. So no key is there twice and none is masked, and fast kernels apply
-(`flash.trainer.model.attention`).
+The sequences of a micro-batch lie one after another in one row, without padding. Tokens that several of them begin with
+(a group's prompt, or the turns before branches part) are in the row once (`flash.trainer.model.prefixes`), so that all
+work on single tokens is done once for them.
 
-A model that attends by itself, since something else in it passes between tokens, is given one sequence at a time.
+Attention is computed in two parts, which are merged as one softmax over both. Each sequence's own tokens attend to one
+another causally; the own tokens of all sequences with the same prefix attend to that prefix, however deep in the tree
+it lies. So no key occurs twice and no key is masked out, and fast kernels apply (`flash.trainer.model.attention`).
 
-Shape legend: P = packed tokens of the sequences, U = those that are computed, S = sequences, M = slots of a part,
-H = heads, D = width of a head.
+A model in which anything but replaceable attention passes information between tokens cannot be packed: a recurrent
+state, a convolution over tokens, or a mask of its own. Such a model gets one sequence at a time and keeps its own
+attention; `flash.trainer.model.packing_check` finds out at the start.
+
+`flash.trainer.model.logprobs` and `flash.trainer.critic` build a row per micro-batch with `packed_row` and call the
+model with `model_inputs`. transformers then calls `packed_attention` in each layer.
+
+Shape legend: P = packed tokens of the sequences, U = computed tokens (the row), S = sequences, M = slots of a part,
+H = heads, D = width of a head, L = decoder layers, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -30,101 +36,103 @@ from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import attention
 from flash.trainer.mesh import to_device
-from flash.trainer.model.attention import Part, Parts, Scores, States
+from flash.trainer.model.attention import AttentionPart, RowAttention, ScoreOptions, States
 from flash.trainer.model.context import RowSlice
 from flash.trainer.model.prefixes import PackedSequences
 
 PACKED_ATTENTION = "packed"
-"""Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built. It must contain
-none of transformers' own names, such as sdpa: the rules for that one would apply."""
+"""Name of `packed_attention` in transformers' attention interface. It is not in the mask interface, so that no dense
+mask is built. The name must not contain one of transformers' own names, such as sdpa, or the rules for that one apply.
+"""
 
 
 class AttentionWatch(Protocol):
-    """Looks on while the layers attend."""
+    """Callback that sees the queries and keys of every layer during a forward pass."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """What one layer compares, as the model made it: query [1, H, P, D], key [1, heads of keys, P, D]."""
+        """Receive one layer's states as the model made them: query [1, H, P, D], key [1, heads of keys, P, D]."""
         ...
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """How the tokens of a row attend, and who looks on.
+    """The attention of the tokens of one row, which every layer receives as an argument.
 
-    No dataclass: in half precision FSDP copies those among a layer's arguments with all that they hold, so a copy would
-    look on.
+    This is no dataclass: in half precision FSDP copies dataclasses among a layer's arguments with all that they hold,
+    and `watch` would be a copy too.
     """
 
-    parts: Parts
+    attention: RowAttention
     row_P: Tensor
-    """int64: where each token of the sequences, one after the other, is computed."""
+    """int64: the place in the row at which each token of the sequences is computed."""
     shared: bool
-    """Whether some tokens stand for those of several sequences; else the row is these, one after the other."""
-    part: RowSlice
-    """What this rank is given of the row."""
+    """True if some places of the row stand for tokens of several sequences. False: the row is the sequences, one after
+    another."""
+    row_slice: RowSlice
+    """The part of the row that this rank receives."""
     watch: AttentionWatch | None = None
-    """Is told of every layer's attention."""
+    """Callback for the attention of every layer."""
 
 
 class PackedRow(NamedTuple):
-    """Sequences as a model is given them."""
+    """The input of a model for several sequences."""
 
     input_U: Tensor
     """int64: token ids."""
     position_U: Tensor
-    """int64: of each token in its sequences."""
+    """int64: position of each token in its sequences."""
     row_P: Int64Array
-    """As in the layout."""
+    """As `PackedLayout.row_P`."""
     layout: PackedLayout
     routes_ULK: Tensor | None
-    """int32: the experts that engines chose; -1: not known."""
+    """int32: the experts that engines chose; −1: unknown."""
 
-    def over(self, context: DeviceMesh | None) -> PackedRow:
-        """What this one of the ranks is given of the row."""
-        part = RowSlice(len(self.input_U), context)
-        layout = msgspec.structs.replace(self.layout, part=part)
-        routes = None if self.routes_ULK is None else part.of(self.routes_ULK)
-        return PackedRow(part.of(self.input_U), part.of(self.position_U), self.row_P, layout, routes)
+    def sliced(self, context: DeviceMesh | None) -> PackedRow:
+        """Return the part of the row that this rank of a context group receives; None: the whole row."""
+        row_slice = RowSlice(len(self.input_U), context)
+        layout = msgspec.structs.replace(self.layout, row_slice=row_slice)
+        routes = None if self.routes_ULK is None else row_slice.of(self.routes_ULK)
+        return PackedRow(row_slice.of(self.input_U), row_slice.of(self.position_U), self.row_P, layout, routes)
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
-        """The same, while somebody looks on."""
+        """Return this row with a callback for the attention of every layer."""
         return self._replace(layout=msgspec.structs.replace(self.layout, watch=watch))
 
 
-def packs(model: PreTrainedModel) -> bool:
-    """Whether sequences share a row of this model: it attends as is said here, and not by itself."""
+def takes_packed_rows(model: PreTrainedModel) -> bool:
+    """Return True if the model computes `packed_attention`, so that several sequences can share a row."""
     return attention(model) == PACKED_ATTENTION
 
 
-def given(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
-    """What a model is called with, to make no more of a row than hidden states."""
+def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
+    """Return the keyword arguments with which a model computes the hidden states of a row."""
     ids = {"input_ids": row.input_U.unsqueeze(0), "use_cache": False}
-    if packs(model):
+    if takes_packed_rows(model):
         return ids | {"position_ids": row.position_U.unsqueeze(0), "packed_layout": row.layout}
-    assert row.layout.parts.sequences == 1, "a model that attends by itself has one sequence"
+    assert row.layout.attention.sequences == 1, "a model with its own attention gets one sequence at a time"
     return ids
 
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
-    """Put sequences in one row."""
+    """Lay sequences out in one row."""
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
-    owner_U = np.searchsorted(offset_S, place_U, side="right") - 1
-    own_S = np.bincount(owner_U, minlength=len(offset_S) - 1)
-    # By powers of two, so that padding is at most a half.
-    kind_S = np.frexp(own_S)[1]
+    sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
+    own_S = np.bincount(sequence_U, minlength=len(offset_S) - 1)
+    # Sequences whose lengths share a power of two are padded together, so that at most half of a batch is padding.
+    length_class_S = np.frexp(own_S)[1]
     shared = len(place_U) < len(row_P)
     if shared:
-        # What attends together lies together, where it need not stay where it was.
-        order = np.argsort(kind_S[owner_U], kind="stable")
+        # Tokens that attend in one batch lie together. Without sharing they keep their order, which needs no gather.
+        order = np.argsort(length_class_S[sequence_U], kind="stable")
         place_U, row_P = place_U[order], np.argsort(order)[row_P]
     begin_S, stop_S = offset_S[:-1] + np.diff(offset_S) - own_S, offset_S[1:]
     own = [row_P[begin:stop] for begin, stop in zip(begin_S, stop_S, strict=True)]
-    known = [row_P[start:begin] for start, begin in zip(offset_S[:-1], begin_S, strict=True)]
+    prefixes = [row_P[start:begin] for start, begin in zip(offset_S[:-1], begin_S, strict=True)]
     position_U = sequences.position_P[place_U]
-    parts = Parts(own, kind_S, known, position_U, device)
-    layout = PackedLayout(parts, to_device(row_P, device), shared, RowSlice(len(place_U)))
+    row_attention = RowAttention(own, length_class_S, prefixes, position_U, device)
+    layout = PackedLayout(row_attention, to_device(row_P, device), shared, RowSlice(len(place_U)))
     routes = sequences.routes
     routes_ULK = None if routes is None else to_device(routes.numbers()[place_U], device)
     return PackedRow(
@@ -144,30 +152,35 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row: query [1, H, U, D] to output [1, U, H, D].
+    """Return causal attention within each sequence of a packed row: query [1, H, U, D] to output [1, U, H, D].
 
-    Where the row is over several ranks, they are given and answered their slices.
+    transformers calls this in place of its own attention. In a context group, each rank passes the states of its slice
+    of the row and gets the output of its slice.
+
+    Raises:
+        ConfigError: the model does not pass `packed_layout` on, makes a mask of its own, or has capped scores or sinks
+            while a callback watches its attention.
     """
     if packed_layout is None:
-        raise ConfigError(f"{class_name(module)} does not pass on what its attention is told of packed sequences")
+        raise ConfigError(f"{class_name(module)} does not pass the layout of packed sequences on to its attention")
     if attention_mask is not None:
         raise ConfigError(f"{class_name(module)} makes a mask of its own for its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores, sinks_H = Scores(scale, sliding_window, other.get("softcap")), other.get("s_aux")
+    scores, sinks_H = ScoreOptions(scale, sliding_window, other.get("softcap")), other.get("s_aux")
     if packed_layout.watch is not None:
         if scores.cap is not None or sinks_H is not None:
             raise ConfigError(
-                f"algorithm.rhythm: {class_name(module)} caps its attention or lets it go into sinks, which nothing "
-                "that looks on knows of; choose another model"
+                f"algorithm.rhythm: {class_name(module)} caps its attention scores or has attention sinks, which the "
+                "rhythm of attention does not support; choose another model"
             )
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
-    part = packed_layout.part
-    query_UHD, key_UHD, value_UHD = part.by_heads([one[0].transpose(0, 1) for one in (query, key, value)])
-    sinks_H = None if sinks_H is None else part.heads(sinks_H)
-    parts = packed_layout.parts.of(query_UHD, value_UHD, scores)
+    row_slice = packed_layout.row_slice
+    query_UHD, key_UHD, value_UHD = row_slice.to_heads([state[0].transpose(0, 1) for state in (query, key, value)])
+    sinks_H = None if sinks_H is None else row_slice.own_heads(sinks_H)
+    parts = packed_layout.attention.parts(query_UHD, value_UHD, scores)
     answer_UHD = attend_in_parts(query_UHD, key_UHD, value_UHD, sinks_H, parts, scores)
-    return part.by_tokens(answer_UHD).unsqueeze(0), None
+    return row_slice.to_tokens(answer_UHD).unsqueeze(0), None
 
 
 def attend_in_parts(
@@ -175,15 +188,19 @@ def attend_in_parts(
     key_UHD: Tensor,
     value_UHD: Tensor,
     sinks_H: Tensor | None,
-    parts: Sequence[Part],
-    scores: Scores,
+    parts: Sequence[AttentionPart],
+    scores: ScoreOptions,
 ) -> Tensor:
-    """[U, H, D]: what each token of the row is answered, over the parts in which it asks; with gradients."""
+    """Return [U, H, D]: the attention output of each token of the row, merged over all parts, with gradients."""
     return _PackedAttention.apply(query_UHD, key_UHD, value_UHD, sinks_H, parts, scores)  # pyright: ignore[reportReturnType]
 
 
 class _PackedAttention(torch.autograd.Function):
-    """See `attend_in_parts`. No batch of a part is kept for the backward pass."""
+    """Forward and backward pass of `attend_in_parts`.
+
+    Only the states of the row and the merged output are saved. The batches of the parts are gathered again in the
+    backward pass, since together they would take more memory than the row.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -192,20 +209,20 @@ class _PackedAttention(torch.autograd.Function):
         key_UHD: Tensor,
         value_UHD: Tensor,
         sinks_H: Tensor | None,
-        parts: Sequence[Part],
-        scores: Scores,
+        parts: Sequence[AttentionPart],
+        scores: ScoreOptions,
     ) -> Tensor:
         states = (query_UHD, key_UHD, value_UHD)
         wide = torch.promote_types(value_UHD.dtype, torch.float32)
-        if len(parts) == 1 and parts[0].asking.along is not None:
+        if len(parts) == 1 and parts[0].queries.contiguous is not None:
             answer_UHD, weight_UH = parts[0].attend(states, scores)
         else:
-            answer_UHD, weight_UH = _answered(states, parts, scores, wide)
+            answer_UHD, weight_UH = _attend_merged(states, parts, scores, wide)
         if sinks_H is not None:
-            # A token more that all see, with a score of its own and nothing to say.
-            all_UH = torch.logaddexp(weight_UH, sinks_H.to(wide))
-            answer_UHD = answer_UHD * (weight_UH - all_UH).exp_()[..., None]
-            weight_UH = all_UH
+            # A sink is one more key that every token sees, with a score of its own and a value of 0.
+            total_UH = torch.logaddexp(weight_UH, sinks_H.to(wide))
+            answer_UHD = answer_UHD * (weight_UH - total_UH).exp_()[..., None]
+            weight_UH = total_UH
         answer_UHD = answer_UHD.to(value_UHD.dtype)
         ctx.save_for_backward(query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, weight_UH)
         ctx.parts, ctx.scores = parts, scores
@@ -216,43 +233,48 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad_UHD,), (query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, weight_UH) = grads, ctx.saved_tensors
         states, parts = (query_UHD, key_UHD, value_UHD), ctx.parts
-        if len(parts) == 1 and parts[0].asking.along is not None:
+        if len(parts) == 1 and parts[0].queries.contiguous is not None:
             totals = parts[0].gradients(grad_UHD, states, answer_UHD, weight_UH, ctx.scores)
         else:
-            totals = [torch.zeros(one.shape, dtype=weight_UH.dtype, device=one.device) for one in states]
+            # Sums in a wide dtype: a prefix that many sequences share gets many small gradients.
+            totals = [torch.zeros(state.shape, dtype=weight_UH.dtype, device=state.device) for state in states]
             for part in parts:
-                parted = part.gradients(grad_UHD, states, answer_UHD, weight_UH, ctx.scores)
-                for total, places, one in zip(totals, (part.asking, part.asked, part.asked), parted, strict=True):
-                    places.add(total, one)
+                gradients = part.gradients(grad_UHD, states, answer_UHD, weight_UH, ctx.scores)
+                for total, index, grad in zip(totals, (part.queries, part.keys, part.keys), gradients, strict=True):
+                    index.scatter_add(total, grad)
         grad_H = None
         if sinks_H is not None:
-            earned_UH = (grad_UHD.to(weight_UH) * answer_UHD).sum(-1)
-            grad_H = ((sinks_H.to(weight_UH) - weight_UH).exp_() * -earned_UH).sum(0).to(sinks_H.dtype)
-        return *(total.to(one.dtype) for total, one in zip(totals, states, strict=True)), grad_H, None, None
+            grad_dot_answer_UH = (grad_UHD.to(weight_UH) * answer_UHD).sum(-1)
+            grad_H = ((sinks_H.to(weight_UH) - weight_UH).exp_() * -grad_dot_answer_UH).sum(0).to(sinks_H.dtype)
+        return *(total.to(state.dtype) for total, state in zip(totals, states, strict=True)), grad_H, None, None
 
 
-def _answered(states: States, parts: Sequence[Part], scores: Scores, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[U, H, D] in a wide dtype, and the logarithms of the sums of weights, [U, H]: over all parts."""
+def _attend_merged(
+    states: States, parts: Sequence[AttentionPart], scores: ScoreOptions, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the output over all parts, [U, H, D], and the log of the sum of its weights, [U, H]; both in `wide`."""
     query_UHD, _, value_UHD = states
     answer_UHD = value_UHD.new_empty((*query_UHD.shape[:2], value_UHD.shape[2]), dtype=wide)
     weight_UH = value_UHD.new_empty(query_UHD.shape[:2], dtype=wide)
     for part in parts:
         answer_MHD, weight_MH = part.attend(states, scores)
         if not part.causal:
-            answer_MHD, weight_MH = _merged(
-                part.asking.take(answer_UHD), part.asking.take(weight_UH), answer_MHD, weight_MH
+            # A prefix part: its tokens already have the output over their own sequence.
+            answer_MHD, weight_MH = _merge(
+                part.queries.gather(answer_UHD), part.queries.gather(weight_UH), answer_MHD, weight_MH
             )
-        part.asking.put(answer_UHD, answer_MHD)
-        part.asking.put(weight_UH, weight_MH)
+        part.queries.scatter(answer_UHD, answer_MHD)
+        part.queries.scatter(weight_UH, weight_MH)
     return answer_UHD, weight_UH
 
 
-def _merged(one_MHD: Tensor, one_MH: Tensor, other_MHD: Tensor, other_MH: Tensor) -> tuple[Tensor, Tensor]:
-    """Answers over two sets of keys as one over both, and the logarithms of the sums of their exponentials."""
-    share_MH = torch.sigmoid(other_MH - one_MH)
-    return torch.lerp(one_MHD, other_MHD.to(one_MHD.dtype), share_MH[..., None]), torch.logaddexp(one_MH, other_MH)
+def _merge(first_MHD: Tensor, first_MH: Tensor, second_MHD: Tensor, second_MH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs over two disjoint sets of keys as the output over both, and the log of the sum of its weights."""
+    share_MH = torch.sigmoid(second_MH - first_MH)
+    merged_MHD = torch.lerp(first_MHD, second_MHD.to(first_MHD.dtype), share_MH[..., None])
+    return merged_MHD, torch.logaddexp(first_MH, second_MH)
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class as transformers has it; FSDP puts its own before it."""
+    """Return the name of a module's class in transformers; FSDP puts its own prefix before it."""
     return type(module).__name__.removeprefix("FSDP")

@@ -35,7 +35,7 @@ from flash.foreign.transformers import default_attention, running_layers, window
 from flash.trainer.model.logprobs import changes_logits, token_logprobs
 from flash.trainer.model.model import device_of, reshard
 from flash.trainer.model.output_layer import OutputLayer, Selection, changed
-from flash.trainer.model.packed import PACKED_ATTENTION, class_name, packs
+from flash.trainer.model.packed import PACKED_ATTENTION, class_name, takes_packed_rows
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
@@ -70,7 +70,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
     """Compare a model, prepared by `shard_model`, packed and alone. A collective.
 
     Where that differs the model attends by itself from here on, so it is given one sequence at a time
-    (`flash.trainer.model.packed.packs`), and the log says why.
+    (`flash.trainer.model.packed.takes_packed_rows`), and the log says why.
 
     Raises:
         ConfigError: it cannot say anything of sequences, or in this precision; what it says of a token depends on
@@ -125,7 +125,7 @@ def replay_routing(model: PreTrainedModel) -> None:
 
 def attend_alone(model: PreTrainedModel) -> None:
     """Have it attend as transformers made it, masks included, so that it needs one sequence at a time."""
-    if packs(model):
+    if takes_packed_rows(model):
         model.set_attn_implementation(default_attention(model))
 
 
@@ -176,7 +176,7 @@ def _why_alone(
     alone: Sequence[Tensor],
 ) -> str | None:
     """Why sequences cannot share a row of this model; None: they can."""
-    if not packs(model):
+    if not takes_packed_rows(model):
         return "does not use transformers' attention interface"
     try:
         gap = _gap(_packed(model, [*sequences, *forked]), alone)
@@ -246,7 +246,7 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
     """The model attends as transformers made it, masks included, and each rank to all tokens."""
     layer: Any = model.get_output_embeddings()
     context, layer.context = layer.context, None
-    shared = packs(model)
+    shared = takes_packed_rows(model)
     attend_alone(model)
     try:
         # Kernels that are made of it would never be used again.

@@ -1,11 +1,15 @@
-"""What packed sequences begin with alike is computed once.
+"""Shared prefixes: tokens that several packed sequences begin with are computed once.
 
-A token's hidden state follows from the tokens up to it. So where two sequences begin alike, with the prompt of their
-group or with the turns that branches of one sample share, the states of that beginning are the same numbers, and so is
-the sum of the gradients that reach them. Conservation: the tokens up to any place of a sequence are those up to the
-place at which it is computed.
+A token's hidden state depends on the tokens up to it alone. So where two sequences begin alike (with the prompt of
+their group, or with turns that branches of one sample share), the states of that beginning are the same numbers, and so
+is the sum of the gradients that reach them.
 
-Shape legend: P = tokens of the packed sequences, U = those that are computed, S = sequences.
+Conservation: the tokens up to any place of a sequence equal the tokens up to the place at which it is computed.
+
+`flash.trainer.packing` calls `shared_prefixes` for each micro-batch; `flash.trainer.model.packed` lays the result out.
+This module imports no torch, as packing runs in processes without it.
+
+Shape legend: P = tokens of the packed sequences, U = computed tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -21,16 +25,16 @@ from flash.waiting import run_to_end
 
 
 class Computed(NamedTuple):
-    """Which tokens are computed, and for whom."""
+    """The tokens that are computed, and the places at which each token finds its result."""
 
     place_U: Int64Array
-    """The place in P of each token that is computed; those of a sequence are neighbours."""
+    """Place in P of each computed token; the computed tokens of a sequence are neighbours."""
     row_P: Int64Array
-    """The place in U at which each token of the sequences is computed."""
+    """Place in U at which each token of the sequences is computed."""
 
 
 class PackedSequences(Protocol):
-    """Sequences one after the other, such as a micro-batch."""
+    """Sequences one after another, such as a micro-batch."""
 
     @property
     def input_P(self) -> Int64Array:
@@ -44,41 +48,41 @@ class PackedSequences(Protocol):
 
     @property
     def offset_S(self) -> Int64Array:
-        """[S + 1] cumulative lengths, from 0 to P."""
+        """Cumulative lengths, [S + 1], from 0 to P."""
         ...
 
     @property
     def computed(self) -> Computed:
-        """As `shared_prefixes` of the sequences."""
+        """Result of `shared_prefixes` for the sequences."""
         ...
 
     @property
     def routes(self) -> Routes | None:
-        """The experts that engines chose for each token, where they told."""
+        """Experts that engines chose for each token; None if the engines do not report them."""
         ...
 
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
-    """Compute what sequences begin with alike once, where the first of them in order of tokens has it."""
+    """Return the layout in which each shared prefix is computed once, by the first of its sequences in token order."""
     order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
-        # In their own order, which attention can take as it is.
+        # Nothing is shared: sequences keep their order, in which attention takes them without a gather.
         return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
     row_P = np.empty(starts[-1], dtype=np.int64)
     places: list[Int64Array] = []
-    count, before = 0, 0
-    for index, same in zip(order, known, strict=True):
+    count, previous = 0, 0
+    for index, shared in zip(order, known, strict=True):
         start, stop = int(starts[index]), int(starts[index + 1])
-        row_P[start : start + same] = row_P[starts[before] : starts[before] + same]
-        row_P[start + same : stop] = np.arange(count, count + stop - start - same)
-        places.append(np.arange(start + same, stop))
-        count, before = count + stop - start - same, index
+        row_P[start : start + shared] = row_P[starts[previous] : starts[previous] + shared]
+        row_P[start + shared : stop] = np.arange(count, count + stop - start - shared)
+        places.append(np.arange(start + shared, stop))
+        count, previous = count + stop - start - shared, index
     return Computed(np.concatenate(places), row_P)
 
 
-class Sequences(NamedTuple):
-    """Token sequences as `PackedSequences`."""
+class SequenceRow(NamedTuple):
+    """Token sequences one after another, in the form of `PackedSequences`."""
 
     input_P: Int64Array
     position_P: Int64Array
@@ -87,9 +91,9 @@ class Sequences(NamedTuple):
     routes: Routes | None = None
 
 
-def in_one_row(sequences: Sequence[Int64Array]) -> Sequences:
-    """These, one after the other."""
-    return Sequences(
+def in_one_row(sequences: Sequence[Int64Array]) -> SequenceRow:
+    """Return the sequences one after another, with their prefixes shared."""
+    return SequenceRow(
         input_P=np.concatenate(sequences),
         position_P=np.concatenate([np.arange(len(ids)) for ids in sequences]),
         offset_S=np.cumsum([0, *map(len, sequences)]),
