@@ -143,7 +143,7 @@ def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: s
     ("kind", "reason"),
     [
         ("nemotron", "NemotronAttention does not pass the layout"),
-        ("moshi", "MoshiAttention does not pass on"),
+        ("moshi", "MoshiAttention does not pass the layout"),
         ("doge", "DogeAttention makes a mask of its own"),
         ("deepseek_v32", "stops at packed sequences: Type"),
         ("falcon_mamba", "does not use transformers' attention interface"),
