@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,6 +64,36 @@ def test_names_that_are_imported_exist(page: Path) -> None:
 def test_import_paths_lead_to_something(page: Path) -> None:
     for path in re.findall(rf"(?<![\w./-])({OURS}(?:\.\w+)+:\w+)\b", page.read_text(encoding="utf-8")):
         load_object(path)
+
+
+def defined(nodes: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of the classes, functions, constants and fields that statements define."""
+    for node in nodes:
+        match node:
+            case ast.ClassDef(name=name):
+                yield prefix + name
+                yield from defined(node.body, f"{prefix}{name}.")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield prefix + name
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name
+            case _:
+                pass
+
+
+def test_classes_and_functions_that_are_named_behind_a_file_exist(page: Path) -> None:
+    named = re.findall(rf"(?<![\w./-])({OURS}/[\w/.-]*\w\.py):([A-Za-z_][\w.]*\w)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{file}:{name}"
+        for file, name in named
+        if name not in set(defined(ast.parse((ROOT / file).read_text(encoding="utf-8")).body))
+    ]
+    assert missing == []
+
+
+def test_folders_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(rf"`({OURS}/[\w/-]*)/`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
 
 
 def said(file: Path) -> Iterator[str]:
