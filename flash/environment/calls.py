@@ -1,7 +1,7 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
-`Episode` makes every call of an environment through `made`, `called` and `checked`; the node and the verifiers use
-`UserTask`.
+`Episode` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The node
+and the verifiers use `UserTask`.
 
 Invariants: the code runs in an asyncio task of its own and in no task group, so that nothing that it raises ends more
 than the call. A call that does not end after its deadline is cancelled. If it does not end then either, it is
@@ -210,7 +210,7 @@ def _close(steps: Any, awaitable: object) -> None:
             keep_for_ever(one)
 
 
-async def called(
+async def call_method(
     what: str,
     timeout: float,
     key: str,
@@ -258,11 +258,11 @@ async def called(
     return cast("_T", task.value)
 
 
-def made(what: str, make: Callable[[], _T]) -> _T:
+def make_environment(what: str, make: Callable[[], _T]) -> _T:
     """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
 
     Raises:
-        EnvError, RewardError: as `called` does.
+        EnvError, RewardError: as `call_method` does.
     """
     try:
         return make()
@@ -310,7 +310,7 @@ def shortened(text: str, most: int) -> str:
     return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
 
 
-def checked(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
+def check_returned(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
     """Return what `check` makes of the result of an environment's method.
 
     Raises:

@@ -127,14 +127,14 @@ class Conversation:
         transcript.go_on(place.branch, place.answers)
         if not place.answers:
             transcript.offer(request.tools)
-        transcript.show(transcript.render(place.added))
+        transcript.add_observation(transcript.render(place.added))
         shown = [OFFER, *messages] if request.tools else messages
         assert list(map(plain, spoken(transcript.tokens))) == list(map(plain, shown)), "it sees what the agent says"
         tokens = [*request.answer.encode()] + [END] * request.stopped
         self.prompts.append(list(transcript.tokens))
         self.said.append(tokens)
         finish = "stop" if request.stopped else "length"
-        transcript.say(Completion(tokens, [-1.0] * len(tokens), [VersionRun(0, len(tokens))], finish))
+        transcript.add_response(Completion(tokens, [-1.0] * len(tokens), [VersionRun(0, len(tokens))], finish))
         transcript.turns.append(Turn("", "", 0.0, 0.0, 0.0, 0.0, branch=transcript.branch))
         answer = Message(ASSISTANT, request.answer)
         self._history.answer(place, answer, request.tools)

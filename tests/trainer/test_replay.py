@@ -181,9 +181,9 @@ def two_turns(engine: HfEngine, number: int, *, told: bool = True) -> Trajectory
     transcript = Transcript(CharTokenizer(), limits)
     rng = np.random.default_rng(number // 4)
     for count in (7, 6):
-        transcript.show(rng.integers(0, 60, 4).tolist())
+        transcript.add_observation(rng.integers(0, 60, 4).tolist())
         said = engine.generate(list(transcript.tokens), count)
-        transcript.say(said if told else replace(said, routes=None))
+        transcript.add_response(said if told else replace(said, routes=None))
         transcript.turns.append(Turn("", "", float(number % 2), 0.0, 0.0, 0.0))
     return transcript.trajectory(Task(number, number // 4, number % 4, seed=number), Outcome.OK, 0)
 
@@ -205,11 +205,11 @@ def test_a_response_is_not_computed_again_for_what_was_told_before() -> None:
     first = Completion([5, 6], [0.0, 0.0], [VersionRun(0, 2)], "stop", None, Routes.of(np.full((3, 1, 2), 1)))
     limits = EpisodeLimits(max_length=64, max_turns=3, max_branches=2, max_tokens=64, max_new_tokens=8)
     transcript = Transcript(CharTokenizer(), limits)
-    transcript.show([1, 2])
-    transcript.say(first)
+    transcript.add_observation([1, 2])
+    transcript.add_response(first)
     transcript.turns.append(Turn("", "", 0.0, 0.0, 0.0, 0.0))
-    transcript.show([3])
-    transcript.say(replace(first, routes=Routes.of(np.full((6, 1, 2), 300))))
+    transcript.add_observation([3])
+    transcript.add_response(replace(first, routes=Routes.of(np.full((6, 1, 2), 300))))
     transcript.turns.append(Turn("", "", 0.0, 0.0, 0.0, 0.0))
     routes = transcript.trajectory(Task(0, 0, 0, seed=0), Outcome.OK, 0).routes
     assert routes is not None

@@ -1,23 +1,30 @@
-"""Responses that an episode samples ahead: before it comes to them, because the environment expects to need them.
+"""Responses that an episode samples ahead, before it comes to them.
 
-This is optional and stands beside the episode, which goes on from one response to the next. The environment names a
-response that it will probably want (`TranscriptView.expect`); the response is then sampled in a task of its own, and
-waits here until the episode comes to the same name, prompt and limits.
+This is optional and stands beside the road of an episode, which goes on from one response to the next. An environment
+that will probably want several responses, because its agent has sent several requests at once for example, announces
+the later ones (`TranscriptView.expect`). Each of them is sampled in a task of its own. It waits here until the episode
+comes to the same observation with the same limits, and is dropped if that never happens.
 
-Conservation: every sampled token is in a response that the episode took, or is counted as lost.
+Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from flash.errors import FlashError
-from flash.rollout.engine import ResponseRequest
-from flash.types import Completion
+from flash.environment.interface import Expected
+from flash.errors import EnvError, FlashError
+from flash.rollout.engine import ResponseRequest, ignore_tokens
+from flash.rollout.episode.transcript import BranchFormat, Transcript, min_tokens
+from flash.types import Completion, Observation
+
+_T = TypeVar("_T")
 
 
 class NewRequest(Protocol):
@@ -51,7 +58,7 @@ class SampledTokens(Protocol):
 
 
 class ResponseAhead:
-    """One response that is sampled ahead, and what has become of it so far."""
+    """One response that is sampled ahead, and its state."""
 
     def __init__(self, name: str, request: ResponseRequest, start: float) -> None:
         self.name = name
@@ -59,25 +66,38 @@ class ResponseAhead:
         self.start = start
         """When it was requested, in Unix seconds."""
         self.tokens = 0
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         self.finished = anyio.Event()
         self.outcome: Completion | FlashError | None = None
         """The response, or the reason why there is none. None until `finished`."""
+
+
+class RenderedObservation(NamedTuple):
+    """A large observation that was rendered ahead, and the place that it follows."""
+
+    branch: int
+    responses: int
+    observation: Observation
+    tokens: list[int]
 
 
 class ResponsesAhead:
     """The responses that one episode samples ahead.
 
     Args:
+        transcript: the transcript of the episode.
+        rendering: held while a thread renders a large observation; all episodes of the node share it.
         new_request: makes requests of the episode.
         sample: sends a request to the engines.
         progress: token counts of the episode.
-        tasks: runs what goes on beside the episode; cancelled when the episode ends.
+        tasks: runs the tasks that sample ahead; cancelled when the episode ends.
         now: Unix seconds on the loop's clock.
     """
 
     def __init__(
         self,
+        transcript: Transcript,
+        rendering: anyio.Lock,
         new_request: NewRequest,
         sample: SampleAhead,
         progress: SampledTokens,
@@ -85,41 +105,124 @@ class ResponsesAhead:
         *,
         now: Callable[[], float],
     ) -> None:
+        self._transcript = transcript
+        self._rendering = rendering
         self._new_request = new_request
         self._sample = sample
         self._progress = progress
-        self.tasks = tasks
+        self._tasks = tasks
         self._now = now
-        self._pending: list[ResponseAhead] = []
+        self._responses: list[ResponseAhead] = []
+        """Responses that the episode has not come to yet."""
+        self._to_render: set[str] = set()
+        """Names of large observations that are still to be rendered, until the episode comes to them."""
+        self._rendered: dict[str, RenderedObservation] = {}
+        """Large observations that were rendered ahead, by name."""
+        self._one_at_a_time = anyio.Lock()
+        """Held while a large observation of this episode is rendered, or waits for `rendering`: other episodes of the
+        node get that lock between two observations of this one."""
 
-    @property
-    def pending(self) -> int:
-        """Number of responses that the episode has not come to yet."""
-        return len(self._pending)
+    def expect(self, expected: Expected) -> None:
+        """Sample the response to an observation that the environment will probably show, if the limits allow it."""
+        transcript = self._transcript
+        if not self._fits():
+            return
+        if transcript.is_slow(expected.observation, expected.tools):
+            least = min_tokens(expected.observation, expected.tools, transcript.tokenizer.min_message_tokens)
+            if least <= transcript.limits.max_length:
+                self._to_render.add(expected.name)
+                self._tasks.start_soon(self._expect_large, expected)
+            return
+        if min_tokens(expected.observation, expected.tools, 1) > transcript.limits.max_length:
+            return
+        with suppress(EnvError):  # raised again when the observation is shown
+            self._request(expected, *self._prompt(expected))
 
-    def expect(
-        self,
-        name: str,
-        prompt: list[int],
-        max_new_tokens: int,
-        stop: tuple[str, ...],
-        on_tokens: Callable[[Sequence[int]], None],
-    ) -> None:
-        """Start to sample a response that the episode will probably come to under this name."""
-        request = self._new_request(prompt, max_new_tokens, stop, on_tokens)
-        response = ResponseAhead(name, request, self._now())
-        self._pending.append(response)
-        self.tasks.start_soon(self._fetch, response)
+    async def _expect_large(self, expected: Expected) -> None:
+        """Render a large observation in a thread, then request the response if the episode has not come to it yet."""
+        async with self._one_at_a_time, self._rendering:
+            if expected.name not in self._to_render:
+                return
+            with suppress(EnvError):  # raised again when the observation is shown
+                prompt, format = await in_thread(lambda: self._prompt(expected))
+                # The tokenizer keeps the tokens of first observations; those of later ones are kept here.
+                if responses := expected.responses:
+                    position = self._transcript.branches[expected.branch].ends[responses - 1].position
+                    self._rendered[expected.name] = RenderedObservation(
+                        expected.branch, responses, expected.observation, prompt[position:]
+                    )
+                if expected.name in self._to_render:
+                    self._request(expected, prompt, format)
+
+    def _fits(self) -> bool:
+        """Return True if the limits allow one more response, however long those under way become."""
+        transcript, under_way = self._transcript, len(self._responses) + 1
+        total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
+        return (
+            total <= transcript.limits.max_tokens and min(transcript.turns_left, transcript.branches_left) > under_way
+        )
+
+    def _prompt(self, expected: Expected) -> tuple[list[int], BranchFormat]:
+        """Return the prompt and the format of the branch in which the expected observation will be the last.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        transcript, observation, tools = self._transcript, expected.observation, expected.tools
+        if not expected.responses:
+            if tools:
+                transcript.tokenizer.check_calls()
+            tokenizer = transcript.tokenizer.with_arguments(expected.template)
+            format = BranchFormat(not isinstance(observation, str), tokenizer, list(tools))
+            return tokenizer.render(observation, tools), format
+        branch = transcript.branches[expected.branch]
+        shown = transcript.follow(branch, expected.responses, observation)
+        return branch.tokens[: branch.ends[expected.responses - 1].position] + shown, branch.format
+
+    def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
+        """Start to sample the response to an expected observation, if the limits allow it."""
+        limits = self._transcript.limits
+        room = limits.max_length - len(prompt)
+        if room < 1 or not self._fits():
+            return
+        on_tokens = ignore_tokens
+        if expected.hear is not None:
+            on_tokens = format.start_reading(prompt, calling=expected.calling).forward_to(expected.hear)
+        max_new_tokens = min(limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
+        request = self._new_request(prompt, max_new_tokens, expected.stop, on_tokens)
+        response = ResponseAhead(expected.name, request, self._now())
+        self._responses.append(response)
+        self._tasks.start_soon(self._fetch, response)
+
+    async def _fetch(self, response: ResponseAhead) -> None:
+        """Sample a response, and keep it or the reason why there is none."""
+
+        def count(tokens: int) -> None:
+            response.tokens += tokens
+
+        try:
+            response.outcome = await self._sample(response.request, count)
+        except FlashError as error:
+            response.outcome = error
+        response.finished.set()
+
+    def announce(self, name: str) -> None:
+        """Report that the episode comes to the observation of this name, so that it is not rendered ahead any more."""
+        self._to_render.discard(name)
+
+    def take_rendered(self, name: str, branch: int, responses: int, observation: Observation) -> list[int] | None:
+        """Return the tokens of a large observation that was rendered ahead for this place; None if it was not."""
+        rendered = self._rendered.pop(name, None)
+        if rendered is None or rendered[:3] != (branch, responses, observation):
+            return None
+        return rendered.tokens
 
     def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ResponseAhead | None:
         """Return the response of this name that is sampled ahead for just this request, if there is one."""
-        for response in self._pending:
+        wanted = (prompt, max_new_tokens, stop)
+        for response in self._responses:
             request = response.request
-            if response.name == name and (request.prompt, request.max_new_tokens, request.stop) == (
-                prompt,
-                max_new_tokens,
-                stop,
-            ):
+            if response.name == name and (request.prompt, request.max_new_tokens, request.stop) == wanted:
                 return response
         return None
 
@@ -130,7 +233,7 @@ class ResponsesAhead:
             EngineError, DeadlineError: it could not be sampled.
         """
         await response.finished.wait()
-        self._pending.remove(response)
+        self._responses.remove(response)
         if isinstance(response.outcome, FlashError):
             raise response.outcome
         assert response.outcome is not None
@@ -138,17 +241,13 @@ class ResponsesAhead:
 
     def drop(self) -> None:
         """Forget the responses that the episode never came to: their tokens count as lost."""
-        for response in self._pending:
+        for response in self._responses:
             self._progress.tokens -= response.tokens
             self._progress.lost += response.tokens
-        self._pending.clear()
+        self._responses.clear()
 
-    async def _fetch(self, response: ResponseAhead) -> None:
-        def count(tokens: int) -> None:
-            response.tokens += tokens
 
-        try:
-            response.outcome = await self._sample(response.request, count)
-        except FlashError as error:
-            response.outcome = error
-        response.finished.set()
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` in a thread, and return the result. A caller that is cancelled does not wait for the thread."""
+    # A limiter of its own: an environment's calls may occupy all threads of the default one.
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

@@ -1,14 +1,21 @@
-"""Episode: one environment's life, from reset to the last reward.
+"""Episode: the life of one environment, from its reset to the trajectory.
 
-reset → render the observation once → generate → step → render what follows, once → generate → … → trajectory.
-Tokens are only ever appended: observations as they were rendered, responses exactly as they were sampled; to the branch
-that the environment goes on in, where it has several. Whatever
-goes wrong becomes a typed `Failure`; only cancellation passes through. The environment is closed exactly once.
+The scheduler calls `Episode.run` for each lease. The road of an episode, in `Episode._play`:
+
+    reset → render the observation → request a response → step → render the next observation → request → … → trajectory
+
+Responses come from the node's `LLMProxy`. The trajectory, or a `Failure`, goes back to the scheduler, which delivers it
+to the hub.
+
+Invariants: tokens are only appended (`flash.rollout.episode.transcript`). Every error becomes a `Failure` with a typed
+outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Every wait is
+bounded by a deadline of its own or by that of the episode, and the failure names what was waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
@@ -16,10 +23,9 @@ from typing import Protocol, cast
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup
 
-from flash.environment.calls import EnvTimeoutError, called, checked, made
-from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
+from flash.environment.calls import EnvTimeoutError, call_method, check_returned, make_environment
+from flash.environment.interface import Environment, Informed, ResetResult, StepResult
 from flash.environment.results import (
     check_reset_result,
     check_step_result,
@@ -35,86 +41,83 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits
 from flash.rollout.episode.view import TranscriptView
 from flash.rollout.outage import OutageClock
-from flash.types import (
-    Completion,
-    Failure,
-    Lease,
-    Observation,
-    Outcome,
-    Task,
-    Trajectory,
-    Turn,
-)
+from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Trajectory, Turn
 from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
-"""Turns of a task whose responses have a key of their own."""
+"""Number of responses of a task that have a key of their own."""
 
 
 class Responder(Protocol):
-    """Where responses come from; `LLMProxy` is one."""
+    """Samples responses; `LLMProxy` is one."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Sample one response, within the deadline of an episode. Raises EngineError, DeadlineError."""
+        """Sample one response. Raises EngineError, DeadlineError."""
         ...
 
 
 class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
-    """What all episodes of a run share."""
+    """Limits and deadlines of all episodes of a run."""
 
     seed: int | None
-    """Every response is drawn with a seed of its own that follows from this one. None: engines draw as they like."""
+    """Seed from which the seed of every response follows. None: engines use random states of their own."""
     reset_s: float
+    """Seconds in which an environment must reset."""
     step_s: float
+    """Seconds in which an environment must step."""
     close_s: float
+    """Seconds in which an environment must close."""
     generate_s: float
+    """Seconds in which a response must be complete."""
     episode_s: float
-    """Deadlines, in seconds."""
+    """Seconds that a whole episode may take, closing excepted."""
     domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
-    """By kind of problem, where it has limits of its own."""
+    """Settings of the kinds of problems that have limits of their own."""
 
     def of(self, kind: str) -> EpisodeSettings:
-        """What holds for a kind."""
+        """Return the settings for a kind of problems."""
         return self.domains.get(kind, self)
 
 
 class EpisodeProgress:
-    """How far an episode got. Owned by the caller, who can read it also when the episode is cancelled."""
+    """Token counts of an episode. The caller of `Episode.run` owns them, and can read them after a cancellation."""
 
     def __init__(self) -> None:
         self.tokens = 0
         """Action tokens sampled so far, over all turns and branches."""
         self.lost = 0
-        """Tokens that were sampled for it and never arrived: their request was aborted before its next piece."""
+        """Tokens that were sampled for the episode and will not be in its trajectory, because their request was
+        aborted."""
 
     def asks(self) -> None:
-        """A response is asked for. An owner that wants to know overrides this."""
+        """Do something when a response is requested; for owners that override this."""
 
 
 def response_key(task: Task, turn: int) -> int:
-    """Names the response of a turn (from 0), the same in each attempt at the task."""
+    """Return the number that names a response of a task, counted from 0; the same in each attempt at the task."""
     return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
 
 
 def response_seed(seed: int, task: Task, turn: int) -> int:
-    """Return the seed of a turn's response: another one for each attempt, so that a failure does not come again.
+    """Return the seed of a response of a task, counted from 0.
 
-    The problem counts, and not the task's number: groups that replace others are numbered in the order of time.
+    Each attempt has other seeds, so that a failure is not repeated. The seed follows from the problem, not from the
+    task's number: groups that replace others get numbers in the order of time, which differs between runs.
     """
     named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
 
 
 class Episode:
-    """Runs leases, any number at once.
+    """Plays the episodes of leases, any number at the same time.
 
     Args:
-        make_env: makes the environment of a task's kind.
-        tokenizer: the model's.
-        proxy: generates.
+        make_env: makes an environment for a kind of problems.
+        tokenizer: the model's tokenizer.
+        proxy: samples responses.
         settings: limits and deadlines.
-        phases: when environments may step, and when episodes may generate.
-        outages: of the engines; None: they always serve.
+        phases: decides when environments may step, and when responses may be requested.
+        outages: times without any engine, which do not count in an episode's deadline; None: there are none.
         now: Unix seconds on the loop's clock.
     """
 
@@ -131,6 +134,7 @@ class Episode:
     ) -> None:
         self._outages = outages or OutageClock()
         self._rendering = anyio.Lock()
+        """Held while a thread renders a large observation, so that one thread at most does that."""
         self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = proxy
@@ -139,14 +143,19 @@ class Episode:
         self._now = now
 
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        """Live through the episode; never raises except for cancellation and programmer errors."""
+        """Play the episode of a lease. Return its trajectory, or a failure that says why there is none.
+
+        Raises only cancellation and programmer errors. `progress` counts tokens while the episode runs.
+        """
         settings = self._settings.of(lease.task.kind)
         transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
-                return await self._live(state)
-            return state.too_long(settings.episode_s)
+                async with self._environment(state) as env, self._sampling_ahead(env, state):
+                    state.outcome = await self._play(env, state)
+                return transcript.trajectory(lease.task, state.outcome, progress.lost)
+            return state.too_long()
         except RewardError as error:
             return state.failed(Outcome.REWARD_ERROR, str(error))
         except EnvTimeoutError as error:
@@ -160,73 +169,56 @@ class Episode:
         except (EngineError, DeadlineError) as error:
             return state.failed(Outcome.ENGINE_ERROR, str(error))
 
-    async def _live(self, state: _EpisodeState) -> Trajectory:
-        kind, seed = state.task.kind, state.task.seed
-        env = made(f"start (seed {seed})", lambda: self._make_env(kind))
-        self._phases.enter(state.lease)
-        try:
-            try:
-                trajectory = await self._play(env, state)
-            finally:
-                # Before closing, which may take its time: other episodes need not wait for it.
-                self._phases.leave(state.lease)
-        except BaseException:  # cancellation too: what goes wrong in closing must not hide it
-            await self._close(env, state)
-            raise
-        problem = await self._close(env, state)
-        if problem is not None:
-            raise problem
-        return trajectory
-
-    async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
-        """Turn by turn, with what is asked for ahead beside it, where the environment can."""
-        if _informed(env) is None or not self._phases.free:
-            return state.ended(await self._turns(env, state, None))
-        outcome = Outcome.CANCELLED
-        async with unwrapped_group() as group:
-            outcome = await self._turns(env, state, group)
-            group.cancel_scope.cancel()
-        if state.ahead is not None:
-            state.ahead.drop()
-        return state.ended(outcome)
-
-    async def _turns(self, env: Environment, state: _EpisodeState, tasks: TaskGroup | None) -> Outcome:
-        """Turn by turn, until the environment ends the episode or a limit does.
-
-        `tasks` runs responses that are sampled ahead; None: none are.
-        """
-        if tasks is not None:
-            sample = partial(self._sample, state)
-            state.ahead = ResponsesAhead(state.new_request, sample, state.progress, tasks, now=self._now)
-            state.transcript.sample_ahead(state.ahead)
-        transcript, settings = state.transcript, self._settings.of(state.task.kind)
+    async def _play(self, env: Environment, state: _EpisodeState) -> Outcome:
+        """Alternate responses and steps until the environment or a limit ends the episode."""
+        transcript = state.transcript
         observation = await self._reset(env, state)
         await transcript.prepare(observation)
-        transcript.show(self._prompt(observation, transcript))
+        transcript.add_observation(self._first_prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
-            transcript.say(completion)
+            transcript.add_response(completion)
+            # The environment may choose another branch for the next observation while it steps.
             generate_s, branch = self._now() - start, transcript.branch
             action = self._tokenizer.decode(completion.token_ids)
-            (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
-            measured, note = checked(env, "step", state.task.seed, partial(_logged, info))
+            result, metrics, note, env_s = await self._step(env, state, action)
+            following, reward, terminated, truncated, _ = result
             transcript.turns.append(
-                Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note, branch)
+                Turn(text_of(observation), action, reward, start, generate_s, env_s, metrics, note, branch)
             )
-            cut = completion.finish == "length"
             if terminated or truncated:
+                cut = completion.finish == "length"
                 return Outcome.TRUNCATED if truncated or cut else Outcome.OK
-            if len(transcript.turns) == settings.max_turns:
+            if len(transcript.turns) == state.settings.max_turns:
                 return Outcome.TRUNCATED
             await transcript.prepare(following)
             if transcript.room(following) < 1:
                 return Outcome.TRUNCATED
-            transcript.show(transcript.render(following))
+            transcript.add_observation(transcript.render(following))
             observation = following
 
     # -- the environment ---------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def _environment(self, state: _EpisodeState) -> AsyncGenerator[Environment]:
+        """Make the environment of an episode, and close it at the end of the block, also after a cancellation."""
+        task = state.task
+        env = make_environment(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
+        self._phases.enter(state.lease)
+        try:
+            try:
+                yield env
+            finally:
+                # Leave before closing, which may take long: other episodes need not wait for it.
+                self._phases.leave(state.lease)
+        except BaseException:  # includes cancellation
+            with suppress(EnvError):  # an error while closing must not hide the first one
+                await self._close(env, state)
+            raise
+        await self._close(env, state)
+
     async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
+        """Reset the environment, and return the first observation."""
         seed = state.task.seed
         what = f"reset (seed {seed})"
 
@@ -236,50 +228,68 @@ class Episode:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        result = await called(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
-        observation, info = checked(env, "reset", seed, lambda: check_reset_result(result))
-        if arguments := checked(env, "reset", seed, lambda: template_arguments(info)):
+        result = await call_method(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
+        observation, info = check_returned(env, "reset", seed, lambda: check_reset_result(result))
+        if arguments := check_returned(env, "reset", seed, lambda: template_arguments(info)):
             state.transcript.template(arguments)
         return observation
 
-    async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
-        """The environment's checked result, and the seconds it took."""
+    async def _step(
+        self, env: Environment, state: _EpisodeState, action: str
+    ) -> tuple[StepResult, dict[str, float], str, float]:
+        """Let the environment take an action. Return the checked result, its metrics and note, and the seconds."""
+        seed = state.task.seed
         state.waits_for(
             Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
         )
         await self._phases.generated(state.lease)
-        what = f"step {state.turn()} (seed {state.task.seed})"
+        what = f"step {state.turn()} (seed {seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
-        result = await called(
+        returned = await call_method(
             what, self._settings.step_s, "env_step", lambda: env.step(action), env=env, context=state.context
         )
-        took = self._now() - start
-        return checked(env, "step", state.task.seed, lambda: check_step_result(result)), took
+        env_s = self._now() - start
+        result = check_returned(env, "step", seed, lambda: check_step_result(returned))
+        info = result[4]
+        metrics, note = check_returned(env, "step", seed, lambda: (metrics_of(info), note_of(info)))
+        return result, metrics, note, env_s
 
-    async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
-        """Close also while being cancelled, within the deadline. Returns what went wrong."""
-        what = f"close (seed {state.task.seed})"
-        try:
-            seconds, context = self._settings.close_s, state.context
-            await called(what, seconds, "close", env.close, env=env, context=context, shield=True)
-        except EnvError as problem:
-            return problem
-        return None
+    async def _close(self, env: Environment, state: _EpisodeState) -> None:
+        """Close the environment within its own deadline, also while the episode is being cancelled. Raises EnvError."""
+        what, seconds = f"close (seed {state.task.seed})", self._settings.close_s
+        await call_method(what, seconds, "close", env.close, env=env, context=state.context, shield=True)
 
     # -- the policy --------------------------------------------------------------------------------------------------
+
+    def _first_prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
+        """Return the tokens of the first observation. Raises EnvError, PromptTooLongError."""
+        tokens = transcript.render(observation)
+        if not tokens:
+            raise EnvError(
+                f"the observation {observation!r} that reset() returned gives an empty prompt; return a text with at "
+                "least one character"
+            )
+        if len(tokens) >= self._settings.max_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
+                f"{self._settings.max_length}; raise it, or leave long problems out (of a data set with "
+                "env.options.longest_prompt, in characters)"
+            )
+        return tokens
 
     async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
         """Return the next response, and when it was requested in Unix seconds."""
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
         await self._phases.stepped(state.lease)
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
-        if state.ahead is not None and (expected := state.transcript.take_ahead()) is not None:
-            return await state.ahead.take(expected), expected.start
-        request = state.transcript.next_request(state.new_request)
+        transcript = state.transcript
+        if transcript.ahead is not None and (expected := transcript.find_ahead()) is not None:
+            return await transcript.ahead.take(expected), expected.start
+        request = transcript.next_request(state.new_request)
         start = self._now()
-        # The episode waits for the engines: an outage does not count in its deadline. Responses that are sampled ahead
-        # are not waited for, so there an outage counts.
+        # The episode waits for the engines, so an outage does not count in its deadline. It does not wait for responses
+        # that are sampled ahead: there an outage counts.
         with self._outages.left_out(state.scope):
             return await self._sample(state, request, ignore_count), start
 
@@ -308,22 +318,28 @@ class Episode:
             raise EngineError(f"an engine ended a response (seed {state.task.seed}) without a token")
         return completion
 
-    def _prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
-        """Tokens of the first observation."""
-        tokens = transcript.render(observation)
-        if not tokens:
-            raise EnvError(f"the observation {observation!r} gives an empty prompt")
-        if len(tokens) >= self._settings.max_length:
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
-                f"{self._settings.max_length}; raise it, or leave long problems out (of a data set with "
-                "env.options.longest_prompt, in characters)"
+    @asynccontextmanager
+    async def _sampling_ahead(self, env: Environment, state: _EpisodeState) -> AsyncGenerator[None]:
+        """Let the environment have responses sampled ahead in the block.
+
+        It cannot have any if it does not use the view of its episode, or if phases tie episodes together.
+        """
+        if _informed(env) is None or not self._phases.free:
+            yield
+            return
+        async with unwrapped_group() as tasks:
+            sample = partial(self._sample, state)
+            ahead = ResponsesAhead(
+                state.transcript, self._rendering, state.new_request, sample, state.progress, tasks, now=self._now
             )
-        return tokens
+            state.transcript.ahead = ahead
+            yield
+            tasks.cancel_scope.cancel()
+        ahead.drop()
 
 
 class _EpisodeState:
-    """How far the episode of one lease is: what was said, and what it waits for now."""
+    """The state of one episode: its transcript, its requests, and the thing that it waits for."""
 
     def __init__(
         self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView, settings: EpisodeSettings
@@ -332,19 +348,21 @@ class _EpisodeState:
         self.task = lease.task
         self.progress = progress
         self.transcript = transcript
-        self.ahead: ResponsesAhead | None = None
-        """Responses that are sampled ahead; None: the environment cannot expect any, or may not."""
-        self._settings = settings
-        self._requests = 0
-        """Requests made so far; the next one has this number."""
+        self.settings = settings
+        self.outcome = Outcome.CANCELLED
+        """How the episode has ended; meaningful once it has."""
         self.scope = anyio.CancelScope()
-        """Has the episode's deadline."""
+        """Scope that has the episode's deadline."""
         self.context = copy_context()
-        """The context variables of the environment's calls: `step` sees what `reset` has set."""
-        self._waits = (Outcome.ENV_TIMEOUT, "", "")
+        """Context variables of the environment's calls: `step` sees the values that `reset` has set."""
+        self._requests = 0
+        """Number of requests made so far; the next one has this number."""
+        self._late_outcome = Outcome.ENV_TIMEOUT
+        self._awaited = ""
+        self._advice = ""
 
     def turn(self) -> int:
-        """The turn under way, counted from 1 as people do."""
+        """Return the number of the turn under way, counted from 1."""
         return len(self.transcript.turns) + 1
 
     def new_request(
@@ -352,7 +370,7 @@ class _EpisodeState:
     ) -> ResponseRequest:
         """Return the next request of the episode; requests are numbered in the order in which they are made."""
         number, self._requests = self._requests, self._requests + 1
-        task, settings = self.task, self._settings
+        task, settings = self.task, self.settings
         return ResponseRequest(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
@@ -369,42 +387,37 @@ class _EpisodeState:
         )
 
     def _lose(self, tokens: int) -> None:
-        """Count tokens of an aborted request that were in no piece."""
+        """Count sampled tokens of an aborted request that were in no piece."""
         self.progress.lost += tokens
 
-    def waits_for(self, late: Outcome, what: str, look_at: str) -> None:
-        """Note what comes next, and what its lateness would be called."""
-        self._waits = (late, what, look_at)
+    def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
+        """Note what the episode waits for now, and how it fails if its deadline comes meanwhile."""
+        self._late_outcome, self._awaited, self._advice = late_outcome, what, look_at
 
-    def too_long(self, seconds: float) -> Failure:
-        """The episode's deadline came first."""
-        late, what, look_at = self._waits
+    def too_long(self) -> Failure:
+        """Return the failure of an episode that has reached its deadline."""
         return self.failed(
-            late,
-            f"the episode took longer than {seconds:g} s; it was waiting for {what}; look at {look_at}, or raise "
-            "deadlines.episode",
+            self._late_outcome,
+            f"the episode took longer than {self.settings.episode_s:g} s; it was waiting for {self._awaited}; look at "
+            f"{self._advice}, or raise deadlines.episode",
         )
 
-    def ended(self, outcome: Outcome) -> Trajectory:
-        """The episode with all that was said."""
-        return self.transcript.trajectory(self.task, outcome, self.progress.lost)
-
     def failed(self, outcome: Outcome, message: str) -> Failure:
-        """The episode without a trajectory."""
+        """Return a failure of the episode, which counts the tokens that were sampled for it."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 
 
 def _informed(env: Environment) -> Informed | None:
-    """Asked of the class, which remembers: with an instance each name of the protocol is looked up again."""
+    """Return the environment if it uses the view of its episode.
+
+    Asks the class, because `issubclass` remembers its answers: `isinstance` would look up the protocol's names for each
+    episode again.
+    """
     return cast("Informed", env) if issubclass(type(env), Informed) else None
 
 
-def _logged(info: Info) -> tuple[dict[str, float], str]:
-    return metrics_of(info), note_of(info)
-
-
 def text_of(observation: Observation) -> str:
-    """An observation as people read it."""
+    """Return an observation as a text for people."""
     if isinstance(observation, str):
         return observation
     return "\n".join(f"{message.role}: {message.content}" for message in observation)

@@ -71,6 +71,16 @@ class ResponseReader:
         reasoning, content = self._parsing.add(text[len(previous) :], self._previous)
         return Piece(content, reasoning)
 
+    def forward_to(self, hear: Callable[[Piece], None]) -> Callable[[Sequence[int]], None]:
+        """Return a function that takes new tokens and calls `hear` with each piece that has text."""
+
+        def on_tokens(token_ids: Sequence[int]) -> None:
+            piece = self.add(token_ids)
+            if piece.content or piece.reasoning:
+                hear(piece)
+
+        return on_tokens
+
 
 class Tokenizer(Protocol):
     """Text to tokens and back. A class that derives from it reads a response as plain text, unless it overrides that.

@@ -1,10 +1,17 @@
-"""Transcript: the sequences of tokens that an episode consists of.
+"""Transcript: the tokens of one episode, from the first observation to the trajectory.
 
-Each only grows: observations as they were rendered, responses exactly as they were sampled. Most episodes have one. One
-whose environment goes on from an earlier place has branches: the new one begins with the tokens up to there, which are
-prompt in it. Conservation: every sampled token is in exactly one span of one branch.
+`Episode` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn, and
+frames all of it with `trajectory`. Rules:
 
-An environment that asks for it sees all this, as `flash.rollout.episode.view` has it.
+1. Tokens are only appended. An observation is rendered once; a response stays exactly as it was sampled, with its
+   log-probs and policy versions. Nothing is ever tokenized again.
+2. Most episodes have one sequence of tokens, branch 0. If the environment goes on from an earlier place, because an
+   agent's client has sent a history that differs from the transcript for example, a new branch begins. It starts with
+   a copy of the tokens up to that place, and the old branch stays as it is.
+3. Copied tokens are prompt in the new branch. So every sampled token is in exactly one span of one branch, and is
+   trained once.
+
+`flash.rollout.episode.view.TranscriptView` is the transcript as the environment sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import msgspec
 import numpy as np
 
 from flash.errors import EnvError
-from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.sampling import Kept, Routes, routed, together
 from flash.types import (
     TOOL,
@@ -36,156 +43,203 @@ from flash.types import (
 )
 
 LETTERS_PER_TOKEN = 32
-"""More than any text has on average but for long runs of white space. What would need more to fit is too long without
-being tokenized: tokenizing megabytes takes seconds."""
+"""Upper bound on the letters of a token, on average over an observation; only long runs of white space have more. With
+it, an observation that cannot fit is refused without being tokenized: to tokenize megabytes takes seconds."""
 LARGE_LETTERS = 16_384
-"""Letters of an observation from which on a thread renders it, if the tokenizer is slow. To render them takes some ten
-milliseconds, in which an event loop would do nothing else."""
+"""Letters from which on an observation is rendered in a thread, if the tokenizer is slow. Rendering it takes more than
+ten milliseconds, in which the event loop would do nothing else."""
 MESSAGE_LETTERS = 64
-"""Letters that take as long to render as a message without any: the chat template takes 40 microseconds for it."""
+"""Letters that take as long to render as an empty message, for which a chat template takes 40 microseconds."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an episode may go."""
+    """Limits of an episode."""
 
     max_length: int
-    """Longest sequence of observations and responses, in tokens."""
+    """Longest branch, in tokens of observations and responses together."""
     max_turns: int
     """Responses, over all branches, after which an episode is truncated."""
     max_branches: int
-    """Sequences that an episode may consist of."""
+    """Most branches of an episode."""
     max_tokens: int
-    """Most tokens of all of these."""
+    """Most tokens of all branches together."""
     max_new_tokens: int
     """Longest response, in tokens."""
 
 
-class _End(NamedTuple):
-    """The end of a response that stands in a branch."""
+class ResponseEnd(NamedTuple):
+    """The end of a response in a branch."""
 
-    place: int
+    position: int
+    """Number of tokens of the branch up to the end of the response."""
     cut: bool
-    """The token limit ended it."""
+    """True if the token limit has cut the response."""
     ended: bool
-    """The model did, with a token of its own."""
+    """True if the model has ended the response; its last token is then the end of the turn."""
 
 
-class BranchForm(NamedTuple):
-    """How a branch is rendered throughout."""
+class BranchFormat(NamedTuple):
+    """How all observations of a branch are rendered."""
 
     chat: bool
+    """True for chat messages, False for plain text."""
     tokenizer: Tokenizer
-    """The model's, with the arguments of the chat template that hold in the branch."""
+    """The model's tokenizer, with the chat template's arguments of this branch."""
     tools: Sequence[Tool] = ()
-    """The tools that the prompt offers."""
+    """Functions that the prompt of the branch offers."""
+
+    def start_reading(self, prompt: Sequence[int], *, calling: bool) -> ResponseReader:
+        """Return a reader of a response while it is sampled.
+
+        `prompt`: all tokens before it; `calling`: True if calls of functions are left out of the text.
+        """
+        if self.chat:
+            return self.tokenizer.start_reading(prompt, self.tools, calling=calling)
+        return ResponseReader(self.tokenizer.decode)
 
 
 class Branch:
-    """One sequence of tokens: what another one has lent it, then what was shown and said in it."""
+    """One sequence of tokens.
 
-    def __init__(self, tokens: Sequence[int], ends: Sequence[_End], form: BranchForm) -> None:
+    Args:
+        tokens: tokens copied from another branch.
+        ends: ends of the responses among the copied tokens.
+        format: how observations are rendered.
+    """
+
+    def __init__(self, tokens: Sequence[int], ends: Sequence[ResponseEnd], format: BranchFormat) -> None:
         self.tokens = list(tokens)
-        self.form = form
+        self.format = format
         self.ends = list(ends)
-        """Of all responses in it, those that were said in another branch first."""
-        self.logprobs: list[float] = []
+        """Ends of all responses among `tokens`, those that were copied first."""
         self.spans: list[Span] = []
+        """Positions of the responses that were sampled in this branch; copied ones are not among them."""
+        self.logprobs: list[float] = []
+        """Log-prob of each token in `spans`."""
         self.versions: list[VersionRun] = []
+        """Policy version of each token in `spans`, run-length."""
         self.kept: list[Kept] = []
+        """Tokens that could have been drawn in place of each token in `spans`, if the sampling keeps some only."""
         self.routes: Routes | None = None
-        """Of its first tokens."""
+        """Experts that the engine chose for the first tokens of the branch, if it reports them."""
 
-    def until(self, responses: int) -> int:
-        """Tokens up to the end of so many responses; all, where there are no more."""
+    def length_after(self, responses: int) -> int:
+        """Return the number of tokens up to the end of the first `responses` responses, or of all if it has no more."""
         if responses == len(self.ends):
             return len(self.tokens)
-        return self.ends[responses - 1].place if responses else 0
+        return self.ends[responses - 1].position if responses else 0
 
 
 class Transcript:
-    """What was shown and said.
+    """The tokens of one episode.
 
     Args:
-        tokenizer: the model's.
-        limits: of the episode.
+        tokenizer: the model's tokenizer.
+        limits: limits of the episode.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._form = BranchForm(chat=False, tokenizer=tokenizer)
-        """Of the next branch that begins from nothing."""
-        self.branches = [Branch([], [], self._form)]
+        self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
+        """Format of the next branch that begins with an observation alone."""
+        self.branches = [Branch([], [], self._new_format)]
         self.branch = 0
-        """The one that goes on next, or from which another one begins; after a response, the one that it is in."""
+        """Index of the branch that the next observation follows; after a response, of the branch that it is in."""
         self._responses = 0
-        """Of that branch, those after which it does."""
+        """Number of responses of `branch` that the next observation follows."""
         self.turns: list[Turn] = []
         self.sampled = 0
-        """Action tokens, over all branches."""
-        self.spoke: Branch | None = None
-        """The one of the last response."""
+        """Number of sampled tokens, over all branches."""
+        self.last_branch: Branch | None = None
+        """Branch of the last response; None before the first one."""
         self._rendered: tuple[Observation, list[int]] | None = None
+        """The observation that was rendered last for this place, and its tokens."""
+
+    # -- limits ------------------------------------------------------------------------------------------------------
 
     @property
     def turns_left(self) -> int:
-        """Responses that may still follow."""
+        """Number of responses that may still follow."""
         return self.limits.max_turns - sum(len(branch.spans) for branch in self.branches)
 
     @property
     def branches_left(self) -> int:
-        """Branches that may still begin."""
+        """Number of branches that may still begin."""
         return self.limits.max_branches - len(self.branches)
 
-    def go_on(self, branch: int, responses: int) -> None:
-        """Go on after so many responses of a branch: in it, where these are all; else in a new one."""
-        if (branch, responses) != (self.branch, self._responses):
-            assert 0 <= responses <= len(self.branches[branch].ends), "it goes on from what was said"
-            self.branch, self._responses, self._rendered = branch, responses, None
+    @property
+    def total_tokens(self) -> int:
+        """Number of tokens of all branches together."""
+        return sum(len(branch.tokens) for branch in self.branches)
+
+    def tokens_left(self) -> int:
+        """Return the number of tokens that the next observation and the response to it may have together."""
+        copied = self.branches[self.branch].length_after(self._responses)
+        total = self.total_tokens + (copied if self._begins_branch else 0)
+        return min(self.limits.max_length - copied, self.limits.max_tokens - total)
 
     def room(self, observation: Observation) -> int:
-        """Tokens left for a response if this is shown next, 0 or below where none can follow. Raises EnvError."""
-        room, least = self.left(), self._least(observation)
-        return room - (least if least > room else len(self.render(observation)))
+        """Return the number of tokens left for a response if this observation is shown next; may be below 0.
 
-    def _least(self, observation: Observation) -> int:
-        tools = () if self._responses else self._form.tools
-        return least_tokens(
-            observation, tools, self.tokenizer.min_message_tokens if self._slow(observation, tools) else 1
-        )
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        left, least = self.tokens_left(), self._min_tokens(observation)
+        return left - (least if least > left else len(self.render(observation)))
 
-    def _slow(self, observation: Observation, tools: Sequence[Tool]) -> bool:
-        """Return True if a thread should render this."""
+    def _min_tokens(self, observation: Observation) -> int:
+        """Return a lower bound on the tokens of the next observation."""
+        tools = () if self._responses else self._new_format.tools
+        message = self.tokenizer.min_message_tokens if self.is_slow(observation, tools) else 1
+        return min_tokens(observation, tools, message)
+
+    def is_slow(self, observation: Observation, tools: Sequence[Tool]) -> bool:
+        """Return True if a thread should render this observation with these tools."""
         return self.tokenizer.slow and is_large(observation, tools)
 
-    def left(self) -> int:
-        """Tokens that may follow, those to be shown included."""
-        kept = self.branches[self.branch].until(self._responses)
-        together = sum(len(branch.tokens) for branch in self.branches) + (kept if self._begins else 0)
-        return min(self.limits.max_length - kept, self.limits.max_tokens - together)
+    # -- the next observation ----------------------------------------------------------------------------------------
+
+    def go_on(self, branch: int, responses: int) -> None:
+        """Let the next observation follow the first `responses` responses of a branch.
+
+        The branch continues if it has no more responses; otherwise a new branch begins when the observation is added.
+        """
+        if (branch, responses) != (self.branch, self._responses):
+            assert 0 <= responses <= len(self.branches[branch].ends), "the branch has fewer responses"
+            self.branch, self._responses, self._rendered = branch, responses, None
 
     def offer(self, tools: Sequence[Tool]) -> None:
-        """Let the policy call these functions in branches that begin from nothing. Raises EnvError."""
+        """Let the policy call these functions in branches that begin with an observation alone.
+
+        Raises:
+            EnvError: calls of functions cannot be read from responses.
+        """
         if tools:
             self.tokenizer.check_calls()
-        self._form, self._rendered = self._form._replace(tools=list(tools)), None
+        self._new_format, self._rendered = self._new_format._replace(tools=list(tools)), None
 
     def template(self, arguments: Mapping[str, Any]) -> None:
-        """Give the chat template these arguments in branches that begin from nothing. Raises EnvError."""
-        self._form, self._rendered = self._form._replace(tokenizer=self.tokenizer.with_arguments(arguments)), None
+        """Give the chat template these arguments in branches that begin with an observation alone.
+
+        Raises:
+            EnvError: the chat template cannot have such an argument.
+        """
+        self._new_format = self._new_format._replace(tokenizer=self.tokenizer.with_arguments(arguments))
+        self._rendered = None
 
     @property
-    def _begins(self) -> bool:
-        """Whether what is shown next begins a new branch."""
+    def _begins_branch(self) -> bool:
+        """True if the next observation begins a new branch."""
         return self._responses < len(self.branches[self.branch].ends)
 
     @property
     def tokens(self) -> list[int]:
-        """Of the branch that goes on."""
+        """Tokens of the branch that the next observation or response is appended to."""
         return self.branches[self.branch].tokens
 
     def render(self, observation: Observation) -> list[int]:
-        """Tokens of what is shown next. Raises EnvError."""
+        """Return the tokens of the next observation. Raises EnvError if it cannot be shown."""
         if self._rendered is None or self._rendered[0] != observation:
             self._rendered = observation, self._render(observation)
         return self._rendered[1]
@@ -193,58 +247,72 @@ class Transcript:
     def _render(self, observation: Observation) -> list[int]:
         if self._responses:
             return self.follow(self.branches[self.branch], self._responses, observation)
-        self._form = self._form._replace(chat=not isinstance(observation, str))
-        return self._form.tokenizer.render(observation, self._form.tools)
+        self._new_format = self._new_format._replace(chat=not isinstance(observation, str))
+        return self._new_format.tokenizer.render(observation, self._new_format.tools)
 
     def follow(self, branch: Branch, responses: int, observation: Observation) -> list[int]:
-        """Tokens of what is shown after so many responses of a branch. Raises EnvError."""
-        if branch.form.chat == isinstance(observation, str):
-            forms = ("chat messages", "text") if branch.form.chat else ("text", "chat messages")
+        """Return the tokens of an observation that follows the first `responses` responses of a branch.
+
+        Raises:
+            EnvError: the observation cannot be shown, or it is text in a branch of chat messages or the reverse.
+        """
+        if branch.format.chat == isinstance(observation, str):
+            forms = ("chat messages", "text") if branch.format.chat else ("text", "chat messages")
             raise EnvError(
                 "an environment shows either text or chat messages throughout an episode: reset() returned "
                 f"{forms[0]}, a later step() {forms[1]}"
             )
-        last = branch.ends[responses - 1]
-        end = branch.tokens[last.place - 1] if last.ended else None
-        return branch.form.tokenizer.follow(observation, end, branch.form.tools)
+        end = branch.ends[responses - 1]
+        end_token = branch.tokens[end.position - 1] if end.ended else None
+        return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
 
-    def show(self, tokens: Sequence[int]) -> None:
-        """Append what the environment shows, to the branch that goes on or to a new one."""
-        if self._begins:
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def add_observation(self, tokens: Sequence[int]) -> None:
+        """Append the tokens of an observation to the branch that it follows, or to a new one."""
+        if self._begins_branch:
             origin, kept = self.branches[self.branch], self._responses
-            self.branches.append(Branch(origin.tokens[: origin.until(kept)], origin.ends[:kept], origin.form))
-            self.branches[-1].routes = origin.routes and origin.routes.part(0, origin.until(kept))
+            length = origin.length_after(kept)
+            branch = Branch(origin.tokens[:length], origin.ends[:kept], origin.format)
+            branch.routes = origin.routes and origin.routes.part(0, length)
+            self.branches.append(branch)
             self.branch = len(self.branches) - 1
         if not self._responses:
-            self.branches[self.branch].form = self._form
+            self.branches[self.branch].format = self._new_format
         self.tokens.extend(tokens)
         self._rendered = None
 
-    def say(self, completion: Completion) -> None:
-        """Append what the policy sampled."""
+    def add_response(self, completion: Completion) -> None:
+        """Append a response, exactly as it was sampled."""
         branch = self.branches[self.branch]
         start = len(branch.tokens)
         branch.tokens += completion.token_ids
         branch.logprobs += completion.logprobs
         branch.spans.append(Span(start, len(branch.tokens)))
-        # A token that a run's sampling names as an end may be the model's own.
-        named = completion.finish == "text" and branch.form.chat and branch.form.tokenizer.ends_turn(branch.tokens[-1])
-        ended = completion.finish == "stop" or named
-        branch.ends.append(_End(len(branch.tokens), completion.finish == "length", ended))
+        # A token at which the run's sampling stops may be one with which the model ends a turn anyway.
+        stopped_at_end = (
+            completion.finish == "text" and branch.format.chat and branch.format.tokenizer.ends_turn(branch.tokens[-1])
+        )
+        ended = completion.finish == "stop" or stopped_at_end
+        branch.ends.append(ResponseEnd(len(branch.tokens), completion.finish == "length", ended))
         append_versions(branch.versions, completion.versions)
         if completion.kept is not None:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
-            # What was computed before went into what was sampled before.
+            # The engine reports experts for the prompt too. Those known from earlier responses stay: the earlier
+            # responses were sampled under them.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = routed([branch.routes, later], [known, later.tokens])
-        self.spoke = branch
+        self.last_branch = branch
         self._responses = len(branch.ends)
         self.sampled += len(completion.token_ids)
 
     def trajectory(self, task: Task, outcome: Outcome, lost_tokens: int) -> Trajectory:
-        """All of it, framed."""
+        """Return all branches, one behind the other, as the trajectory of a task.
+
+        `lost_tokens`: number of tokens that were sampled for the episode and are not among these.
+        """
         branches = self.branches
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]
         spans = [
@@ -276,31 +344,32 @@ class Transcript:
         )
 
 
-def least_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
-    """Return a lower bound on the tokens of an observation; `message`: on those of a message without content."""
+def min_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
+    """Return a lower bound on the tokens of an observation. `message`: a lower bound for a message without content."""
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return (letters + len(observation)) // LETTERS_PER_TOKEN
-    return (letters + _letters(observation)) // LETTERS_PER_TOKEN + _messages(observation, message)
+    return (letters + _letters(observation)) // LETTERS_PER_TOKEN + _weight_of_messages(observation, message)
 
 
 def is_large(observation: Observation, tools: Sequence[Tool]) -> bool:
-    """Return True if a slow tokenizer takes so long to render this that a thread should."""
+    """Return True if a slow tokenizer takes so long to render this that a thread should do it."""
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return letters + len(observation) >= LARGE_LETTERS
-    return letters + _letters(observation) + MESSAGE_LETTERS * _messages(observation, 1) >= LARGE_LETTERS
+    return letters + _letters(observation) + MESSAGE_LETTERS * _weight_of_messages(observation, 1) >= LARGE_LETTERS
 
 
 def _letters(observation: Sequence[Message]) -> int:
+    """Return the number of letters in messages and their calls."""
     calls = [call for message in observation for call in message.tool_calls]
     letters = sum(len(one.content) + len(one.reasoning) + len(one.name) + len(one.tool_call_id) for one in observation)
     return letters + sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
 
 
-def _messages(observation: Sequence[Message], message: int) -> int:
-    """Return what messages and calls weigh that say nothing: they are shown all the same.
+def _weight_of_messages(observation: Sequence[Message], message: int) -> int:
+    """Return the weight of messages and calls apart from their letters: `message` for a message, 1 for a call.
 
-    Some templates show the results of several calls as one message.
+    A result of a tool has weight 1, because some templates show the results of several calls as one message.
     """
     return sum(len(one.tool_calls) + (1 if one.role == TOOL else message) for one in observation)

@@ -18,7 +18,7 @@ import msgspec
 from flash.config.check_models import is_hub_id, other_models
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
-from flash.environment.calls import called
+from flash.environment.calls import call_method
 from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
@@ -114,12 +114,12 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
         return []
     said = f"environment: the problem's own answer {_short(solution)} as the answer"
     try:
-        await called(f"reset (seed {seed})", times.env_reset, "env_reset", lambda: one.reset(seed))
-        _, reward, *_ = await called(f"step (seed {seed})", times.env_step, "env_step", lambda: one.step(solution))
+        await call_method(f"reset (seed {seed})", times.env_reset, "env_reset", lambda: one.reset(seed))
+        _, reward, *_ = await call_method(f"step (seed {seed})", times.env_step, "env_step", lambda: one.step(solution))
     except EnvError as error:
         return [f"{said} fails: {error}"]
     finally:
-        await called("close", times.close, "close", one.close, shield=True)
+        await call_method("close", times.close, "close", one.close, shield=True)
     if reward > 0:
         return [f"{said} gets reward {reward:g}"]
     doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"

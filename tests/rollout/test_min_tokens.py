@@ -10,7 +10,7 @@ import pytest
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.episode.transcript import least_tokens
+from flash.rollout.episode.transcript import min_tokens
 from flash.types import Message, ToolCall
 from tests.envs.forms import FORMS
 
@@ -29,11 +29,11 @@ def test_no_conversation_has_fewer_tokens_than_its_bound(name: str, tmp_path: Pa
         except EnvError:
             continue
         shown += 1
-        assert least_tokens(messages, (), tokenizer.min_message_tokens) <= tokens
+        assert min_tokens(messages, (), tokenizer.min_message_tokens) <= tokens
     assert shown > 5
 
 
 def test_the_bound_of_countless_short_messages_is_near_the_truth(tmp_path: Path) -> None:
     tokenizer = HfTokenizer(ModelConfig(path=FORMS["qwen"].save(tmp_path)))
     messages = [Message("user", "a")] * 500
-    assert least_tokens(messages, (), tokenizer.min_message_tokens) > 0.8 * len(tokenizer.render(messages))
+    assert min_tokens(messages, (), tokenizer.min_message_tokens) > 0.8 * len(tokenizer.render(messages))
