@@ -1,19 +1,21 @@
-"""What crosses a boundary: frozen structs, encoded by msgspec, arrays as raw bytes.
+"""Types that cross a boundary between processes: frozen structs, encoded by msgspec, with arrays as raw bytes.
 
-A `Task` asks for one sample. A node holds a `Lease` on it while its episode lives, and answers with a `Trajectory` or
-a `Failure`. The hub deals trained groups to trainer ranks as a `Shard`. A trainer announces new weights as
-`Published`.
+A `Task` asks for one sample. A node holds a `Lease` on it while its episode runs, and answers with a `Trajectory` or a
+`Failure`. The hub deals the groups of a step to trainer ranks, each of which gets a `Shard`. Trainer ranks announce new
+weights as `Published`, and report each token's part in the loss as `TrainedSample`.
 
-Token arrays are little-endian bytes: int32 ids, float32 log-probs. Versions are run-length pairs over the action
-tokens, kept sets ragged (`flash.sampling`). What there is one of per sample is out of the garbage collector's sight
-(`gc=False`): it can be part of no cycle, and looking through a hundred thousand of them would stop the hub for half a
-second.
+Token arrays are little-endian bytes: int32 ids, float32 log-probs. Policy versions are run-length encoded over the
+action tokens. Shape legend: T = all tokens of a trajectory, A = its action tokens, which the policy sampled.
+
+Structs of which there is at least one per sample are hidden from the garbage collector (`gc=False`). They cannot be
+part of a cycle, and to look through a hundred thousand of them would stop the hub for half a second.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
 import msgspec
@@ -30,34 +32,391 @@ BoolArray = npt.NDArray[np.bool_]
 Split = Literal["train", "eval"]
 
 ASSISTANT = "assistant"
-"""The role of who answers."""
+"""Role of the model's messages."""
 TOOL = "tool"
-"""The role of what a function returned."""
+"""Role of the messages with a function's result."""
+
+
+# -- tasks and their results -----------------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
-    """How a sample ended. Everything but `ok` and `truncated` is a failure and carries no reward."""
+    """How a sample ended. Every outcome but `OK` and `TRUNCATED` is a failure and carries no reward."""
 
     OK = "ok"
     TRUNCATED = "truncated"
+    """A limit of the run ended the episode."""
     ENV_ERROR = "env_error"
+    """The environment raised an error."""
     ENV_TIMEOUT = "env_timeout"
+    """A call of the environment outlived its deadline."""
     TOO_LONG = "too_long"
+    """The prompt leaves no room for a response."""
     REWARD_ERROR = "reward_error"
+    """The reward is missing or not a finite number, or its verifier failed."""
     ENGINE_ERROR = "engine_error"
+    """An engine could not serve a request."""
     ENGINE_KILLED = "engine_killed"
+    """Several engines died under the same request, which is given to no other one."""
     STALE = "stale"
+    """The tokens are too old to be trained."""
     CANCELLED = "cancelled"
+    """The sample was withdrawn, or its node was lost."""
     FILTERED = "filtered"
+    """The sample's group is not worth a place in a batch."""
+
+
+RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
+"""Failures of the infrastructure, which are tried again within `rollout.retries`. A cancelled task is always tried
+again. One whose prompt is too long never is: it would fail again, as would all other samples of its group."""
+
+
+class Task(msgspec.Struct, frozen=True, gc=False):
+    """One sample to make: member `sample_index` of group `group_id`."""
+
+    task_id: int
+    """Number of the task, unique in a run and split."""
+    group_id: int
+    """Number of the group, from 0 in the order of issue."""
+    sample_index: int
+    """Index of the task among the members of its group."""
+    seed: int
+    """Seed with which the environment is reset. All members of a group have the same, and so the same prompt."""
+    split: Split = "train"
+    attempt: int = 0
+    """Number of earlier attempts that failed."""
+    kind: str = ""
+    """Kind of environment, in a run that mixes several (`envs.mixture`); else empty."""
+    sampling: Sampling = PLAIN
+    """Distribution from which the responses are sampled."""
+
+
+class Lease(msgspec.Struct, frozen=True, gc=False):
+    """The right and the duty of a node to run one task."""
+
+    lease_id: int
+    """Number of the lease, unique in a run."""
+    task: Task
+    min_version: int
+    """Lowest version of an engine that may run the task. No token of it is older than this."""
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`count` consecutive action tokens that policy version `version` sampled."""
+
+    version: int
+    count: int
+
+
+def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None:
+    """Append the versions of later tokens to `runs`. Neighbours of the same version become one run."""
+    for run in later:
+        if runs and runs[-1].version == run.version:
+            run = VersionRun(run.version, runs.pop().count + run.count)
+        runs.append(run)
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Positions [start, stop) of tokens in a trajectory."""
+
+    start: int
+    stop: int
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Tokens that an engine sampled for one prompt. `len(logprobs) == len(token_ids) == sum of version counts`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Behaviour log-prob of each token: under the distribution from which it was sampled."""
+    versions: list[VersionRun]
+    """Policy version of each token."""
+    finish: Literal["stop", "length", "text"]
+    """Why the response ended. `stop`: the model ended it. `length`: it reached the token limit. `text`: it contains one
+    of the texts or tokens of `Sampling.stop` or `stop_token_ids`, whose tokens are its last."""
+    kept: Kept | None = None
+    """Kept set of each token. None if the sampling settings keep all tokens."""
+    routes: Routes | None = None
+    """Experts chosen for the prompt and for all tokens but the last, which the engine has not computed. None if the
+    engine does not report them."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One response, and the step of the environment after it."""
+
+    observation: str
+    """Text that was shown before the response."""
+    action: str
+    """Text of the response."""
+    reward: float
+    start: float
+    """Time at which the response was requested, in Unix seconds."""
+    generate_s: float
+    """Seconds from `start` to the last token."""
+    env_s: float
+    """Seconds of the environment's step."""
+    metrics: dict[str, float] = {}
+    """Metrics that the environment measured in this step."""
+    note: str = ""
+    """Comment of the environment on the response, for people."""
+    branch: int = 0
+    """Index of the branch that the response is in."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """One finished sample: the tokens exactly as they were sampled, and the rewards.
+
+    The tokens are one sequence, to which later turns append. If the history of the episode has branches, they are
+    several sequences, one behind the other. Each branch has a prompt of its own and is trained as a sequence of its
+    own. Tokens that it shares with another branch are part of its prompt, so that no token is trained twice.
+    """
+
+    task: Task
+    outcome: Outcome
+    """`OK` or `TRUNCATED`."""
+    reward: float
+    """Sum of the turns' rewards."""
+    token_ids: bytes
+    """int32 [T]: observations and responses of all branches, as the engine saw and sampled them."""
+    action_spans: list[Span]
+    """Positions that the policy sampled, ascending, one span per turn. The loss leaves out all other positions."""
+    logprobs: bytes
+    """float32 [A]: behaviour log-prob of each action token, in the order of the spans."""
+    versions: list[VersionRun]
+    """Policy version of each action token, in the order of the spans."""
+    turns: list[Turn]
+    """Turns in order of time; at least one. The turns of one branch are in the order of the branch's spans."""
+    lost_tokens: int = 0
+    """Tokens that were sampled and are not in `token_ids`: their requests were aborted to move to another engine."""
+    branches: tuple[int, ...] = (0,)
+    """Position in `token_ids` at which each branch begins, ascending. Each branch has at least one action token."""
+    kept: Kept | None = None
+    """Kept set of each action token. None if the sampling settings keep all tokens."""
+    routes: Routes | None = None
+    """Experts chosen for each of the T tokens. None if the engines do not report them."""
+    teacher: bytes | None = None
+    """float32 [A]: log-prob of each action token under a teacher that runs on a server. None without such a teacher."""
+
+    def tokens(self) -> Int32Array:
+        """Return `token_ids` as int32 [T], a view."""
+        return np.frombuffer(self.token_ids, dtype="<i4")
+
+    def behaviour(self) -> Float32Array:
+        """Return `logprobs` as float32 [A], a view."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+    def env_metrics(self) -> dict[str, float]:
+        """Return the environment's metrics by name. If several turns have a metric, the last one counts."""
+        return {name: value for turn in self.turns for name, value in turn.metrics.items()}
+
+    @property
+    def length(self) -> int:
+        """T: tokens of prompts and responses, over all branches."""
+        return len(self.token_ids) // 4
+
+    @property
+    def action_count(self) -> int:
+        """A: tokens that the policy sampled."""
+        return len(self.logprobs) // 4
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens sampled for this sample, including tokens that were lost on the way."""
+        return self.action_count + self.lost_tokens
+
+    @property
+    def size(self) -> int:
+        """Approximate size in bytes."""
+        text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
+        from_engine = (self.kept.size if self.kept else 0) + (len(self.routes.ids) if self.routes else 0)
+        return len(self.token_ids) + len(self.logprobs) + len(self.teacher or b"") + text + from_engine
+
+    def action_mask(self) -> BoolArray:
+        """Return bool [T]: True where the policy sampled the token."""
+        mask = np.zeros(self.length, dtype=np.bool_)
+        for span in self.action_spans:
+            mask[span.start : span.stop] = True
+        return mask
+
+    def action_versions(self) -> Int32Array:
+        """Return int32 [A]: the policy version of each action token."""
+        return np.repeat(
+            np.array([run.version for run in self.versions], dtype=np.int32),
+            [run.count for run in self.versions],
+        )
+
+    def trained_tokens(self, min_version: int) -> int:
+        """Return the number of action tokens that `min_version` or a newer version sampled."""
+        return sum(run.count for run in self.versions if recent(run.version, min_version))
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version among the action tokens."""
+        return min(run.version for run in self.versions)
+
+    def entry(self, min_version: int = 0) -> BatchSample:
+        """Return the facts that all ranks get, for a step that trains tokens of `min_version` or newer."""
+        trained = [run.version for run in self.versions if recent(run.version, min_version)]
+        return BatchSample(
+            group_id=self.task.group_id,
+            reward=self.reward,
+            oldest_version=min(trained, default=self.oldest_version),
+            tokens=self.action_count,
+            truncated=self.outcome == Outcome.TRUNCATED,
+            turns=[turn.reward for turn in self.turns],
+        )
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The end of a lease without a trajectory. It never becomes a reward of 0."""
+
+    task: Task
+    outcome: Outcome
+    message: str
+    """The error, for people."""
+    tokens: int
+    """Sampled tokens that are lost."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens sampled for this sample."""
+        return self.tokens
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Facts about one sample of a batch that every trainer rank gets, whichever rank trains the sample."""
+
+    group_id: int
+    reward: float
+    oldest_version: int
+    """Oldest policy version among the trained tokens; below the step's `min_version` if no token is trained."""
+    tokens: int
+    """Action tokens of all branches, including tokens that are too old to be trained."""
+    truncated: bool
+    """True if a limit ended the episode, and not the environment."""
+    turns: list[float]
+    """Reward of each turn, in order of time over all branches. Their sum is `reward`."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The samples that a step trains, before they are dealt to ranks."""
+
+    step: int
+    """Policy version that the trainer holds."""
+    min_version: int
+    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and booked as stale."""
+    trajectories: list[Trajectory]
+    """Samples, group by group."""
+    earlier: list[BatchSample]
+    """Samples that an earlier step has trained, of groups that are continued in this batch. Advantages count them."""
+
+
+class ShardSample(msgspec.Struct, frozen=True, gc=False):
+    """One sample dealt to a rank."""
+
+    index: int
+    """Index of the sample in `Shard.batch`."""
+    trajectory: Trajectory
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One trainer rank's part of a batch, and the facts that it needs about the whole batch."""
+
+    step: int
+    """Policy version that the trainer holds. Training on this batch makes version step + 1."""
+    min_version: int
+    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and booked as stale."""
+    samples: list[ShardSample]
+    """Samples that this rank trains."""
+    batch: list[BatchSample]
+    """All samples of the batch, over all ranks."""
+    total_tokens: int
+    """Trained action tokens over all ranks: the denominator of means over tokens."""
+    total_sequences: int
+    """Branches with at least one trained token over all ranks: the denominator of means over sequences."""
+    earlier: list[BatchSample] = []
+    """Samples that an earlier step has trained, of groups that are continued in this batch. Advantages count them."""
+
+
+class TokenUse(IntEnum):
+    """What the loss did with an action token."""
+
+    TRAINED = 0
+    CLIPPED = 1
+    """The objective removed or cut the token's gradient, in the first pass over its minibatch."""
+    REJECTED = 2
+    """A correction left the token out of the loss, or gave it the weight 0."""
+    TOO_OLD = 3
+    """A policy older than `min_version` sampled the token."""
+
+
+class TrainedSample(msgspec.Struct, frozen=True, gc=False):
+    """Results of training at each action token of one sample, in the order of `Trajectory.logprobs`, little-endian.
+
+    Trainer ranks report it, and the run keeps it with the readable samples. The advantage of a token that is too old is
+    NaN. In a branch without a trained token, all values are NaN.
+    """
+
+    index: int
+    """Index of the sample in the batch."""
+    logprobs: bytes
+    """float32 [A]: log-prob under the policy before the step, at the sampling temperature."""
+    entropies: bytes
+    """float32 [A]: entropy of this policy's distribution, in nats."""
+    advantages: bytes
+    """float32 [A]: advantage, as the objective was given it."""
+    uses: bytes
+    """uint8 [A]: a `TokenUse` each."""
+
+
+def samples_to_show(trained: Iterable[bool], count: int) -> list[int]:
+    """Return the indices of the samples of a batch that a run keeps readable: the first `count` with a trained token.
+
+    `trained` is True for each sample of the batch that has a trained token.
+    """
+    return list(itertools.islice((index for index, has_tokens in enumerate(trained) if has_tokens), count))
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """A fixed text, and the trainer's log-probs for it under one version. Each engine has to come to the same."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
+    tolerance: float = 0.0
+    """Largest allowed mean of the absolute differences between an engine's log-probs and these, in nats."""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """An immutable version of the weights, which engines are to load."""
+
+    version: int
+    backend: Literal["tcp", "gloo", "nccl", "ipc"]
+    """Way in which engines receive the tensors."""
+    update_info: bytes
+    """Information that the backend's receiver needs to get the tensors of this version, as msgpack."""
+    canary: Canary
+    incarnation: int = 0
+    """Incarnation of the trainer ranks that hold this version. The hub fills it in."""
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """One call of a function, as an assistant's message has it."""
+    """One call of a function in a message of the model."""
 
     id: str
     name: str
+    """Name of the function."""
     arguments: str
-    """JSON, as it was written."""
+    """JSON, exactly as the model wrote it."""
 
 
 Tool = dict[str, Any]
@@ -71,7 +430,8 @@ RESERVED_ARGUMENTS = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
-"""Arguments of transformers' `apply_chat_template` that nobody sets beside what is shown."""
+"""Arguments of transformers' `apply_chat_template` that Flash sets itself. Neither the configuration nor a request may
+set them."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -80,332 +440,52 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     content: str
     reasoning: str = ""
-    """What an assistant thought before it spoke, where the template keeps the two apart."""
+    """Reasoning before the answer, if the chat template separates the two."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Of the call that the content of a tool's message answers."""
+    """Id of the call whose result the message contains."""
     name: str = ""
-    """Of the function that was called."""
+    """Name of the function that was called."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What an assistant says beyond its earlier pieces."""
+    """The part of a model's answer that is new since the last piece, while the answer is sampled."""
 
     content: str = ""
     reasoning: str = ""
 
 
 Observation = str | list[Message]
-"""What an environment shows: plain text, or chat messages that go through the model's chat template."""
+"""What an environment shows to the model: plain text, or messages for the model's chat template."""
 
 
-class Task(msgspec.Struct, frozen=True, gc=False):
-    """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
-
-    task_id: int
-    """Unique in a run and split: group_id · members of a group + sample_index."""
-    group_id: int
-    sample_index: int
-    seed: int
-    """The environment's seed; equal for all members of a group, so that they share the prompt."""
-    split: Split = "train"
-    attempt: int = 0
-    """How many times this task was tried before."""
-    kind: str = ""
-    """The kind of environment, where the run mixes several (see envs.mixture)."""
-    sampling: Sampling = PLAIN
-    """How its responses are sampled."""
-
-
-class Lease(msgspec.Struct, frozen=True, gc=False):
-    """The right and the duty to run one task."""
-
-    lease_id: int
-    task: Task
-    min_version: int
-    """The task may only run on engines whose weights are at least this version, so that no token of it is older."""
-
-
-class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` consecutive action tokens sampled by policy version `version`."""
-
-    version: int
-    count: int
-
-
-def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None:
-    """Continue the versions of some tokens with those of later ones: neighbours of equal version become one run."""
-    for run in later:
-        if runs and runs[-1].version == run.version:
-            run = VersionRun(run.version, runs.pop().count + run.count)
-        runs.append(run)
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions [start, stop) of `Trajectory.token_ids`."""
-
-    start: int
-    stop: int
-
-
-class Completion(msgspec.Struct, frozen=True):
-    """What the engine sampled for one prompt. `len(logprobs) == len(token_ids) == sum of version counts`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Behaviour log-prob of each token, of the distribution it was sampled from."""
-    versions: list[VersionRun]
-    finish: Literal["stop", "length", "text"]
-    """`stop`: the model ended its answer. `length`: the token limit did. `text`: one of the texts or tokens that it was
-    to end at did, and is its last."""
-    kept: Kept | None = None
-    """Where its sampling keeps some tokens only."""
-    routes: Routes | None = None
-    """Of the prompt and all tokens but the last, which the engine has not computed; where it is to tell."""
-
-
-class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One response and what the environment made of it."""
-
-    observation: str
-    """What was shown before the response, as text."""
-    action: str
-    """The response, as text."""
-    reward: float
-    start: float
-    """Unix seconds at which the response was asked for."""
-    generate_s: float
-    """Seconds from there to its last token."""
-    env_s: float
-    """Seconds of the environment's step after it."""
-    metrics: dict[str, float] = {}
-    """What the environment measured."""
-    note: str = ""
-    """What it says of the response, for people."""
-    branch: int = 0
-    """Which branch of the episode the response is in."""
-
-
-class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """One finished sample: exactly what was sampled, and what it earned.
-
-    Its tokens are one sequence, which later turns only append to; or several, one behind the other, where what is said
-    has branches. Each branch has a prompt of its own and is trained as a sequence of its own. What it shares with
-    another one is prompt in it, so that no token is trained twice.
-    """
-
-    task: Task
-    outcome: Outcome
-    """OK or TRUNCATED."""
-    reward: float
-    """The sum of the turns' rewards."""
-    token_ids: bytes
-    """int32 [T]: observations and responses, as the engine saw and sampled them."""
-    action_spans: list[Span]
-    """Which positions the policy sampled, ascending, one span per turn. Everything else is masked out of the loss."""
-    logprobs: bytes
-    """float32 [A]: behaviour log-prob per action token, in the order of the spans."""
-    versions: list[VersionRun]
-    """Policy version per action token, run-length."""
-    turns: list[Turn]
-    """What happened, in the order in which it happened; at least one. Those of one branch are in the order of its
-    spans."""
-    lost_tokens: int = 0
-    """Tokens that were sampled for it and are not among these: of requests that were aborted when they moved."""
-    branches: tuple[int, ...] = (0,)
-    """Where each branch begins in `token_ids`, ascending; in each something was sampled."""
-    kept: Kept | None = None
-    """Of its action tokens, where its sampling keeps some tokens only."""
-    routes: Routes | None = None
-    """Of all tokens, where engines tell which experts they chose."""
-    teacher: bytes | None = None
-    """float32 [A]: the teacher's log-prob of each action token, where a server holds it."""
-
-    def tokens(self) -> Int32Array:
-        """The whole sequence, int32 [T]: a view of `token_ids`."""
-        return np.frombuffer(self.token_ids, dtype="<i4")
-
-    def behaviour(self) -> Float32Array:
-        """Behaviour log-probs, float32 [A]: a view of `logprobs`."""
-        return np.frombuffer(self.logprobs, dtype="<f4")
-
-    def env_metrics(self) -> dict[str, float]:
-        """What the environment measured; of several turns the last word counts."""
-        return {name: value for turn in self.turns for name, value in turn.metrics.items()}
-
-    @property
-    def length(self) -> int:
-        """T, prompt and response, over all branches."""
-        return len(self.token_ids) // 4
-
-    @property
-    def action_count(self) -> int:
-        """A: tokens that the policy sampled."""
-        return len(self.logprobs) // 4
-
-    @property
-    def sampled(self) -> int:
-        """Tokens that were sampled for it, those that were lost on the way included."""
-        return self.action_count + self.lost_tokens
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes, about."""
-        text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
-        told = (self.kept.size if self.kept else 0) + (len(self.routes.ids) if self.routes else 0)
-        return len(self.token_ids) + len(self.logprobs) + len(self.teacher or b"") + text + told
-
-    def action_mask(self) -> BoolArray:
-        """bool [T]: True where the policy sampled."""
-        mask = np.zeros(self.length, dtype=np.bool_)
-        for span in self.action_spans:
-            mask[span.start : span.stop] = True
-        return mask
-
-    def action_versions(self) -> Int32Array:
-        """int32 [A]: the policy version of each action token."""
-        return np.repeat(
-            np.array([run.version for run in self.versions], dtype=np.int32),
-            [run.count for run in self.versions],
-        )
-
-    def trained_tokens(self, min_version: int) -> int:
-        """How many action tokens are recent enough to be trained."""
-        return sum(run.count for run in self.versions if recent(run.version, min_version))
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version among the action tokens."""
-        return min(run.version for run in self.versions)
-
-    def entry(self, min_version: int = 0) -> BatchSample:
-        """What the batch must know of it, in a step that trains tokens of `min_version` or newer."""
-        trained = [run.version for run in self.versions if recent(run.version, min_version)]
-        return BatchSample(
-            group_id=self.task.group_id,
-            reward=self.reward,
-            oldest_version=min(trained, default=self.oldest_version),
-            tokens=self.action_count,
-            truncated=self.outcome == Outcome.TRUNCATED,
-            turns=[turn.reward for turn in self.turns],
-        )
-
-
-class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """One lease that ended without a trajectory. Never a reward of 0."""
-
-    task: Task
-    outcome: Outcome
-    message: str
-    tokens: int
-    """Generated tokens lost with it."""
-
-    @property
-    def sampled(self) -> int:
-        """Tokens that were sampled for it."""
-        return self.tokens
-
-
-class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What every trainer rank knows of one sample of a batch, whichever rank was dealt it."""
-
-    group_id: int
-    reward: float
-    oldest_version: int
-    """The oldest version among its trained tokens; below the step's `min_version` when none is trained."""
-    tokens: int
-    """Action tokens of all branches, those that are too old to be trained included."""
-    truncated: bool
-    """A limit ended it, not the environment."""
-    turns: list[float]
-    """Reward of each turn, in order of time over all branches; they sum to `reward`."""
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What a step trains, before it is dealt to the ranks."""
-
-    step: int
-    """The policy version the trainer holds."""
-    min_version: int
-    """As in `Shard`."""
-    trajectories: list[Trajectory]
-    """Group by group."""
-    earlier: list[BatchSample]
-    """As in `Shard`."""
-
-
-class ShardSample(msgspec.Struct, frozen=True, gc=False):
-    """One trajectory dealt to a rank; `index` is its place in `Shard.batch`."""
-
-    index: int
-    trajectory: Trajectory
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """One trainer rank's part of a batch, and what it must know of the whole batch."""
-
-    step: int
-    """The policy version the trainer holds; training on this batch makes version step + 1."""
-    min_version: int
-    """Action tokens sampled by an older version are left out of the loss (they are booked as stale)."""
-    samples: list[ShardSample]
-    batch: list[BatchSample]
-    """All samples of the batch, over all ranks."""
-    total_tokens: int
-    """Trained action tokens over all ranks: the denominator of token means."""
-    total_sequences: int
-    """Branches of samples with at least one trained token over all ranks: the denominator of sequence means."""
-    earlier: list[BatchSample] = []
-    """Samples that an earlier step has trained, whose groups go on in this batch: advantages count them."""
-
-
-class Canary(msgspec.Struct, frozen=True):
-    """A fixed text and the trainer's log-probs for it under one version."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
-    tolerance: float = 0.0
-    """Most that an engine's may differ from them in the mean of the absolute differences, in nats."""
-
-
-class Published(msgspec.Struct, frozen=True):
-    """An immutable weight version that engines are to load."""
-
-    version: int
-    backend: Literal["tcp", "gloo", "nccl", "ipc"]
-    update_info: bytes
-    """msgpack of what the backend's receiver needs to get the tensors of this version."""
-    canary: Canary
-    incarnation: int = 0
-    """Which incarnation of the trainer ranks holds it (`flash.hub.trainers`); the hub says so."""
+# -- observation of a run --------------------------------------------------------------------------------------------
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """Who was busy with what: one bar of the run's timeline. Times are Unix seconds."""
+    """One bar of the run's timeline."""
 
     lane: str
+    """Worker, such as `trainer 0`."""
     name: str
+    """What the worker did."""
     start: float
+    """Unix seconds."""
     stop: float
-
-
-RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
-"""Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again, and one whose
-prompt is too long never is: it would fail for certain, as would the other samples of its group."""
+    """Unix seconds."""
 
 
 class Stock(msgspec.Struct, frozen=True):
-    """What environments of a node borrow, as sandboxes."""
+    """Numbers of a resource that the environments of a node share, such as a pool of sandboxes."""
 
     name: str
     in_use: int
-    """Lent, or being started."""
+    """Instances that are in use or being started for an environment."""
     ready: int
-    """Warm: can be lent at once."""
+    """Instances that are warm and can be used at once."""
     waiting: int
-    """Who wants one, and gets none yet."""
+    """Environments that wait for an instance."""
     most: int
-    """In use and ready together."""
+    """Largest number of instances, in use and ready together."""
     made: int
-    """Started since the node began."""
+    """Instances that were started since the node began."""

@@ -16,7 +16,7 @@ APART = {"agent", "project"}
 
 FLOORS = [
     {"errors", "text", "ages", "sampling", "foreign"},
-    {"types", "trained"},
+    {"types"},
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "http"},
     {"weights", "samples", "service", "view"},

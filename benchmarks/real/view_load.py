@@ -33,8 +33,7 @@ from benchmarks.form import Args, Row, main
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_files import COMPRESSED, SCHEMA, samples_of, write_samples
 from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
-from flash.trained import TokenUse
-from flash.types import Activity, Outcome, Span, VersionRun
+from flash.types import Activity, Outcome, Span, TokenUse, VersionRun
 
 STEPS, QUICK_STEPS = 400, 10
 SAMPLES = 250

@@ -18,9 +18,8 @@ import msgspec
 
 from flash import types
 from flash.observe.cluster import NodeStatus
-from flash.trained import TrainedSample
 from flash.transport.frames import ReplyT, Request
-from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
+from flash.types import Activity, Failure, Lease, Published, Shard, TrainedSample, Trajectory
 
 
 class HubCaller(Protocol):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from flash.trained import TrainedSample
-from flash.types import Activity, Batch, Trajectory
+from flash.types import Activity, Batch, TrainedSample, Trajectory
 
 Wish = Literal["checkpoint", "stop"]
 """What an observer may want after a step: a checkpoint after the next one, or an early end, which leaves one too."""

@@ -25,8 +25,7 @@ from flash.observe.rundir.batches import Batches, TokenText
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, summarise
 from flash.observe.trackers.outsiders import Outsiders
-from flash.trained import TrainedSample
-from flash.types import Activity, Batch
+from flash.types import Activity, Batch, TrainedSample
 from flash.waiting import first_error
 
 

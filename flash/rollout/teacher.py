@@ -99,7 +99,7 @@ class ServedTeacher:
                 places = np.flatnonzero(branch.action_mask()).tolist()
                 found += [one.logprob for one in await self._told(branch.tokens().tolist(), places)]
         except RewardError as error:
-            return Failure(made.task, Outcome.REWARD_ERROR, str(error), made.sampled)
+            return Failure(made.task, Outcome.REWARD_ERROR, str(error), made.sampled_tokens)
         return msgspec.structs.replace(made, teacher=np.array(found, dtype="<f4").tobytes())
 
     async def _told(self, tokens: list[int], places: Sequence[int]) -> list[_Token]:

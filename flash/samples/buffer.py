@@ -149,7 +149,7 @@ class SampleBuffer:
         if lease_id in self.samples.leases.out:
             self._record_and_apply(Delivered(lease_id, node, result))
         else:
-            self._record_and_apply(DeliveredLate(lease_id, result.sampled))
+            self._record_and_apply(DeliveredLate(lease_id, result.sampled_tokens))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
         """Queue the tasks of leases again, since their node is gone or no node has claimed them."""

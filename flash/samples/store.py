@@ -297,7 +297,7 @@ class SampleStore:
         if member is None:
             raise ContractError(f"lease {event.lease_id} is not out")
         group, given_up = self.pool[member.task.group_id], False
-        self.ledger.generated_tokens += result.sampled
+        self.ledger.generated_tokens += result.sampled_tokens
         if isinstance(result, Failure):
             self.ledger.discard(result.outcome, result.tokens)
             given_up = self._fail(member, result, event.node)

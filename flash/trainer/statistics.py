@@ -22,12 +22,11 @@ from torch import Tensor
 from algorithms.base import PackedTokens
 from flash.ages import recent
 from flash.branches import spans_by_turn
-from flash.trained import TokenUse, TrainedSample, shown_places
 from flash.trainer.loss import TokenLoss
 from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import StepPlan
-from flash.types import Shard, Trajectory
+from flash.types import Shard, TokenUse, TrainedSample, Trajectory, samples_to_show
 
 OLDEST = 32
 """Age in versions from which tokens share the last row of the histogram."""
@@ -264,7 +263,7 @@ class TokenLook:
 
     def __init__(self, shard: Shard, count: int) -> None:
         self._count = count
-        places = set(shown_places((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
+        places = set(samples_to_show((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
         self._parts: list[_Part] = []

@@ -27,7 +27,6 @@ from algorithms.sequences import token_weights
 from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.trained import TrainedSample
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, take_over, update_average
 from flash.trainer.firstpass import (
@@ -52,7 +51,7 @@ from flash.trainer.performance import ModelArithmetic
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
 from flash.trainer.rhythm import RhythmPass
 from flash.trainer.statistics import StepStatistics, TokenLook, batch_metrics
-from flash.types import Shard
+from flash.types import Shard, TrainedSample
 
 
 class Trainer:

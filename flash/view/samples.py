@@ -14,8 +14,7 @@ from flash.ages import age_of
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_files import Glance, read_glances, read_samples, sampled_steps
 from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
-from flash.trained import TokenUse
-from flash.types import Span
+from flash.types import Span, TokenUse
 
 MOST_FOUND = 100
 """Samples of one answer."""

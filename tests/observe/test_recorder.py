@@ -18,8 +18,7 @@ from flash.observe.cluster import read_cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.sample_files import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
-from flash.trained import TokenUse, TrainedSample
-from flash.types import Batch, Outcome, Task
+from flash.types import Batch, Outcome, Task, TokenUse, TrainedSample
 from tests.observe.clusters import hub_now
 from tests.observe.sample_rows import metrics_row
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory

@@ -26,8 +26,7 @@ from flash.observe.rundir.sample_files import (
     write_samples,
 )
 from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues, readable
-from flash.trained import TokenUse, TrainedSample
-from flash.types import Outcome, Span, VersionRun
+from flash.types import Outcome, Span, TokenUse, TrainedSample, VersionRun
 from tests.observe.test_rundir import trajectory
 
 PAGE = Path(__file__).parents[2] / "docs" / "view.md"

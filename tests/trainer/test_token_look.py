@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from flash.branches import branch_tokens, sequences
-from flash.trained import TokenUse, TrainedSample
-from flash.types import Shard, VersionRun
+from flash.types import Shard, TokenUse, TrainedSample, VersionRun
 from tests.branching import joined
 from tests.trainer.trainer_cases import (
     Trainer,

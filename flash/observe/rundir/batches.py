@@ -14,8 +14,7 @@ from flash.observe.rundir import recording
 from flash.observe.rundir.rundir import RunDirectory, sample_times
 from flash.observe.rundir.sample_files import sampled_steps, samples_of, thin_samples, write_samples
 from flash.observe.rundir.samples import readable
-from flash.trained import TrainedSample, shown_places
-from flash.types import Batch, Trajectory
+from flash.types import Batch, TrainedSample, Trajectory, samples_to_show
 
 P = ParamSpec("P")
 
@@ -125,7 +124,7 @@ class Batches:
         rewards: dict[int, list[float]] = {}
         for one in batch.trajectories:
             rewards.setdefault(one.task.group_id, []).append(one.reward)
-        places = shown_places((one.trained_tokens(batch.min_version) > 0 for one in batch.trajectories), self._count)
+        places = samples_to_show((one.trained_tokens(batch.min_version) > 0 for one in batch.trajectories), self._count)
         chosen = [(place, batch.trajectories[place]) for place in places]
         return [_Shown(place, one, rewards[one.task.group_id]) for place, one in chosen]
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from flash.ages import age_of
 from flash.branches import spans_by_turn
-from flash.trained import TrainedSample
-from flash.types import Outcome, Span, Trajectory, VersionRun
+from flash.types import Outcome, Span, TrainedSample, Trajectory, VersionRun
 
 
 class SampleTurn(msgspec.Struct, frozen=True):
