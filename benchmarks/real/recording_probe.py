@@ -39,7 +39,7 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Batches, "_write_batch"),
     (Batches, "_write_shown"),
     (Hub, "overview"),
-    (Nodes, "told"),
+    (Nodes, "report_status"),
     (NodeWatch, "status"),
     (cluster, "_write"),
 )

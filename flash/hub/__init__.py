@@ -1,7 +1,12 @@
-"""The hub: the one stateful place of a run. It wires `flash.samples` to the peers of the run.
+"""The hub: the one stateful place of a run. It connects the state machines of `flash.samples` with the run's peers.
 
-- `hub`: the way in; `protocol`: what is said; `gate`: who may say it; `in_process`: a peer of the same process.
-- `nodes` and `ranks`: the hub's side of the rollout nodes and of the trainer ranks.
-- `progress`: how far the run is, shared by all; `stages`: what it waits for; `metrics`, `overview`: what is told.
-- `state`: what a checkpoint keeps of all this.
+One sample's way through it: `work` leases its task to a node and books its result; `steps` puts its group into a batch,
+deals that to the trainer ranks and books the step.
+
+- `hub`: `Hub` wires all parts and answers requests; `protocol`: the messages; `gate`: checks what peers send.
+- `work`, `dealing`: leases and results; which node gets how many.
+- `nodes`, `fleet`: nodes and engines that come, load weights and go; their state.
+- `trainers`, `steps`: the trainer ranks and their restarts; batches, commits and versions.
+- `context`: the state that all parts share; `recovery`: the state that survives a hub.
+- `stages`, `metrics`: what the run waits for; what it measures.
 """

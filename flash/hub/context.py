@@ -1,7 +1,8 @@
-"""How far a run has come, how it will end, and waiting for it to go on. The parts of the hub share it.
+"""The state that all parts of the hub share: how far the run has come, and the objects of the run.
 
-A thousand engines wait for their next version while results come in by the thousand; each change wakes one or two
-waiters, those whom it concerns.
+`RunProgress` is also the hub's only means of waiting: a request waits for a signal, and a change sends the signals of
+what it may have changed. A thousand engines wait for their next version while results come in by the thousand, so each
+signal wakes only the few waiters that it concerns.
 """
 
 from __future__ import annotations
@@ -24,49 +25,68 @@ from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.types import Published
 
+Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | tuple[Literal["leases", "cancels"], int]
+"""Name of a thing that may have changed:
+
+- `run`: the stage of the run, or its end.
+- `batches`: a batch may be formed or fetched now, or the start of an incarnation is known.
+- `engines`: the versions of engines.
+- `versions`: the published version.
+- `backlog`: work was put off that `NodeWork.work_off_backlog` does.
+- `ranks`: the processes of the trainer ranks.
+- `("leases", node)`: the leases dealt to a node. `("cancels", node)`: the leases that a node must cancel.
+"""
+
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """How the run ended."""
+    """How the run ended without an error."""
 
     reason: Literal["finished", "interrupted"]
     version: int
+    """Version that the run has reached."""
     ledger: dict[str, int]
+    """Totals of samples and tokens."""
     unfinished: str = ""
-    """What did not end within `deadlines.shutdown` of an interrupt, in words."""
+    """Work, in words, that did not end within `deadlines.shutdown` of an interrupt; empty if all ended."""
 
 
 class RunProgress:
-    """All versions of the policy are kept here. Signals are not remembered: a waiter looks at its condition first.
+    """The versions of the run, its end, and the signals of changes.
+
+    Signals are not remembered: whoever waits checks its condition first, without awaiting in between.
 
     Args:
-        version: what the run has reached; the trainer ranks may be on their way to it.
-        newest: the version that engines are to have, perhaps still one of a former hub; −1: there is none.
+        version: the version that the run has reached. The trainer ranks may still be on their way to it.
+        newest: the version that engines should have, perhaps published by a previous hub; -1 if there is none.
     """
 
     def __init__(self, version: int, newest: int = -1) -> None:
         self.version = version
-        self.held = version
-        """What the trainer ranks hold: less while they train again what the run has trained."""
+        """Version that the run has reached: the number of steps that are booked."""
+        self.trainer_version = version
+        """Version that the trainer ranks hold; lower than `version` while they train earlier steps again."""
         self.newest = newest
+        """Newest version that engines should have; -1 if there is none yet."""
         self.published: Published | None = None
-        """The newest version that this hub has announced."""
-        self.reachable = False
-        """Whether those live who published it: else nobody can fetch it."""
+        """Newest publication of this hub."""
+        self.publisher_alive = False
+        """True while the ranks that published `published` are alive; otherwise no engine can fetch it."""
         self.stopping: Literal["finished", "interrupted"] | None = None
+        """Why no more batches are formed; None while the run goes on."""
         self.done = False
-        """Whether everybody may leave."""
+        """True once all peers may leave."""
         self.stages_ended = 0
-        """Counts what ends a stage."""
+        """Counter of the events that end a stage (`flash.hub.stages`)."""
         self.error: FlashError | None = None
-        """What ended the run."""
+        """Error that ended the run."""
         self.batch: Literal["none", "forming", "dealt"] = "none"
-        """What the trainer ranks have of the running step."""
+        """State of the batch of the running step; `dealt`: the ranks fetch it or train on it."""
         self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
-        """Wait, under the caller's deadline, until the condition is true or the run has failed.
+        """Wait, under the caller's deadline, until the condition is true. Raises the error that ended the run.
 
-        Whatever may make it true has to send the signal.
+        Every change that may make the condition true has to send the signal.
         """
         while not condition():
             if self.error is not None:
@@ -74,95 +94,82 @@ class RunProgress:
             await self.wait(signal)
 
     async def wait(self, signal: Signal) -> None:
-        """Wait, under the caller's deadline, for the next one."""
+        """Wait, under the caller's deadline, until the signal is sent the next time."""
         event = self._events.get(signal)
         if event is None:
             event = self._events[signal] = anyio.Event()
         await event.wait()
 
     def send(self, *signals: Signal) -> None:
-        """Wake those who wait for any of these."""
+        """Wake all waiters of these signals."""
         for signal in signals:
             if (event := self._events.pop(signal, None)) is not None:
                 event.set()
 
     def fail(self, error: FlashError) -> None:
-        """End the run with this error; the first one wins."""
+        """End the run with this error; the first error wins."""
         self.error = self.error or error
         self.send(*list(self._events))
 
     @property
-    def behind(self) -> bool:
-        """Whether the trainer ranks have steps to train again."""
-        return self.held < self.version
+    def trainers_behind(self) -> bool:
+        """True if the trainer ranks have to train steps again that the run has booked."""
+        return self.trainer_version < self.version
 
     @property
     def published_version(self) -> int:
-        """That of `published`; −1 before the first."""
+        """Version of `published`; -1 before the first."""
         return self.published.version if self.published is not None else -1
 
     @property
     def ending(self) -> bool:
-        """Whether nobody needs another node: the evaluation of the last version may still do."""
+        """True if the run needs no more nodes. A finished run may still need them for its last evaluation."""
         return self.done or self.stopping == "interrupted"
 
-    def refuse_at_end(self) -> None:
-        """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""
+    def refuse_if_failed(self) -> None:
+        """Raise PeerLostError if the run has failed: a peer that comes now has to wait for the next hub."""
         if self.error is not None:
             raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
-        """Stop after the running step; a run that has trained everything ends at once."""
+        """Stop after the running step. A run that has trained all steps ends at once."""
         self.stopping = "interrupted"
         self.send("run", "batches", "engines")
 
     def end(self) -> None:
-        """Let everybody leave."""
+        """Let all peers leave."""
         self.done = True
         self.send(*list(self._events))
 
 
-Signal = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
-"""What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
-what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""
-
-
 class SliceLimits(NamedTuple):
-    """How much the hub does in one go."""
+    """How much the hub does at once before other tasks are served."""
 
     members: int = MEMBERS_AT_ONCE
-    """Samples whose groups are dealt with in one slice."""
+    """Number of samples whose groups are processed in one slice."""
     part_bytes: int = PART_BYTES
-    """Of a trainer rank's shard, what one message may hold."""
+    """Bytes of a trainer rank's shard that one message may hold."""
+
+
+DEFAULT_LIMITS = SliceLimits()
+"""Limits of a run; tests use smaller ones."""
 
 
 class HubContext(NamedTuple):
-    """What all parts of the hub are given."""
+    """The objects of a run that the parts of the hub share. `Hub` makes it once."""
 
     config: Config
     observer: Observer
-    """Is told of everything."""
+    """Receives every row, note and failure of the run."""
     now: Callable[[], float]
-    """Gives Unix seconds on the loop's clock."""
+    """Returns Unix seconds, on the loop's clock."""
     progress: RunProgress
-    """How far the run has come."""
     contract: AgeContract
     buffer: SampleBuffer
-    """The training tasks."""
+    """All training samples. It keeps the law of conservation: issued = trained + filtered + given_up + in_flight."""
     evaluations: Evaluations
-    """The others."""
+    """All evaluation samples."""
     persistence: Persistence
     metrics: StepMetrics
     fleet: Fleet
-    """The engines."""
-
-
-class HubPart:
-    """One part of the hub, with what all of them are given."""
-
-    def __init__(self, parts: HubContext) -> None:
-        self._config, self._observer, self._now = parts.config, parts.observer, parts.now
-        self._progress, self._fleet, self._metrics = parts.progress, parts.fleet, parts.metrics
-        self._contract, self._buffer, self._samples = parts.contract, parts.buffer, parts.buffer.samples
-        self._evaluations = parts.evaluations
-        self._keep_state, self._journal, self._past = parts.persistence
+    """The engines of all nodes."""

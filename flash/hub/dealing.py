@@ -1,16 +1,19 @@
-"""Dealing: how many of the tasks that can be had go to which node, and the filling of replies. Pure state.
+"""The choice of the node that gets the next leases. Pure state.
 
-The load of a node is the leases that it holds over those it has room for, and shares make the loads equal: the engines
-of many nodes are filled like those of one, a node with more engines gets more, one with slow engines holds its leases
-longer and gets fewer.
+`NodeShares` decides how many of the available tasks each waiting node gets. `LeaseDealer` fills the nodes' replies by
+these shares. `flash.hub.work.NodeWork` owns both, calls `deal` whenever tasks or room may have appeared, and wakes the
+nodes whose replies got something.
 
-Work conserving: tasks go to whoever waits for them, as far as its room goes; a node that does not wait, or cannot run
-them, takes nothing from the others. Only the share of a node that is about to ask is kept for it, `KEPT_S` at most: it
-loads the version that admits the tasks, or its last reply was too short for all of its share.
+The load of a node is its leases divided by the leases that it has room for, and shares make the loads equal. So the
+engines of many nodes are filled like those of one node: a node with more engines gets more, and a node with slow
+engines holds its leases longer and gets fewer.
 
-A node asks, and its reply fills at the next deal that has a share for it. Many tasks are dealt in slices, of which the
-owner calls for the rest: after each, the nodes that were dealt to have their shares. `holders` and `shares` are told of
-all else.
+Work conserving: all available tasks go to the nodes that wait, as far as these have room. A node that does not wait, or
+cannot run the tasks, takes nothing from the others. The one exception is a node that is about to ask: its share is kept
+for it for at most `KEPT_S`, because it is loading the version that admits the tasks, or because its last reply was too
+short for its whole share.
+
+Many tasks are dealt in slices; the owner asks for the next slice after it has served other tasks.
 """
 
 from __future__ import annotations
@@ -25,134 +28,142 @@ from flash.samples.leases import Holders
 from flash.types import Lease
 
 KEPT_S = 5.0
-"""Seconds for which a share is kept: nodes may differ by so much in loading a version, and the first to have loaded it
-would otherwise take all that it admits. A node that hangs keeps its share from the others no longer than this."""
+"""Seconds for which a share is kept for a node that is about to ask. Nodes may differ by so much in loading a version,
+and without it the first to have loaded it would take all the tasks that it admits. A node that hangs keeps its share
+from the others no longer than this."""
+LEASES_AT_ONCE = 256
+"""Largest number of leases in one reply. Each takes some ten microseconds, and the node asks again at once."""
+SLICE = 128
+"""Number of leases after which a slice ends; the last reply of the slice is filled first."""
 
 
-class _Seat(msgspec.Struct):
-    """One node."""
+class _NodeRoom(msgspec.Struct):
+    """Room of one node, and the reasons to keep a share for it. Times are seconds on the caller's clock."""
 
     room: int = 0
-    """Leases that it could hold when it told last."""
+    """Leases that the node can hold at once, as it last reported."""
     asked: int = 0
-    """How many tasks it waits for."""
+    """Number of tasks that it waits for."""
     waits: bool = False
-    away: bool = False
-    """It has no engine, and will say when it has one with a version."""
+    """True if its request waits for tasks."""
+    no_engine: bool = False
+    """True if it has no engine now, and will report when it has one with a version."""
     loads_until: float = -math.inf
-    """Its share is kept till then, unless it has the newest version earlier."""
+    """A share is kept for it until this time, or until it has the newest version."""
     asks_until: float = -math.inf
-    """Its share is kept till then, unless it asks earlier."""
+    """A share is kept for it until this time, or until it asks again."""
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """Load of one node at a moment: the leases that it holds, and its room."""
+
+    node: int
+    held: int
+    """Leases that the node holds."""
+    room: int
+    """Leases that the node can hold."""
+    takes: bool = True
+    """True if the node takes its share at once. Among equal loads such nodes come first."""
 
 
 class NodeShares:
-    """See the module's docstring. Times are seconds on the caller's clock.
+    """The shares of the nodes in the available tasks. Times are seconds on the caller's clock.
 
     Args:
-        held: how many leases a node holds.
-        unit: tasks that go to one node together.
+        held: returns the number of leases that a node holds.
+        unit: number of tasks that go to one node together: 1, or the size of a whole group.
     """
 
     def __init__(self, held: Callable[[int], int], unit: int) -> None:
         self._held = held
         self._unit = unit
-        self._seats: dict[int, _Seat] = {}
+        self._nodes: dict[int, _NodeRoom] = {}
         self.kept_until = -math.inf
-        """When the last share that is kept for a node is given to the others."""
+        """Time at which the last share that is kept for a node goes to the others."""
 
-    def asks(self, node: int, capacity: int) -> None:
-        """A node waits for tasks, of which it could start so many now."""
-        seat = self._seats.setdefault(node, _Seat())
-        seat.room, seat.asked = self._held(node) + capacity, capacity
-        seat.waits, seat.asks_until = True, -math.inf
+    def waits(self, node: int, capacity: int) -> None:
+        """Note that a node waits for tasks, and could start `capacity` of them now."""
+        known = self._nodes.setdefault(node, _NodeRoom())
+        known.room, known.asked = self._held(node) + capacity, capacity
+        known.waits, known.asks_until = True, -math.inf
 
-    def tells(self, node: int, capacity: int) -> None:
-        """A node could start so many tasks now: more than it has asked for, or for the moment less."""
-        if (seat := self._seats.get(node)) is not None:
-            seat.room = self._held(node) + max(capacity, seat.asked if seat.waits else 0)
+    def set_capacity(self, node: int, capacity: int) -> None:
+        """Update the room of a node that could start `capacity` tasks now; never below the number it waits for."""
+        if (known := self._nodes.get(node)) is not None:
+            known.room = self._held(node) + max(capacity, known.asked if known.waits else 0)
 
-    def leaves(self, node: int) -> None:
-        """A node does not wait any more."""
-        if node in self._seats:
-            self._seats[node].waits = False
+    def stops_waiting(self, node: int) -> None:
+        """Note that the request of a node was answered."""
+        if node in self._nodes:
+            self._nodes[node].waits = False
 
     def lost(self, node: int) -> None:
-        """A node is gone."""
-        self._seats.pop(node, None)
+        """Forget a node that is gone or leaves."""
+        self._nodes.pop(node, None)
 
-    def loading(self, now: float) -> None:
-        """A version is there: all nodes begin to load it."""
+    def version_published(self, now: float) -> None:
+        """Keep the shares of all nodes that begin to load a new version."""
         self.kept_until = now + KEPT_S
-        for seat in self._seats.values():
-            seat.loads_until = -math.inf if seat.away else self.kept_until
+        for known in self._nodes.values():
+            known.loads_until = -math.inf if known.no_engine else self.kept_until
 
-    def loaded(self, node: int) -> None:
-        """An engine of this node has the newest version."""
-        if node in self._seats:
-            self._seats[node].loads_until, self._seats[node].away = -math.inf, False
+    def version_loaded(self, node: int) -> None:
+        """Note that an engine of the node has the newest version."""
+        if node in self._nodes:
+            self._nodes[node].loads_until, self._nodes[node].no_engine = -math.inf, False
 
-    def away(self, node: int) -> None:
-        """This node has no engine: nothing is kept for it before it has loaded a version again."""
-        if node in self._seats:
-            seat = self._seats[node]
-            seat.loads_until, seat.asks_until, seat.away = -math.inf, -math.inf, True
+    def engines_died(self, node: int) -> None:
+        """Note that the node has no engine: nothing is kept for it until one has loaded a version."""
+        if node in self._nodes:
+            known = self._nodes[node]
+            known.loads_until, known.asks_until, known.no_engine = -math.inf, -math.inf, True
 
-    def cut(self, node: int, now: float) -> None:
-        """A node's reply is full: it will ask for the rest of its share."""
+    def reply_full(self, node: int, now: float) -> None:
+        """Keep the rest of a node's share, for which its reply had no space, until it asks again."""
         self.kept_until = now + KEPT_S
-        seat = self._seats[node]
-        seat.waits, seat.asks_until = False, self.kept_until
+        known = self._nodes[node]
+        known.waits, known.asks_until = False, self.kept_until
 
     @property
-    def waiting(self) -> bool:
-        """Whether a node waits."""
-        return any(seat.waits for seat in self._seats.values())
+    def any_waiting(self) -> bool:
+        """True if any node waits for tasks."""
+        return any(known.waits for known in self._nodes.values())
 
-    def of(self, tasks: int, now: float, passed: Collection[int]) -> dict[int, int]:
-        """How many of these tasks each waiting node is to get now, the least loaded node first.
+    def compute(self, tasks: int, now: float, unable: Collection[int]) -> dict[int, int]:
+        """Return the number of tasks that each waiting node gets now, the least loaded node first.
 
         Args:
-            tasks: how many can be had.
+            tasks: number of available tasks.
             now: the time.
-            passed: nodes that can run none of those that are left.
+            unable: nodes that can run none of the tasks that are left.
         """
         loads: list[NodeLoad] = []
-        for node, seat in self._seats.items():
-            tries = seat.waits and node not in passed
-            if tries or now < max(seat.loads_until, seat.asks_until):
-                loads.append(NodeLoad(node, self._held(node), seat.room, tries))
-        if not any(load.tries for load in loads):
+        for node, known in self._nodes.items():
+            takes = known.waits and node not in unable
+            if takes or now < max(known.loads_until, known.asks_until):
+                loads.append(NodeLoad(node, self._held(node), known.room, takes))
+        if not any(load.takes for load in loads):
             return {}
         shares = equal_loads(loads, tasks, self._unit)
         given = sorted(
             (load.held / load.room, load.node, share)
             for load, share in zip(loads, shares, strict=True)
-            if share and load.tries
+            if share and load.takes
         )
         return {node: share for _, node, share in given}
 
 
-class NodeLoad(msgspec.Struct, frozen=True):
-    """What a node holds of what it could hold."""
-
-    node: int
-    held: int
-    room: int
-    tries: bool = True
-    """Whether it takes its share at once; of nodes that are equal otherwise these come first."""
-
-
 def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
-    """How many of the tasks each node gets, so that the loads become as equal as they can.
+    """Return the number of tasks that each node gets, so that the loads become as equal as they can.
 
-    They are given in whole units, all of them as long as there is room. A node's last unit may be larger than its room.
+    Tasks are given in whole units, all of them as long as there is room. The last unit of a node may exceed its room.
     """
-    level = _level(loads, tasks)
+    level = _common_level(loads, tasks)
     shares = [max(0, math.floor((level * load.room - load.held) / unit)) * unit for load in loads]
     left = tasks - sum(shares)
-    # What rounding down has left goes, unit by unit, where it makes the lowest load.
+    # Rounding down has left some tasks. Give them, unit by unit, to the node that then has the lowest load.
     heap = [
-        ((load.held + share + unit) / load.room, not load.tries, load.node, at)
+        ((load.held + share + unit) / load.room, not load.takes, load.node, at)
         for at, (load, share) in enumerate(zip(loads, shares, strict=True))
         if load.held + share < load.room
     ]
@@ -163,12 +174,12 @@ def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
         left -= unit
         load, held = loads[at], loads[at].held + shares[at]
         if held < load.room:
-            heapq.heappush(heap, ((held + unit) / load.room, not load.tries, load.node, at))
+            heapq.heappush(heap, ((held + unit) / load.room, not load.takes, load.node, at))
     return shares
 
 
-def _level(loads: Sequence[NodeLoad], tasks: int) -> float:
-    """The load, at most 1, that the less loaded nodes have when they have got the tasks."""
+def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
+    """Return the load, at most 1, up to which these tasks fill all nodes that are below it."""
     room, wanted = 0, float(tasks)
     level = 0.0
     for load in sorted((load for load in loads if load.held < load.room), key=lambda load: load.held / load.room):
@@ -180,87 +191,80 @@ def _level(loads: Sequence[NodeLoad], tasks: int) -> float:
     return min(1.0, level)
 
 
-LEASES_AT_ONCE = 256
-"""Leases of one reply: each takes some ten microseconds, and the node asks again at once."""
-SLICE = 128
-"""Leases after which a slice ends; the last reply is filled first."""
-
-
 class LeaseDealer:
-    """See the module's docstring.
+    """Fills the replies of waiting nodes with leases, by their shares.
 
     Args:
-        at_hand: tasks that a node with the newest version could be given; perhaps some too many, never too few.
-        lease: leases the next task to a node, or a whole group; none if there is nothing for it.
-        unit: tasks that go to one node together.
+        available: returns the number of tasks that a node with the newest version could get; perhaps too many, never
+            too few.
+        lease: leases the next task, or the next whole group, to a node; returns an empty list if there is none for it.
+        unit: number of tasks that go to one node together.
     """
 
-    def __init__(self, at_hand: Callable[[], int], lease: Callable[[int], list[Lease]], unit: int) -> None:
-        self._at_hand = at_hand
+    def __init__(self, available: Callable[[], int], lease: Callable[[int], list[Lease]], unit: int) -> None:
+        self._available = available
         self._lease = lease
         self.holders = Holders()
+        """Which node holds which lease."""
         self.shares = NodeShares(self.holders.held, unit)
         self._replies: dict[int, list[Lease]] = {}
-        """What the nodes that wait have got."""
+        """Replies of the nodes that wait, as far as they are filled."""
         self._kept = self.shares.kept_until
         self.unfinished = False
-        """Whether the last slice has left something to deal."""
+        """True if the last slice has left tasks to deal."""
 
-    def asks(self, node: int, capacity: int) -> list[Lease]:
-        """A node waits, with places for so many; returns the reply that fills."""
-        self.shares.asks(node, capacity)
+    def open_reply(self, node: int, capacity: int) -> list[Lease]:
+        """Return an empty reply for a node that waits with room for `capacity` tasks. `deal` fills it."""
+        self.shares.waits(node, capacity)
         self._replies[node] = reply = []
         return reply
 
-    def leaves(self, node: int, reply: list[Lease]) -> None:
-        """A node takes its reply, and waits no more."""
+    def close_reply(self, node: int, reply: list[Lease]) -> None:
+        """Stop filling a reply. A later request of the node may have opened another one, which stays open."""
         if self._replies.get(node) is reply:
             del self._replies[node]
-            self.shares.leaves(node)
+            self.shares.stops_waiting(node)
 
     def lost(self, node: int) -> list[Lease]:
-        """A node is gone; returns what it held."""
+        """Forget a node that is gone. Returns the leases that it held."""
         self._replies.pop(node, None)
         self.shares.lost(node)
         return self.holders.lost(node)
 
     def deal(self, now: float) -> list[int]:
-        """Give nodes that wait their shares, a slice at a time, until nothing is left that one of them could run.
+        """Deal one slice of leases to the nodes that wait. `unfinished` says if the next slice has something to deal.
 
-        Returns the nodes that are to be woken: they have got something, or shares are kept for others from now on.
+        Returns:
+            The nodes to wake: they have got something, or shares are kept for others from now on, so that they have to
+            wait for another moment.
         """
-        self.unfinished = not self._slice(now)
+        self.unfinished = not self._deal_slice(now)
         if self.shares.kept_until != self._kept:
             self._kept = self.shares.kept_until
             return list(self._replies)
         return [node for node, reply in self._replies.items() if reply]
 
-    def _slice(self, now: float) -> bool:
-        """Deal so many leases; tells whether nothing is left to deal."""
-        passed: set[int] = set()
-        given = 0
-        while self.shares.waiting and (tasks := self._at_hand()):
-            shares = self.shares.of(tasks, now, passed)
+    def _deal_slice(self, now: float) -> bool:
+        """Deal up to `SLICE` leases and the rest of the last share. Returns True if nothing is left to deal."""
+        unable: set[int] = set()
+        dealt = 0
+        while self.shares.any_waiting and (tasks := self._available()):
+            shares = self.shares.compute(tasks, now, unable)
             if not shares:
                 break
             for node, share in shares.items():
-                if given >= SLICE:
+                if dealt >= SLICE:
                     return False
-                got, most = self._give(node, share, now)
-                given += got
-                if got < most:
-                    passed.add(node)
+                reply = self._replies[node]
+                wanted = min(share, LEASES_AT_ONCE - len(reply))
+                leases: list[Lease] = []
+                while len(leases) < wanted and (more := self._lease(node)):
+                    leases += more
+                self.holders.lend(node, leases, now)
+                reply += leases
+                dealt += len(leases)
+                if len(leases) < wanted:
+                    unable.add(node)
+                elif wanted < share:
+                    self.shares.reply_full(node, now)
         return True
-
-    def _give(self, node: int, share: int, now: float) -> tuple[int, int]:
-        """Lend a node its share as far as its reply has space; returns how much it got, of how much it could have."""
-        reply = self._replies[node]
-        most = min(share, LEASES_AT_ONCE - len(reply))
-        given: list[Lease] = []
-        while len(given) < most and (leases := self._lease(node)):
-            given += leases
-        self.holders.lend(node, given, now)
-        reply += given
-        if most <= len(given) and most < share:
-            self.shares.cut(node, now)
-        return len(given), most

@@ -1,9 +1,13 @@
-"""The Hub: the only stateful place of a run. It wires its parts, speaks the protocol, and watches the run's stages.
+"""The Hub: the only stateful place of a run. It wires its parts, answers the protocol, and watches the run's stages.
 
-Lifecycle: trainers publish the first version → first evaluation → leases and batches until the last step or an
-interrupt → last evaluation → trainer ranks, which kept the weights until then, leave → nodes are told that there is no
-more work.
-Its methods run in the tasks of whoever calls them; `run` watches deadlines, and does what nobody waits for.
+Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
+their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (what the run waits for).
+`flash.hub.gate.Gate` checks each request of a peer before it calls `Hub.handle`.
+
+Lifecycle: the ranks publish the first version → first evaluation → leases and batches, until the last step or an
+interrupt → last evaluation → the ranks, which kept the weights until then, leave → nodes learn that the run is over.
+The methods of the hub and of its parts run in the tasks of their callers; `Hub.run` watches deadlines, and does the
+work that no request waits for.
 """
 
 from __future__ import annotations
@@ -18,16 +22,15 @@ import msgspec
 from flash.config.tree import Config
 from flash.errors import ContractError, DeadlineError
 from flash.hub import protocol as p
-from flash.hub.context import HubContext, RunEnd, RunProgress, SliceLimits
-from flash.hub.fleet import Fleet, NodeRegistry, RunOrigin
-from flash.hub.metrics import StepMetrics
+from flash.hub.context import DEFAULT_LIMITS, HubContext, RunEnd, RunProgress, SliceLimits
+from flash.hub.fleet import NO_ORIGIN, Fleet, NodeRegistry, RunOrigin
+from flash.hub.metrics import StepMetrics, sample_flow
 from flash.hub.nodes import Nodes, WeightVersions
-from flash.hub.overview import overview
-from flash.hub.recovery import Persistence, RecoveredState, TrainerStart
+from flash.hub.recovery import NEW_RUN, NO_PERSISTENCE, Persistence, RecoveredState, TrainerStart
 from flash.hub.stages import RunStages, Stage
 from flash.hub.steps import TrainingSteps
 from flash.hub.trainers import TrainerRanks
-from flash.observe.cluster import HubNow
+from flash.observe.cluster import MOST_LEASES, HubNow, LeaseNow
 from flash.observe.observer import Observer
 from flash.samples.admission import AgeContract
 from flash.samples.buffer import SampleBuffer
@@ -37,32 +40,29 @@ from flash.samples.tasks import TaskSource
 from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group
 
-LEASES = 40
-"""Bits of a lease's number that count the leases of one incarnation of the hub: none is given twice in a run."""
-INCARNATIONS = 20
-"""The same of the trainer ranks' incarnations."""
-
-NO_ORIGIN = RunOrigin()
-"""Of a hub that nobody joins from another process."""
-NEW_RUN = RecoveredState()
-"""Of the first hub of a run."""
-DEFAULT_LIMITS = SliceLimits()
-NO_PERSISTENCE = Persistence()
-"""Of a run that starts from the beginning when its hub or a trainer rank is lost."""
+LEASE_BITS = 40
+"""Bits of a lease's number that count the leases of one hub process. The bits above are the number of the hub, so that
+no two leases of a run have the same number."""
+INCARNATION_BITS = 20
+"""Bits of an incarnation's number that count the incarnations of the trainer ranks under one hub process. The bits
+above are the number of the hub."""
 
 
 class Hub:
-    """Serves nodes and trainer ranks; `incarnations` says which of these are listened to.
+    """Answers the nodes and the trainer ranks of a run.
+
+    Public for the owner of the run, for tests and for benchmarks: `progress`, `buffer` and `samples` (the training
+    samples), `registry` (the nodes), `work`, `incarnations` (of the trainer ranks) and `stages`.
 
     Args:
         config: the run.
-        observer: is told of everything.
-        now: gives Unix seconds on the loop's clock.
-        problems: those of the environment.
-        recovered: what the hubs before this one have left.
-        persistence: where the run keeps what is to be known after a restart.
+        observer: receives every row, note and failure of the run.
+        now: returns Unix seconds, on the loop's clock.
+        problems: the kinds and names of the environment's problems.
+        recovered: the state that the previous hub processes have left.
+        persistence: where the hub saves what must survive a restart.
         origin: where the run was started.
-        limits: how much is done in one go.
+        limits: how much the hub does at once.
     """
 
     def __init__(
@@ -79,15 +79,21 @@ class Hub:
     ) -> None:
         self._config = config
         self._observer = observer
-        state, incarnation = recovered.state, recovered.hub_number
+        self._now = now
+        state = recovered.state
         version = state.version if state is not None else 0
         contract, rules = AgeContract.of(config), BufferRules.of(config, problems.domains)
-        lease_ids = count(incarnation << LEASES)
-        cursor = state.buffer.cursor if state is not None else None
-        sizes = rules.sizes(config.rollout.group_size)
+        samplings = rules.samplings()
+        lease_ids = count(recovered.hub_number << LEASE_BITS)
         self.buffer = SampleBuffer(
             contract,
-            TaskSource(config.run.seed, sizes, problems.kind_of, cursor, rules.samplings()),
+            TaskSource(
+                config.run.seed,
+                rules.sizes(config.rollout.group_size),
+                problems.kind_of,
+                state.buffer.cursor if state is not None else None,
+                samplings,
+            ),
             rules,
             step=version,
             state=state.buffer if state is not None else None,
@@ -96,11 +102,19 @@ class Hub:
             journal=persistence.journal,
         )
         self.samples = self.buffer.samples
-        of_run = (config.eval, config.rollout.retries, version, config.run.steps)
-        asked = (problems.kind_of, rules.samplings())
-        self._evaluations = Evaluations(*of_run, *asked, lease_ids, recovered.evaluated)
+        self._evaluations = Evaluations(
+            config.eval,
+            config.rollout.retries,
+            version,
+            config.run.steps,
+            problems.kind_of,
+            samplings,
+            lease_ids,
+            recovered.evaluated,
+        )
         self.progress = RunProgress(version, newest=version if state is not None else -1)
-        self._parts = parts = HubContext(
+        self._metrics = StepMetrics(self.samples)
+        context = HubContext(
             config,
             observer,
             now,
@@ -109,88 +123,105 @@ class Hub:
             buffer=self.buffer,
             evaluations=self._evaluations,
             persistence=persistence,
-            metrics=StepMetrics(self.samples),
+            metrics=self._metrics,
             fleet=Fleet(),
         )
-        self.members = NodeRegistry(config, origin)
-        self._nodes = Nodes(parts, self.members)
+        self.registry = NodeRegistry(config, origin)
+        self._nodes = Nodes(context, self.registry)
         self.work = self._nodes.work
-        self._versions = WeightVersions(parts, self.work)
-        start, number = recovered.start or TrainerStart(version, ""), (incarnation << INCARNATIONS) + 1
-        self._trainers = TrainerRanks(parts, start, number)
+        self._versions = WeightVersions(context, self.work)
+        start = recovered.start or TrainerStart(version, "")
+        self._trainers = TrainerRanks(context, start, (recovered.hub_number << INCARNATION_BITS) + 1)
         self.incarnations = self._trainers.incarnations
-        self._steps = TrainingSteps(parts, self.work, self._versions, self._trainers, limits.part_bytes)
-        self.stages = RunStages(parts, self.members, self.incarnations, self._steps)
+        self._steps = TrainingSteps(context, self.work, self._versions, self._trainers, limits.part_bytes)
+        self.stages = RunStages(context, self.registry, self.incarnations, self._steps)
 
     @property
     def late_restarts(self) -> dict[str, int]:
-        """Of engines and of trainer ranks, since the last step."""
-        return self._parts.metrics.restarts
+        """Restarts of engines and of trainer ranks since the last step, by their names in the metrics."""
+        return self._metrics.restarts
 
     def interrupt(self) -> str:
-        """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once.
+        """Stop after the running step, with a checkpoint. A run that has trained all steps ends at once.
 
-        What it still does, in words; empty: nothing.
+        Returns words for the work that is still done; empty if there is none.
         """
         over = self.progress.done or self.progress.error is not None
         self.progress.interrupt()
         return "" if over else self.stages.last_work
 
-    # -- stages ------------------------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Watch the run from the first version to the last goodbye. Raises the error that ended the run."""
+        """Watch the run from the first version to the last goodbye. Raises the error that ended the run.
+
+        Consumes the progress of the run. Waits for its stages to end, each under its deadline; unblocked by the signal
+        `run`. Produces the end of the run, or of an incarnation of the trainer ranks that hangs. Besides it runs the
+        watches of nodes and ranks, and the work that was put off.
+        """
         progress = self.progress
         async with unwrapped_group() as tasks:
             tasks.start_soon(self._nodes.watch)
             tasks.start_soon(self._trainers.watch)
-            tasks.start_soon(self.work.catch_up)
+            tasks.start_soon(self.work.work_off_backlog)
             tasks.start_soon(self.work.expire_claims)
-            unfinished = await self._watch_trainers()
+            unfinished = await self._watch_stages()
             tasks.cancel_scope.cancel()
         progress.end()
         self.samples.check()
         return RunEnd(progress.stopping or "finished", progress.version, self.samples.totals(), unfinished)
 
-    async def _watch_trainers(self) -> str:
-        """Wait for each stage of the run to end, under its deadline; what an interrupt has cut short, in words."""
+    async def _watch_stages(self) -> str:
+        """Wait until no trainer rank has anything left to do, and until each stage ends, under its deadline.
+
+        Returns words for the work that did not end in time after an interrupt; empty if all did.
+        """
         while not self._trainers.done:
-            seen, stage = self.progress.stages_ended, self.stages.now
-            with anyio.move_on_after(stage.seconds(self._config)) as scope:
+            ended, stage = self.progress.stages_ended, self.stages.now
+            seconds = stage.seconds(self._config)
+            with anyio.move_on_after(seconds) as scope:
                 await self.progress.until(
                     "run",
-                    lambda seen=seen, stage=stage: (
-                        (self.progress.stages_ended != seen and stage is not Stage.ENDING)
+                    lambda ended=ended, stage=stage: (
+                        (self.progress.stages_ended != ended and stage is not Stage.ENDING)
                         or self.stages.now is not stage
                         or self._trainers.done
                     ),
                 )
-            if scope.cancelled_caught and stage is Stage.ENDING:
+            if not scope.cancelled_caught:
+                continue
+            if stage is Stage.ENDING:
                 return self.stages.last_work
-            if scope.cancelled_caught:
-                self._late(stage)
+            waited_for = self.stages.describe(stage)
+            if stage.of_trainers and self.incarnations.present:
+                # The ranks hang: their incarnation ends by that, and the run only if they cannot start again.
+                self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}")
+            else:
+                raise DeadlineError(waited_for, seconds, stage.look_at)
         return ""
 
-    def _late(self, stage: Stage) -> None:
-        """A stage has outlived its deadline. Where the trainer ranks hang, their incarnation ends by that, not the run.
-
-        Raises:
-            DeadlineError: it is somebody else that is late, or no rank is there that could start again.
-        """
-        seconds, what = stage.seconds(self._config), self.stages.waited_for(stage)
-        if stage.of_trainers and self.incarnations.present:
-            self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {what}")
-        else:
-            raise DeadlineError(what, seconds, stage.look_at)
+    async def all_nodes_left(self) -> None:
+        """Wait, under the caller's deadline, until every node has learnt of the end and closed its connection."""
+        await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:
-        """What the whole cluster does now, for people."""
-        doing = self.stages.waited_for(self.stages.now)
-        return overview(self._parts, self.members, self._nodes, self._trainers, doing)
-
-    async def all_nodes_left(self) -> None:
-        """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self.progress.until("run", lambda: self._nodes.deserted)
+        """Describe the whole cluster at this moment, for people. Its size is bounded by the nodes of the run."""
+        node_of = self._config.cluster.node_of
+        oldest = ((node, lease.task, since) for node, lease, since in self.work.holders.oldest(MOST_LEASES))
+        return HubNow(
+            at=self._now(),
+            doing=self.stages.describe(self.stages.now),
+            version=self.progress.version,
+            published=self.progress.published_version,
+            nodes=self._nodes.overview({node_of(rank) for rank in self.incarnations.present}),
+            ranks=self._trainers.overview(),
+            trainer_restarts=self.incarnations.restarts,
+            flow=sample_flow(self._config, self.samples, self._evaluations),
+            leases=[
+                LeaseNow(node, task.group_id, task.sample_index, task.split, task.attempt, since)
+                for node, task, since in oldest
+            ],
+        )
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -202,10 +233,10 @@ class Hub:
         match request:
             case p.LeaseRequest():
                 return await self.work.lease(request)
-            case p.ClaimRequest():
-                return self.work.claims_of(request)
             case p.DeliverRequest():
                 return await self.work.deliver(request)
+            case p.ClaimRequest():
+                return self.work.claim(request)
             case p.CancelRequest():
                 return await self._nodes.cancels(request)
             case p.VersionRequest():
@@ -213,37 +244,37 @@ class Hub:
             case p.LoadFailed():
                 return await self._versions.load_failed(request)
             case p.EngineReport():
-                return self._versions.engines_changed(request)
+                return self._versions.report_engines(request)
             case p.StatusReport():
-                self._nodes.told(request)
+                self._nodes.report_status(request)
             case p.RunRequest():
-                self.progress.refuse_at_end()
-                return self.members.about(request, self.progress.version, ending=self.progress.ending)
+                self.progress.refuse_if_failed()
+                return self.registry.describe_run(request, self.progress.version, ending=self.progress.ending)
             case p.JoinRequest():
                 return self._nodes.join(request)
             case p.DrainRequest():
-                self.members.may_leave(request.node)
-                self._nodes.send_off(request.node)
+                self._nodes.ask_to_leave(request.node)
             case p.Leave():
-                self._nodes.leaves(request)
+                self._nodes.leave(request)
             case p.RanksRequest():
-                return await self._trainers.ranks_of(request)
+                return await self._trainers.processes_of_node(request)
             case p.Interrupt():
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
-                await self._trainers.failed(request, lambda: self.stages.waited_for(self.stages.now))
-                # The peer hears of the end of this connection once we have said why; it waits no longer than this.
+                await self._trainers.fatal(request, lambda: self.stages.describe(self.stages.now))
+                # No reply: the peer learns from the end of its connection that the hub has reported the error. The
+                # sleep outlasts the peer's own timeout.
                 await anyio.sleep(self._config.deadlines.request)
             case _:
-                return await self._trainers.while_it_lasts(partial(self._answer_rank, request))
+                return await self._trainers.within_incarnation(partial(self._answer_rank, request))
         return p.Ack()
 
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.IncarnationRequest():
-                return await self._trainers.begins(request)
+                return await self._trainers.start(request)
             case p.IncarnationWatch():
-                await self._trainers.watched(request)
+                await self._trainers.heartbeat(request)
             case p.BatchRequest():
                 return await self._steps.batch(request)
             case p.Commit():
@@ -259,27 +290,32 @@ class Hub:
         return p.Ack()
 
     def peer_lost(self, name: str) -> None:
-        """A connection ended. A node's leases go back; of a trainer rank, one of the newest incarnation, it is the end.
+        """Handle the end of a peer's connection, by the peer's name, such as `node-3`.
 
-        Not if it has said goodbye.
+        The leases of a node queue again. The loss of a trainer rank of the newest incarnation ends that incarnation,
+        unless a rank of it has said goodbye.
         """
         kind, _, number = name.partition("-")
         if kind == "trainer":
-            self._trainers.lost(int(number))
+            self._trainers.disconnected(int(number))
         if kind == "node":
-            self._nodes.left(int(number))
-            self.members.left(int(number))
+            self._nodes.disconnected(int(number))
 
 
 class InProcessCaller:
-    """A peer's calls to the hub of the same process. `watch` sees every request with its reply."""
+    """Connection of a peer in the hub's own process: no network, but the same deadlines.
+
+    Args:
+        hub: the hub.
+        watch: called with each request and its reply.
+    """
 
     def __init__(self, hub: Hub, watch: Callable[[msgspec.Struct, msgspec.Struct], None] | None = None) -> None:
         self._hub = hub
         self._watch = watch
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Ask the hub. Raises DeadlineError after `timeout` seconds."""
+        """Send one request and wait for its reply. Raises DeadlineError after `timeout` seconds."""
         with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
             reply = await self._hub.handle(request)
         if self._watch is not None:

@@ -1,134 +1,152 @@
-"""The row of metrics of one committed step: what the trainer measured, and what only the hub sees."""
+"""The row of metrics of one committed step, and the flow of samples that the cluster's page shows.
+
+The row joins three sources: the metrics that the trainer measured, the means over the batch's samples, and the numbers
+that only the hub sees (books, rates, engines, restarts). `flash.hub.steps.TrainingSteps` asks for it after each step.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from flash.ages import SLACK
 from flash.branches import branch_tokens
+from flash.config.tree import Config
 from flash.hub.protocol import EngineStatus
+from flash.observe.cluster import Flow
+from flash.samples.evaluation import Evaluations
 from flash.samples.store import SampleStore
 from flash.types import RETRIED, Outcome, Trajectory
 
 FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.TOO_LONG)
-"""Ends of an attempt that count as failures."""
+"""Outcomes of an attempt that count as failures."""
 ROUNDING_S = 1e-3
-"""By which an engine that was idle throughout may seem to have been idle longer than that."""
+"""Seconds by which rounding may make the idle time of an engine longer than its lifetime."""
+NO_MISBEHAVIOUR = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
+"""Metrics of a step in which no user code has blocked a loop or ignored its cancellation."""
 
 
-NOTHING = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
-"""Figures of a step in which no user's code has misbehaved."""
-
-
-class Branches:
-    """How the episodes of a step branched."""
+class BranchCounts:
+    """Counts of the branches of a step's episodes."""
 
     def __init__(self) -> None:
         self._episodes = 0
         self._branches = 0
         self._tokens = 0
-        self._later = 0
-        """Tokens of branches beyond the first."""
+        """Sampled tokens of all branches."""
+        self._later_tokens = 0
+        """Sampled tokens of all branches but the first of each episode."""
 
     def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """Count them as they pass."""
+        """Count trajectories while they pass through."""
         for trajectory in trajectories:
             self._episodes += 1
             self._branches += len(trajectory.branches)
             self._tokens += trajectory.action_count
-            self._later += sum(branch_tokens(trajectory)[1:]) if len(trajectory.branches) > 1 else 0
+            self._later_tokens += sum(branch_tokens(trajectory)[1:]) if len(trajectory.branches) > 1 else 0
             yield trajectory
 
     def metrics(self) -> dict[str, float]:
-        """Branches per episode, and the share of the sampled tokens that later ones than the first have."""
+        """Return the branches per episode, and the share of sampled tokens that are not in a first branch."""
         return {
             "branches": self._branches / max(self._episodes, 1),
-            "branch_token_share": self._later / max(self._tokens, 1),
+            "branch_token_share": self._later_tokens / max(self._tokens, 1),
         }
 
 
 class StepMetrics:
-    """Remembers where the last step ended. Waiting and rates count from the first lease: before, nothing ran.
+    """Sums up the metrics between two steps. Waits and rates count from the first lease: before, nothing ran.
 
-    A resumed run may take a step before that, from samples that it had. Its interval is the step itself, and nothing is
-    said of rates and waits.
+    A resumed run may take a step before its first lease, from samples that it had. The interval of such a step is the
+    step itself, and it has no rates and no waits.
     """
 
     def __init__(self, samples: SampleStore) -> None:
-        self._before = samples.ledger.totals(0)
+        self._booked = samples.ledger.totals(0)
+        """Totals of the ledger at the last row."""
         self._ended_groups = _ended_groups(samples)
+        """Numbers of ended groups at the last row."""
         self._since: float | None = None
+        """Unix seconds of the last row, or of the first lease; None before both."""
         self._canary_error = 0.0
+        """Largest canary error of any engine so far, in nats."""
         self._idle: dict[int, tuple[float, float]] = {}
-        """Of each engine, its idle seconds and its lifetime, as of the last row."""
+        """Idle seconds and lifetime of each engine, at the last row."""
         self._drafts: dict[int, tuple[int, int]] = {}
-        """Of each engine, tokens that it had drafted and accepted."""
+        """Drafted and accepted tokens of each engine, at the last row."""
         self.restarts = {"engine_restarts": 0, "trainer_restarts": 0}
-        """That no row has yet."""
-        self._misbehaved = dict(NOTHING)
-        """Seconds and calls that no row has yet."""
+        """Restarts since the last row."""
+        self._misbehaviour = dict(NO_MISBEHAVIOUR)
+        """Seconds and calls of misbehaving user code since the last row."""
 
-    def began(self, now: float) -> None:
-        """A training sample was handed out, or one of the hub before this one was claimed."""
+    def sampling_began(self, now: float) -> None:
+        """Note that a training sample was leased, or a lease of the previous hub was claimed; only the first counts."""
         self._since = now if self._since is None else self._since
 
-    def canaries(self, engines: Sequence[EngineStatus]) -> None:
-        """Engines have passed their canaries."""
+    def add_canaries(self, engines: Sequence[EngineStatus]) -> None:
+        """Add the canary errors of engines."""
         self._canary_error = max([self._canary_error, *(engine.canary_error for engine in engines)])
 
-    def restarted(self, engines: int) -> None:
-        """Engines have died, and start again."""
+    def add_engine_restarts(self, engines: int) -> None:
+        """Add engines that have died and start again."""
         self.restarts["engine_restarts"] += engines
 
-    def misbehaved(self, blocked_s: float, abandoned: int) -> None:
-        """Add the seconds in which a user's code blocked a node's loop, and its calls that were abandoned."""
-        self._misbehaved["loop_blocked_s"] += blocked_s
-        self._misbehaved["abandoned_calls"] += abandoned
-
-    def trainers_returned(self) -> None:
-        """The trainer ranks have come back."""
+    def add_trainer_restart(self) -> None:
+        """Add one restart of the trainer ranks."""
         self.restarts["trainer_restarts"] += 1
+
+    def add_misbehaviour(self, blocked_s: float, abandoned: int) -> None:
+        """Add the seconds for which user code blocked a node's loop, and its calls that ignored their cancellation."""
+        self._misbehaviour["loop_blocked_s"] += blocked_s
+        self._misbehaviour["abandoned_calls"] += abandoned
 
     def row(
         self,
         version: int,
-        env: Mapping[str, float],
+        batch: Mapping[str, float],
         trainer: Mapping[str, float],
         samples: SampleStore,
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """The row of the step that made `version`; `env` is what the hub saw of its samples, `measured` of each.
+        """Return the row of a step, and begin to sum up the next one.
 
-        Times in seconds, `now` in Unix seconds.
+        Args:
+            version: the version that the step made.
+            batch: means over the samples of the step's batch.
+            trainer: metrics that the trainer measured; times in seconds.
+            samples: the books.
+            engines: all living engines.
+            now: Unix seconds.
         """
         ledger = samples.ledger
         ran = self._since is not None
-        elapsed = max(trainer.get("trainer_step_s", 0.0), 0.0 if self._since is None else now - self._since, 1e-9)
+        step_s = trainer.get("trainer_step_s", 0.0)
+        elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
+        wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - step_s))
         totals = ledger.totals(0)
-        booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
-        self._since, self._before = now if ran else None, totals
-        restarts, self.restarts = self.restarts, dict.fromkeys(self.restarts, 0)
-        misbehaved, self._misbehaved = self._misbehaved, dict(NOTHING)
+        booked = {name: total - self._booked.get(name, 0) for name, total in totals.items()}
         before, self._ended_groups = self._ended_groups, _ended_groups(samples)
-        ended, equal = (now - then for now, then in zip(self._ended_groups, before, strict=True))
-        wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
-        return {
+        ended, equal = (new - old for new, old in zip(self._ended_groups, before, strict=True))
+        stale = booked.get(f"discarded_tokens_{Outcome.STALE}", 0)
+        rates = {"trainer_wait_share": wait / elapsed, "tokens_per_second": booked["generated_tokens"] / elapsed}
+        row = {
             **trainer,
             "step": version - 1,
             "version": version,
             "time": now,
             "samples": booked["trained"],
-            "stale_share": _stale_share(booked),
+            "stale_share": stale / max(stale + booked["trained_tokens"], 1),
             **_failures(booked),
             "trainer_wait_s": wait,
             "interval_s": elapsed,
-            **self._rates(wait / elapsed, booked["generated_tokens"] / elapsed, engines, ran=ran),
+            **(rates if ran else {}),
+            **self._idle_share(engines),
             "generated_tokens": ledger.generated_tokens,
-            **self._accepted(engines),
+            **self._accepted_share(engines),
             "engines": len(engines),
-            **restarts,
-            **misbehaved,
+            **self.restarts,
+            **self._misbehaviour,
             "canary_error": self._canary_error,
             "queue_ready_groups": samples.pool.ready_groups,
             "in_flight": samples.in_flight,
@@ -138,30 +156,33 @@ class StepMetrics:
             "equal_rewards_share": equal / max(ended, 1),
             "given_up": sum(ledger.given_up.values()),
             **samples.domains.row(samples.quarantined),
-            **env,
+            **batch,
         }
+        self._since, self._booked = now if ran else None, totals
+        self.restarts = dict.fromkeys(self.restarts, 0)
+        self._misbehaviour = dict(NO_MISBEHAVIOUR)
+        return row
 
-    def _rates(self, waits: float, tokens: float, engines: Sequence[EngineStatus], *, ran: bool) -> dict[str, float]:
-        """Of the time since the last row; of engines since what they had told by then."""
-        rates = {"trainer_wait_share": waits, "tokens_per_second": tokens} if ran else {}
+    def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
+        """Return the share of the engines' time since the last row in which they were idle; empty if no time passed."""
         idle = lifetime = 0.0
         for engine in engines:
             before = self._idle.get(engine.index, (math.inf, math.inf))
             more_idle, more = engine.idle_s - before[0], engine.lifetime_s - before[1]
-            if -ROUNDING_S <= more_idle <= more + ROUNDING_S:  # else it is new
+            if -ROUNDING_S <= more_idle <= more + ROUNDING_S:  # otherwise it is a new engine, whose times began at 0
                 idle, lifetime = idle + more_idle, lifetime + more
             self._idle[engine.index] = engine.idle_s, engine.lifetime_s
-        return rates | ({"engine_idle_share": idle / lifetime} if lifetime > 0 else {})
+        return {"engine_idle_share": idle / lifetime} if lifetime > 0 else {}
 
-    def _accepted(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
-        """Of the tokens that were drafted since the last row."""
+    def _accepted_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
+        """Return the share of the tokens drafted since the last row that was accepted; empty if none was drafted."""
         drafted = accepted = 0
         for engine in engines:
-            known = self._drafts.get(engine.index, (0, 0))
-            more = engine.drafted - known[0], engine.accepted - known[1]
-            if not 0 <= more[1] <= more[0]:  # it is new
-                more = engine.drafted, engine.accepted
-            drafted, accepted = drafted + more[0], accepted + more[1]
+            before = self._drafts.get(engine.index, (0, 0))
+            more_drafted, more_accepted = engine.drafted - before[0], engine.accepted - before[1]
+            if not 0 <= more_accepted <= more_drafted:  # it is a new engine, whose counts began at 0
+                more_drafted, more_accepted = engine.drafted, engine.accepted
+            drafted, accepted = drafted + more_drafted, accepted + more_accepted
             self._drafts[engine.index] = engine.drafted, engine.accepted
         return {"draft_accepted_share": accepted / drafted} if drafted > 0 else {}
 
@@ -171,15 +192,26 @@ def _ended_groups(samples: SampleStore) -> tuple[int, int]:
     return samples.source.cursor.ended, samples.source.cursor.equal
 
 
-def _stale_share(booked: Mapping[str, int]) -> float:
-    """Of the tokens that were trained or grew too old, those that did."""
-    stale = booked.get(f"discarded_tokens_{Outcome.STALE}", 0)
-    return stale / max(stale + booked["trained_tokens"], 1)
-
-
 def _failures(booked: Mapping[str, int]) -> dict[str, float]:
-    """Attempts that failed, whether they were tried again or given up: all, and by reason where there are any."""
+    """Return the number of failed attempts, tried again or given up: in all, and for each reason that occurred."""
     kinds = {f"failures_{why}": booked.get(f"retried_{why}", 0) + booked.get(f"given_up_{why}", 0) for why in FAILURES}
-    # Given up as cancelled is what redundancy withdraws; tried again is what a lost node had.
+    # A cancelled task counts only if it was tried again, as those of a lost node are. Redundancy gives cancelled tasks
+    # up all the time, and that is no failure.
     kinds[f"failures_{Outcome.CANCELLED}"] = booked.get(f"retried_{Outcome.CANCELLED}", 0)
     return {"failures": sum(kinds.values()), **{name: count for name, count in kinds.items() if count}}
+
+
+def sample_flow(config: Config, samples: SampleStore, evaluations: Evaluations) -> Flow:
+    """Count the samples between their issue and their step, for people."""
+    rollout, train = config.rollout, config.train
+    groups_per_batch = train.batch_size // rollout.group_size
+    groups = (1 + train.async_ratio) * groups_per_batch + rollout.extra_groups
+    return Flow(
+        in_flight=samples.in_flight,
+        most=math.ceil(groups * (rollout.group_size + rollout.extra_per_group) - SLACK),
+        queued=len(samples.leases.queue),
+        leased=len(samples.leases.out),
+        evaluating=evaluations.open,
+        ready_groups=samples.pool.ready_groups,
+        groups_per_batch=groups_per_batch,
+    )

@@ -1,9 +1,16 @@
-"""The messages between the hub and its peers.
+"""The messages between the hub and its peers, and how a trainer rank fetches its shard.
 
-The base of a request says who sends it: a rollout node, a trainer rank or its first one, or a guest, who may become a
-node. The launcher that keeps a node's ranks sends `RanksRequest`; all but guests may send `Interrupt` and `Fatal`. Each
-class names the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly
-empty, within `flash.config.waits.long_poll_s`.
+A peer is a rollout node, a trainer rank, a guest (a process that is not part of the run yet) or a messenger (the
+launcher of a machine with trainer ranks). The base class of a request says which peer sends it, and its type argument
+is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it.
+
+Timeouts. The caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
+request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s`, possibly
+empty, and the node asks again at once.
+Retries. Nobody sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
+as lost: it joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new number. A
+trainer rank whose connection ends ends too; its launcher starts it again as part of the next incarnation. A call that
+failed may have been carried out.
 """
 
 from __future__ import annotations
@@ -30,347 +37,497 @@ class HubCaller(Protocol):
         ...
 
 
+class BlockingHubCaller(Protocol):
+    """A connection to the hub whose calls block their thread, such as `flash.transport.blocking.BlockingClient`."""
+
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        ...
+
+
 class NodeRequest(Request[ReplyT], frozen=True):
-    """A rollout node sends it."""
+    """Base of the requests of a rollout node."""
 
     node: int
+    """Number of the sending node, given by `JoinReply`."""
 
 
 class RankRequest(Request[ReplyT], frozen=True):
-    """A trainer rank sends it."""
+    """Base of the requests of any trainer rank.
+
+    The hub drops the call with an IncarnationOverError when the incarnation of the rank ends.
+    """
 
     rank: int
+    """Number of the sending trainer rank in the process group."""
 
 
 class FirstRankRequest(Request[ReplyT], frozen=True):
-    """Trainer rank 0 sends it."""
+    """Base of the requests that trainer rank 0 sends for all ranks. They end with its incarnation, as `RankRequest`."""
 
 
 class GuestRequest(Request[ReplyT], frozen=True):
-    """Somebody sends it who is not of the run yet."""
+    """Base of the requests of a guest: a process that is not part of the run yet."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Received and acted upon."""
+    """Reply without content: the hub has received the request and acted on it."""
+
+
+# -- rollout nodes: tasks and results --------------------------------------------------------------------------------
 
 
 class LeaseReply(msgspec.Struct, frozen=True, tag=True):
-    """Tasks to run. `done`: there will be no more; the node may leave."""
+    """Reply to `LeaseRequest`: the tasks that the node must run, empty if the long poll ended without any."""
 
     leases: list[Lease]
+    """New leases; in whole-group mode they may be more than the requested capacity."""
     done: bool
+    """True if the run is over and no more tasks will come; the node may leave."""
 
 
 class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
-    """A node asks for tasks. It gets at least one unless the long poll ends."""
+    """A node with room asks for tasks.
+
+    The hub answers as soon as the node's share holds at least one task, or empty after the long poll. A node sends one
+    such request at a time. When its connection ends before the reply, the leases in that reply queue again.
+    """
 
     capacity: int
-    """Tasks that it could start now."""
+    """Number of tasks that the node could start now."""
 
 
 class ClaimReply(msgspec.Struct, frozen=True, tag=True):
-    """What the node may keep of what it has presented; it drops the rest, and says nothing more of it."""
+    """Reply to `ClaimRequest`: the node keeps these leases, and drops the others without reporting them."""
 
     lease_ids: list[int]
+    """Numbers of the leases that the node keeps."""
 
 
 class ClaimRequest(NodeRequest[ClaimReply], frozen=True, tag=True):
-    """A node that has outlived the hub before this one presents what that one had lent it, delivered or not."""
+    """A node that outlived the previous hub presents the leases that it still holds, in messages of about a thousand.
+
+    The node sends it right after it has joined the next hub, before any other request. The hub answers at once. A
+    lease that nobody claims within `flash.config.waits.claim_s` queues again. A claim that is repeated gets nothing,
+    since each lease can be claimed once.
+    """
 
     leases: list[Lease]
+    """Leases of the previous hub whose results that hub has not acknowledged."""
 
 
 class EndedLease(msgspec.Struct, frozen=True, gc=False):
-    """What became of one lease."""
+    """Result of one lease."""
 
     lease_id: int
+    """Number of the lease."""
     result: Trajectory | Failure
+    """Finished sample, or the reason why there is none."""
 
 
 class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
-    """A node hands over ended leases."""
+    """A node hands over the results of leases.
+
+    The hub answers once the results are booked and the journal has them. After the reply the node forgets them. When
+    the hub is lost before that, the node delivers to the next hub those of the leases that it may keep.
+    """
 
     ended: list[EndedLease]
+    """Results, each of a lease that the node holds and of no other."""
     capacity: int
-    """Tasks that it could start now: what it asked for while it waits may have become too little."""
+    """Number of tasks that the node could start now. It replaces the capacity of the `LeaseRequest` that is waiting."""
 
 
 class CancelReply(msgspec.Struct, frozen=True, tag=True):
-    """Leases to cancel at once; their tasks are booked, and only the tokens are still to be reported, as a `Failure`
-    with the outcome `cancelled`. Empty when the long poll ended. `done`: there will be no more."""
+    """Reply to `CancelRequest`: leases whose episodes the node must end at once; empty if the long poll ended.
+
+    The hub has already booked the tasks. For each lease the node still delivers a `Failure` with the outcome
+    `cancelled`, so that the tokens that were sampled are counted.
+    """
 
     lease_ids: list[int]
+    """Numbers of the leases to cancel."""
     done: bool
+    """True if the run is over: the node ends its episodes and leaves."""
     leave: bool = False
-    """Whether somebody wants the node to leave in order."""
+    """True if a person asked this node to leave in order (`DrainRequest`)."""
 
 
 class CancelRequest(NodeRequest[CancelReply], frozen=True, tag=True):
-    """A node asks which of its leases have become pointless."""
+    """A node asks which of its leases have become useless.
+
+    The hub answers when there is one, or empty after the long poll. A living node always has this request waiting at
+    the hub, so it is also the node's heartbeat: a node that does not ask again within `deadlines.request` of the last
+    reply counts as silent and loses its leases.
+    """
+
+
+# -- rollout nodes: weights and status -------------------------------------------------------------------------------
 
 
 class VersionReply(msgspec.Struct, frozen=True, tag=True):
-    """The newest published version, or None when the long poll ended. `done`: there will be no more."""
+    """Reply to `VersionRequest`."""
 
     published: Published | None
+    """Newest published version; None if the long poll ended without a newer one."""
     done: bool
+    """True if the run is over and no more versions will come."""
 
 
 class VersionRequest(NodeRequest[VersionReply], frozen=True, tag=True):
-    """A node asks for a version newer than `after`."""
+    """A node asks, for one of its engines, for a version newer than the one that the engine has.
+
+    The hub answers when there is a newer version whose publisher is alive, or empty after the long poll. From the
+    reply on the trainer ranks keep the weights until the node has reported that it loaded them.
+    """
 
     after: int
+    """Version that the engine has; -1 if it has none."""
 
 
 class LoadFailedReply(msgspec.Struct, frozen=True, tag=True):
-    """Whether those who published it are gone: the next ones publish it again, and the engine is well."""
+    """Reply to `LoadFailed`."""
 
     gone: bool
+    """True if the trainer ranks that published the version are gone. Then the engine is healthy, and it waits for the
+    next ranks to publish. False if the engine itself is at fault."""
 
 
 class LoadFailed(NodeRequest[LoadFailedReply], frozen=True, tag=True):
-    """An engine could not load a version, and its node asks whether that is its own fault."""
+    """A node whose engine could not load a version asks if the publisher is gone.
+
+    The engine may notice the loss of a trainer rank before the hub does. So the hub waits for that news, for at most
+    `flash.config.waits.echo_s`, before it blames the engine.
+    """
 
     incarnation: int
-    """As in what was published."""
+    """Incarnation of the trainer ranks that published the version: `Published.incarnation`."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine as its node sees it."""
+    """State of one engine, as its node sees it."""
 
     index: int
+    """Number of the engine in the run."""
     version: int
+    """Weight version that the engine has; -1 if it has none yet."""
     idle_s: float
     """Seconds without a running request since its first version."""
     lifetime_s: float
     """Seconds since its first version."""
     canary_error: float
-    """Mean log-prob difference of its last canary, in nats."""
+    """Mean absolute difference of the log-probs in its last canary, in nats."""
     drafted: int = 0
-    """Tokens that it has drafted since its start."""
+    """Number of speculative tokens that it drafted since it started."""
     accepted: int = 0
-    """Those of them that stayed."""
+    """Number of drafted tokens that it accepted since it started."""
 
 
 class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
-    """A node reports its engines after each swap, death and restart, and what happened to them since."""
+    """A node reports its engines after each swap, death and restart, and right after it has joined.
+
+    The hub answers at once. Reports may overtake each other on the way; `number` orders them.
+    """
 
     number: int
-    """Counts the node's reports: of its engines an older one that comes later says nothing."""
+    """Counter of the node's reports. The hub ignores the engines of a report with a lower number than the last one."""
     engines: list[EngineStatus]
-    """Those that live."""
+    """All living engines of the node."""
     activities: list[Activity]
+    """Bars for the timeline since the last report."""
     notes: list[str] = msgspec.field(default_factory=list[str])
-    """What people should know."""
+    """Lines to show to people."""
     restarts: int = 0
-    """Engines that have died, and start again."""
+    """Number of engines that died and start again, since the last report."""
     blocked_s: float = 0.0
-    """Seconds in which a user's code blocked the node's event loop."""
+    """Seconds since the last report for which user code blocked the node's event loop."""
     abandoned: int = 0
-    """Calls of a user's code that went on though they were cancelled."""
+    """Number of calls of user code since the last report that went on although they were cancelled."""
 
 
 class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
-    """A node tells every few seconds how it is, for people: nothing is decided by it."""
+    """A node reports its state every few seconds, for people only: the hub decides nothing by it, and answers at once.
+
+    A report that fails is not repeated.
+    """
 
     status: NodeStatus
+    """State of the node's engines, episodes and environments."""
+
+
+# -- trainer ranks ---------------------------------------------------------------------------------------------------
 
 
 class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
-    """What the rank is to begin with: the same for all ranks of this incarnation."""
+    """Reply to `IncarnationRequest`: what all ranks of this incarnation start from."""
 
     number: int
-    """Of the incarnation, over all hubs of the run."""
+    """Number of the incarnation, unique over all hubs of the run."""
     checkpoint: str | None
-    """The folder to load; empty: version 0, the model as it is. None: there is nothing left to do."""
+    """Folder of the checkpoint to load. Empty: start from the model as it is, as version 0. None: nothing is left to
+    do, and the rank exits."""
     store: str = ""
-    """HOST:PORT of the store in which the ranks of this incarnation meet, as rank 0 has said."""
+    """HOST:PORT of the torch store in which the ranks of this incarnation meet, as rank 0 reported it."""
 
 
 class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
-    """A trainer rank has started."""
+    """A trainer rank that has just started reports itself and asks what to start from.
+
+    The hub answers once a checkpoint is chosen and rank 0 has reported its store. The rank waits for at most
+    `deadlines.rendezvous`.
+    """
 
     process: int
-    """Its process id on its node, whose launcher ends it with its incarnation."""
+    """Process id of the rank on its machine, by which its launcher can kill it."""
     host: str
-    """That node's name, for people."""
+    """Name of its machine, for people."""
     store: str = ""
-    """HOST:PORT of the store that rank 0 has opened for all ranks of its incarnation."""
+    """HOST:PORT of the store that rank 0 has opened for all ranks; empty from any other rank."""
 
 
 class IncarnationWatch(RankRequest[Ack], frozen=True, tag=True):
-    """Answered every `BEAT_S` seconds, so that the hub hears that the process runs, and the rank asks again. The call
-    fails when the incarnation of this rank is over, since another rank of it is gone, or one hangs."""
+    """Heartbeat of a trainer rank, sent again after each reply by a thread of its own.
+
+    The hub answers after `flash.config.waits.BEAT_S` seconds. A rank that does not ask again for several beats counts
+    as silent. The call fails when the incarnation of the rank is over because a rank of it is gone or hangs.
+    """
 
 
 class RanksReply(msgspec.Struct, frozen=True, tag=True):
-    """The trainer ranks of a node, by their process ids."""
+    """Reply to `RanksRequest`: the trainer processes of one node."""
 
     number: int
-    """Grows with each change."""
+    """Counter of changes, to be sent as the next `RanksRequest.after`."""
     living: list[int]
-    """Those of the newest incarnation."""
+    """Process ids of the ranks in the newest incarnation."""
     ended: list[int]
-    """Those whose incarnation is over: nobody listens to them any more."""
+    """Process ids of ranks whose incarnation is over: the hub ignores them, and the launcher kills them."""
     causes: list[int]
-    """Of these, those by which it ended: they were gone, or silent, or in a collective that failed."""
+    """Process ids among `ended` that ended their incarnation: they were gone or silent, or a collective failed."""
     missing: str = ""
-    """The ranks of that incarnation that had never come, as a sentence for people; empty if all had come."""
+    """Sentence for people that names the ranks which never came to the ended incarnation; empty if all had come."""
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):
-    """A launcher asks what became of its ranks. Answered when there is news of any rank."""
+    """A messenger, the launcher of a node with trainer ranks, asks what happened to its ranks.
+
+    The hub answers when a rank has come or gone, and otherwise unchanged after `flash.config.waits.news_s`, which shows
+    that the hub is alive. When no reply comes within `deadlines.hub`, the launcher of the hub's machine restarts the
+    hub.
+    """
 
     node: int
+    """Number of the messenger's node in the job."""
     after: int
-    """`number` of the last reply; -1 before the first."""
+    """`RanksReply.number` of the last reply; -1 before the first."""
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
-    """The rank's shard; None ends training: save a checkpoint, and when `finished` also export the model.
+    """Reply to `BatchRequest`: one part of the rank's shard, or the end of training.
 
-    A long shard travels in parts (`flash.hub.protocol`); what they know of the whole batch is in the first."""
+    A long shard travels in several parts, see `fetch_shard`. The facts about the whole batch are in the first part.
+    """
 
     shard: Shard | None
+    """Part of the shard. None ends training: the rank saves a checkpoint, and exports the model if `finished`."""
     finished: bool = False
+    """True if the run has trained all of its steps; False if it was interrupted."""
     keeps: bool = True
-    """Whether the ranks may write a checkpoint of what they hold after this. Not on their way back to the run's
-    version, as the hub's part of a checkpoint is of that one."""
+    """True if the ranks may write a checkpoint after this step. False while they train earlier steps again, since the
+    hub's part of a checkpoint belongs to the version that the run has reached."""
     left: int = 0
-    """Parts to come after this one."""
+    """Number of parts that follow this one."""
     saves: bool = False
-    """Whether the ranks write a checkpoint after this, whatever `checkpoint.every` says."""
+    """True if the ranks write a checkpoint after this step, whatever `checkpoint.every` says."""
 
 
 class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
-    """A trainer rank asks for its shard of a step, and reports what it was busy with since."""
+    """A trainer rank asks for one part of its shard of a step.
+
+    The hub answers once enough groups are complete, or the run stops; all ranks get the same batch. The rank waits for
+    at most `flash.config.waits.batch_s`. A part that is asked for again is sent again.
+    """
 
     step: int
+    """Version that the rank holds, which is the number of the step to train."""
     activities: list[Activity]
+    """Bars for the timeline since the last step; empty for all parts but the first."""
     part: int = 0
-    """Of the shard, from 0 on."""
+    """Index of the part in the shard, from 0."""
 
 
 class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
-    """Rank 0 has trained on a step's batch."""
+    """Rank 0 reports that all ranks have trained a step.
+
+    The hub books the step, unless an earlier incarnation has trained it before, and answers once the journal has it.
+    """
 
     step: int
+    """Number of the step that was trained."""
     metrics: dict[str, float]
+    """Metrics of the step that the trainer measured."""
     seen: list[TrainedSample] = msgspec.field(default_factory=list)
-    """Of the samples that the run shows."""
+    """Per-token findings for the few samples of the batch that the run shows to people."""
 
 
 class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
-    """Rank 0 announces a version. Answered once no engine is still busy with an older one."""
+    """Rank 0 announces a version that engines can load now.
+
+    The hub answers once no engine is still loading an older version, so engines are at most one version behind. Rank 0
+    waits for at most `flash.config.waits.taken_s`. Engines are told only of versions that bring the run forward.
+    """
 
     published: Published
+    """Version, how to fetch it, and its canary."""
 
 
 class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
-    """The hub's state is in the file, forced to the disk."""
+    """Reply to `SnapshotRequest`: the state of the hub is in its file, forced to the disk."""
 
     size: int
+    """Bytes of the file."""
     crc32: int
+    """CRC-32 of the file's bytes."""
 
 
 class SnapshotRequest(FirstRankRequest[SnapshotReply], frozen=True, tag=True):
     """Rank 0 asks the hub to write its state into the folder of the checkpoint that the ranks are writing.
 
-    They share the machine, and so the file system: no state is too large for a message."""
+    The hub writes the file itself, because it shares the machine and the file system with rank 0 and the state may be
+    too large for a message. Rank 0 waits for at most `flash.config.waits.kept_s`.
+    """
 
 
 class Goodbye(RankRequest[Ack], frozen=True, tag=True):
-    """A trainer rank leaves in order."""
+    """A trainer rank that has saved everything leaves in order.
+
+    The hub answers after the last evaluation, since until then an engine that starts needs the weights of the ranks.
+    The rank waits for at most `flash.config.waits.leaving_s`.
+    """
 
     activities: list[Activity]
+    """Bars for the timeline since the last `BatchRequest`."""
+
+
+# -- any peer of the run ---------------------------------------------------------------------------------------------
 
 
 class Interrupt(Request[Ack], frozen=True, tag=True):
-    """Someone asks the run to stop and to stay resumable."""
+    """A node, a rank or a messenger asks the run to stop after the running step and to stay resumable.
+
+    The hub answers at once. An interrupt that is repeated changes nothing.
+    """
 
     reason: str
+    """Reason for people, such as the signal that a machine received."""
 
 
 class Fatal(Request[Ack], frozen=True, tag=True):
-    """A peer met an error that ends the run. Never answered: the hub shows the error and closes the connection."""
+    """A node, a rank or a messenger reports an error that ends the run.
+
+    The hub does not answer: it reports the error and closes the connection.
+    """
 
     error: str
     """Name of the error's class in `flash.errors`."""
     message: str
+    """Message of the error."""
+
+
+# -- guests ----------------------------------------------------------------------------------------------------------
 
 
 class RunReply(msgspec.Struct, frozen=True, tag=True):
-    """What a node has to know of a run to join it."""
+    """Reply to `RunRequest`: the facts about a run that a node needs to join it."""
 
     config: str
-    """All of it, as TOML."""
+    """Whole resolved configuration, as TOML."""
     digest: str
-    """Of the configuration: the node says it when it joins."""
+    """Digest of the configuration, which the node repeats in `JoinRequest`."""
     folder: str
-    """Where the run was started: its relative paths begin there."""
+    """Folder in which the run was started; relative paths in the configuration start there."""
     imports: list[str]
     """Folders of the user's modules."""
     launch: str
-    """The launch of the first node, as in `error.json`."""
+    """Identity of the first node's launch, as in `error.json`."""
     ending: bool
-    """Whether there is nothing left to do."""
+    """True if the run is ending and needs no more nodes."""
     version: int
-    """What the run has reached: who has a newer one cannot go on with it."""
+    """Version that the run has reached. A node whose engines have a newer one cannot serve this hub with them."""
 
 
 class RunRequest(GuestRequest[RunReply], frozen=True, tag=True):
-    """A node asks what the run is. All versions of Flash have this message, as it is."""
+    """A guest asks what the run is; the hub answers at once, or refuses a guest with another `dialect`.
+
+    The guest asks again every second until a hub answers. Every version of Flash has this message with these fields,
+    so that two versions can at least refuse each other in words.
+    """
 
     code: str
-    """Its `dialect`."""
+    """The guest's `dialect()`."""
 
 
 class JoinReply(msgspec.Struct, frozen=True, tag=True):
-    """The peer is a rollout node from here on, with this number."""
+    """Reply to `JoinRequest`: from now on the guest is a rollout node of the run."""
 
     node: int | None
-    """None: the run is ending, and there is nothing left to do."""
+    """Number of the node; None if the run is ending and the node is not needed."""
     first_engine: int
-    """The number of its first engine."""
+    """Number of the node's first engine; its other engines follow."""
 
 
 class JoinRequest(GuestRequest[JoinReply], frozen=True, tag=True):
-    """A peer wants to be a rollout node."""
+    """A guest asks to become a rollout node. The hub answers at once.
+
+    A guest with another digest is refused: the hub has restarted with a new configuration since `RunRequest`.
+    """
 
     digest: str
-    """Of the configuration that it has been told."""
+    """Digest of the configuration that the guest got in `RunReply`."""
     engines: int
-    """How many it will start."""
+    """Number of engines that the node will start."""
     node: int = 0
-    """The number in the job of a node that has trainer ranks, which it keeps; 0: it has none."""
+    """Number in the job of a node that has trainer ranks, which it keeps; 0 for a node without trainer ranks."""
 
 
 class DrainRequest(GuestRequest[Ack], frozen=True, tag=True):
-    """A person wants a node that has joined to leave in order."""
+    """A person asks, with `flash drain`, that a node which has joined leaves in order.
+
+    The hub answers at once, and passes it on in the node's next `CancelReply`.
+    """
 
     node: int
+    """Number of the node that is to leave."""
 
 
 class Leave(NodeRequest[Ack], frozen=True, tag=True):
-    """A node that has joined is about to go: it asks for no more leases, ends what it has or hands it back."""
+    """A node that has joined announces that it leaves.
+
+    The hub answers at once and gives the node no more leases. The node finishes its leases or hands them back; those
+    left over queue again when its connection ends. A node that cannot reach the hub leaves all the same.
+    """
 
     error: str = ""
-    """Name of the error's class in `flash.errors`, where one is the reason."""
+    """Name of the error's class in `flash.errors` if an error is the reason; empty if the node leaves in order."""
     message: str = ""
+    """Message of that error."""
 
 
 _REQUESTS = [each for each in vars().values() if isinstance(each, type) and issubclass(each, Request)]
 HubRequest: Any = reduce(or_, [each for each in _REQUESTS if each.__struct_config__.tag])
-"""Everything that the hub's server reads."""
+"""Union of all requests that the hub's server decodes."""
 
 
 @cache
 def dialect() -> str:
-    """Tells versions of Flash apart whose messages differ: their nodes and hubs would not understand each other."""
+    """Return a digest of the fields of all messages.
+
+    A node and a hub whose digests differ run versions of Flash that would not understand each other.
+    """
     structs = {
         value
-        for home in (sys.modules[__name__], types)
-        for value in vars(home).values()
+        for module in (sys.modules[__name__], types)
+        for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
     fields = {
@@ -380,34 +537,32 @@ def dialect() -> str:
     return sha256(str(sorted(fields.items())).encode()).hexdigest()[:12]
 
 
-class BlockingHubCaller(Protocol):
-    """A connection to the hub that blocks its thread, as `flash.transport.BlockingClient`."""
-
-    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply, for `timeout` seconds at most."""
-        ...
+# -- fetching a shard ------------------------------------------------------------------------------------------------
 
 
 async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> BatchReply:
-    """A rank's whole shard. Waits for the batch, and up to `timeout` seconds for each part."""
+    """Fetch a rank's whole shard of a step, part by part. Wait for the batch, up to `timeout` seconds for each part.
+
+    One message would not do: a long shard exceeds a frame, and both ends would hold it encoded and decoded at once.
+    """
     parts = [await hub.call(BatchRequest(rank, step, []), timeout)]
     while parts[-1].left:
         parts.append(await hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
-    return _whole(parts)
+    return _join_parts(parts)
 
 
 def fetch_shard_blocking(
     hub: BlockingHubCaller, rank: int, step: int, activities: list[Activity], timeout: float
 ) -> BatchReply:
-    """The same for a thread; the hub is also told what the rank was busy with."""
+    """Fetch a rank's whole shard from a thread, as `fetch_shard`, and report what the rank was busy with."""
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
     while parts[-1].left:
         parts.append(hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
-    return _whole(parts)
+    return _join_parts(parts)
 
 
-def _whole(parts: list[BatchReply]) -> BatchReply:
-    """The first of them, with the samples of all."""
+def _join_parts(parts: list[BatchReply]) -> BatchReply:
+    """Return the first part with the samples of all parts."""
     first, shards = parts[0], [part.shard for part in parts if part.shard is not None]
     if first.shard is None:
         return first

@@ -1,4 +1,10 @@
-"""What a checkpoint keeps of the hub, and for which runs it may be used."""
+"""The state that outlives a hub process, and the ways to save it and to get it back.
+
+A checkpoint keeps a `HubState`; the journal keeps every change since then. When a run starts again, its owner reads
+both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it runs, the hub saves through its
+`Persistence`. Trainer ranks that are lost alone start again from a `TrainerStart` and train the recorded batches again,
+which they get from the `RunHistory`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,15 @@ from flash.samples.store import BufferState
 from flash.types import Batch, Published
 
 SaveState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
-"""Writes an encoded state into the checkpoint of a version. Each piece takes a millisecond or two to make, so that
-others are to be served after each, and is gone when the next one is asked for."""
+"""Function that writes the encoded state of the hub into the checkpoint of a version.
+
+It is given the version and the pieces of the state. A piece takes a millisecond or two to make, so the function must
+let other tasks run after each. A piece is valid only until the next one is asked for.
+"""
 
 
 async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
-    """Keeps nothing: for a hub whose trainers write no checkpoints."""
+    """Count the bytes of a state and keep none: the `SaveState` of a hub whose trainers write no checkpoints."""
     size = 0
     for piece in pieces:
         size += len(piece)
@@ -30,31 +39,38 @@ async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotR
 
 
 class HubState(msgspec.Struct):
-    """What a checkpoint keeps of the hub."""
+    """State of the hub in a checkpoint."""
 
     version: int
+    """Version that the run had reached."""
     buffer: BufferState
+    """All training samples on their way, and the books."""
     journal: int
-    """The number of the journal's file with what came after it."""
+    """Number of the journal file that begins after this state."""
 
     @classmethod
     def restore(cls, data: bytes | memoryview, config: Config) -> HubState:
-        """Read what a checkpoint kept.
+        """Decode the state in a checkpoint, and check that this run can go on from it.
 
         Raises:
-            CheckpointError: this version of Flash did not write it.
-            ConfigError: as `belonging_to`.
+            CheckpointError: another version of Flash wrote it.
+            ConfigError: raised by `belonging_to`.
         """
         try:
             return msgspec.msgpack.decode(data, type=cls).belonging_to(config)
         except msgspec.DecodeError as error:
             raise CheckpointError(
-                f"the checkpoint's hub.bin is of another version of Flash ({error}): go on with that version, or start "
-                "a new run"
+                f"the checkpoint's hub.bin was written by another version of Flash ({error}). Go on with that version, "
+                "or start a new run"
             ) from error
 
     def belonging_to(self, config: Config) -> HubState:
-        """Itself. Raises ConfigError: the groups that it holds, and the places it counts, are of another size."""
+        """Return the state itself.
+
+        Raises:
+            ConfigError: the configuration has another batch size or group size. The unfinished groups in the state, and
+                the places that admission counts, would be wrong.
+        """
         contract, rollout = self.buffer.settings.contract, config.rollout
         for name, held, wanted in (
             ("train.batch_size", contract.batch_size, config.train.batch_size),
@@ -64,24 +80,25 @@ class HubState(msgspec.Struct):
             if held != wanted:
                 raise ConfigError(
                     f"{name}: the checkpoint of version {self.version} was made with {held}, and its unfinished "
-                    f"groups are counted by it; got {wanted}. Go on with {held}, or start a new run"
+                    f"groups have that size; got {wanted}. Go on with {held}, or start a new run"
                 )
         return self
 
 
 class TrainerStart(msgspec.Struct, frozen=True):
-    """What an incarnation of the trainer ranks begins with."""
+    """Starting point of one incarnation of the trainer ranks."""
 
     version: int
+    """Version that the ranks hold after they have loaded the checkpoint."""
     checkpoint: str
-    """The folder that all of them load; empty: version 0, the model as it was."""
+    """Folder of the checkpoint that all ranks load; empty for version 0, the model as it was."""
 
 
 class RunHistory(Protocol):
-    """Reads what the run has left on the disk, beside the event loop."""
+    """Access to the run's files of earlier steps. Its methods do not block the event loop for long."""
 
     async def start(self, version: int) -> TrainerStart:
-        """The newest whole checkpoint from which the run's version can be reached.
+        """Return the newest complete checkpoint from which the ranks can train again up to `version`.
 
         Raises:
             FlashError: there is none, or a batch since then is missing.
@@ -89,33 +106,42 @@ class RunHistory(Protocol):
         ...
 
     async def batch(self, step: int) -> Batch:
-        """What a step has trained. Raises RecordingError."""
+        """Return the batch that a step has trained. Raises RecordingError."""
         ...
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Whether two publications hold the same weights, bit for bit."""
+        """Return True if two publications hold the same weights, bit for bit."""
         ...
 
 
 class RecoveredState(NamedTuple):
-    """What the hubs before this one have left of the run."""
+    """State that the previous hub processes of the run have left; all defaults in a new run."""
 
     state: HubState | None = None
+    """State of the hub: the checkpoint with the journal replayed; None in a new run."""
     evaluated: Collection[int] = ()
-    """Versions whose evaluations stand."""
+    """Versions whose evaluations are finished and kept."""
     start: TrainerStart | None = None
-    """What the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
-    checkpoint."""
+    """Starting point of the trainer ranks, perhaps at an earlier version than the run's. None: the ranks start at the
+    run's version without a checkpoint."""
     hub_number: int = 0
-    """The number of this hub: no other one of the run has it, and those before it have lower ones."""
+    """Number of this hub process in the run, larger than those of all hubs before it."""
+
+
+NEW_RUN = RecoveredState()
+"""Recovered state of the first hub of a run: nothing."""
 
 
 class Persistence(NamedTuple):
-    """Where the run keeps what is to be known after a restart."""
+    """Where the hub saves what the next hub, or the next incarnation of the trainer ranks, needs."""
 
     save_state: SaveState = measure_state
     """Writes the hub's state into the checkpoint of a version."""
     journal: Journal = NO_JOURNAL
-    """Keeps what happens between two checkpoints."""
+    """Keeps every change of the samples between two checkpoints."""
     history: RunHistory | None = None
-    """What trainer ranks that start again train again; None: when one is lost, the run ends."""
+    """Checkpoints and batches for trainer ranks that start again; None if the run ends when a rank is lost."""
+
+
+NO_PERSISTENCE = Persistence()
+"""Persistence of a run that starts from the beginning when its hub or a trainer rank is lost."""

@@ -1,22 +1,24 @@
-"""Steps: what the hub does for the trainer ranks. A batch is formed, dealt to their data shards and
-committed. Ranks that train the same samples each fetch the one that is theirs together.
+"""The training steps: a batch is formed, dealt to the trainer ranks, trained, booked and published.
 
-Versions are announced, and between two steps the state is handed out for a checkpoint. Ranks that are behind the run,
-after a restart, are given the batches of that time; nothing of these steps is booked again. It owns no task: what must
-not be left half done goes on when the rank that has asked for it is lost.
+On the road of a sample: when `flash.hub.work.NodeWork.deliver` has completed enough groups, `TrainingSteps.batch` takes
+them from the sample buffer, cuts them into one shard per data rank, and answers the ranks, which fetch their shards
+part by part (`flash.hub.protocol.fetch_shard`). Ranks that train the same samples together fetch the same shard.
+`commit` books the step in the ledger; `publish` announces the new version to the engines.
+
+Ranks that are behind the run after a restart get the recorded batches of earlier steps; nothing of these is booked
+again. Between two steps `snapshot` writes the hub's state into a checkpoint.
+It owns no task. Work that must not be left half done is shielded: it goes on when the rank that asked for it is lost.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import anyio
 import msgspec
 
 from flash.errors import ContractError, FlashError
 from flash.hub import protocol as p
-from flash.hub.context import HubContext, HubPart
-from flash.hub.metrics import Branches
+from flash.hub.context import HubContext
+from flash.hub.metrics import BranchCounts
 from flash.hub.nodes import WeightVersions
 from flash.hub.recovery import HubState
 from flash.hub.trainers import TrainerRanks
@@ -27,131 +29,110 @@ from flash.types import Batch, Published, Shard
 from flash.waiting import free_in_slices, run_in_slices
 
 
-class _Again(msgspec.Struct):
-    """The step that an incarnation trains again, read and dealt once for all data shards."""
+class _RepeatedStep(msgspec.Struct):
+    """A step that an incarnation trains again, read from the disk once for all ranks."""
 
     incarnation: int
     step: int
     keeps: bool
-    """Whether a checkpoint may follow it; the first rank that asks settles it."""
+    """True if a checkpoint may follow the step; decided when the first rank asks for it."""
     shards: list[list[Shard]] = []
-    """In parts; empty while they are read."""
+    """Parts of each shard; empty while they are read."""
 
 
-class TrainingSteps(HubPart):
-    """See the module's docstring.
+class TrainingSteps:
+    """Forms and deals batches, books steps, and announces versions.
 
     Args:
-        parts: of the hub.
-        work: of the nodes, who are given what a step makes room for.
-        versions: are announced there.
-        trainers: the ranks, and which of their incarnations counts.
-        part_bytes: of a shard, what one message may hold.
+        context: the shared objects of the hub.
+        work: deals the tasks for which a step makes room.
+        versions: announces versions to the engines.
+        trainers: the ranks and their incarnations.
+        part_bytes: bytes of a shard that one message may hold.
     """
 
     def __init__(
-        self, parts: HubContext, work: NodeWork, versions: WeightVersions, trainers: TrainerRanks, part_bytes: int
+        self, context: HubContext, work: NodeWork, versions: WeightVersions, trainers: TrainerRanks, part_bytes: int
     ) -> None:
-        super().__init__(parts)
+        self._config, self._observer, self._now = context.config, context.observer, context.now
+        self._progress, self._metrics, self._fleet = context.progress, context.metrics, context.fleet
+        self._contract, self._buffer, self._samples = context.contract, context.buffer, context.buffer.samples
+        self._evaluations, self._persistence = context.evaluations, context.persistence
         self._work = work
         self._versions = versions
         self._trainers = trainers
         self._incarnations = trainers.incarnations
         self._part_bytes = part_bytes
-        self._kept_waiting = 0
-        """Publications that wait for engines."""
         self._shards: list[list[Shard]] = []
-        """In parts."""
-        self._wanted = self._saves = False
-        """Whether a checkpoint is wanted after the next batch, and after this one."""
+        """Parts of each shard of the running step."""
         self._asking = 0
-        """Ranks that wait for a batch."""
-        self._last_reply: p.BatchReply | None = None
-        self._again: _Again | None = None
+        """Number of requests that wait for a batch."""
+        self._publishing = 0
+        """Number of publications that wait for engines."""
+        self._save_after_next = False
+        """True if someone wants a checkpoint after the next batch that is formed."""
+        self._save_after_this = False
+        """True if someone wants a checkpoint after the running step."""
+        self._end_reply: p.BatchReply | None = None
+        """Reply that ends training; None while the run trains."""
+        self._repeated: _RepeatedStep | None = None
 
     @property
     def training(self) -> bool:
-        """Whether the ranks have a batch."""
+        """True if the ranks have a batch."""
         return self._progress.batch == "dealt"
 
     @property
-    def asked(self) -> bool:
-        """Whether a rank waits for a batch."""
+    def ranks_wait_for_batch(self) -> bool:
+        """True if any rank waits for a batch."""
         return self._asking > 0
 
     @property
-    def waits_for_engines(self) -> bool:
-        """Whether the ranks are kept until engines have loaded what was published."""
-        return self._kept_waiting > 0
+    def ranks_wait_for_engines(self) -> bool:
+        """True if rank 0 waits until engines have loaded the version before the one that it publishes."""
+        return self._publishing > 0
 
-    # -- batches -----------------------------------------------------------------------------------------------------
+    # -- a batch is formed and dealt ---------------------------------------------------------------------------------
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
-        """Give a rank a part of its shard. Waits for enough complete groups; all ranks get the same answer."""
-        if request.step != self._progress.held:
-            held = self._progress.held
-            raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {held}")
+        """Answer a rank with a part of its shard, or with the end of training. All ranks get the same batch.
+
+        Waits for enough complete groups. Unblocked by the signal `batches`.
+        """
+        if request.step != self._progress.trainer_version:
+            raise ContractError(
+                f"rank {request.rank} asks for step {request.step}, but the ranks hold version "
+                f"{self._progress.trainer_version}"
+            )
         self._observer.activities(request.activities)
         incarnation = self._incarnations.number
-        if self._progress.behind:
-            return await self._trained_before(request, incarnation)
-        await self._until_formed()
-        if not self.training:
-            # The same to all ranks, whatever comes between their questions: they export the model together.
-            self._last_reply = self._last_reply or p.BatchReply(None, finished=self._progress.stopping == "finished")
-            return self._last_reply
-        return self._part(self._shards, request, incarnation, keeps=True, saves=self._saves)
-
-    async def _until_formed(self) -> None:
-        """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
+        if self._progress.trainers_behind:
+            return await self._repeat_step(request, incarnation)
         self._asking += 1
         self._progress.send("run")
         try:
             while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
-                await self._progress.until("batches", self._work.batch_at_hand)
+                await self._progress.until("batches", self._work.ranks_can_proceed)
                 if not self.training and self._progress.stopping is None:
+                    # This rank forms the batch for all. The others must get it even if this one is lost meanwhile.
                     with anyio.CancelScope(shield=True):
                         await self._form_batch()
         finally:
             self._asking -= 1
             self._progress.send("run")
-
-    async def _trained_before(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
-        """A part of what an incarnation before this one has trained at the same step; none when it is too late."""
-        assert self._past is not None, "without a past no incarnation is behind"
-        progress, again = self._progress, self._again
-        if again is None or (again.incarnation, again.step) != (incarnation, request.step):
-            if progress.stopping == "interrupted":
-                return p.BatchReply(None, keeps=False)
-            # Afterwards they hold the run's version, and its state is still as it was between two steps.
-            keeps = request.step + 1 == progress.version and progress.batch == "none"
-            again = self._again = _Again(incarnation, request.step, keeps)
-            try:
-                again.shards = await self._dealt(await self._past.batch(request.step))
-            except FlashError as error:
-                raise self._trainers.cannot_come_back(error) from error
-            progress.send("batches")
-        await progress.until("batches", lambda: bool(again.shards))
-        return self._part(again.shards, request, incarnation, keeps=again.keeps)
-
-    async def _dealt(self, batch: Batch) -> list[list[Shard]]:
-        """Its shards, in parts."""
-        shards = await run_in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
-        return [await run_in_slices(cut(shard, self._part_bytes)) for shard in shards]
-
-    def _part(
-        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
-    ) -> p.BatchReply:
-        parts = shards[self._config.parallel.data_shard(request.rank)]
-        if not 0 <= request.part < len(parts):
-            raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
-        left = len(parts) - 1 - request.part
-        if left == 0 and self._incarnations.counts(incarnation):  # else the rank is gone by now
-            self._incarnations.ranks[request.rank].fetched = True
-        return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
+        if not self.training:
+            # The first rank that asks fixes the reply for all: they export the model together, so an interrupt between
+            # their requests must not give them different answers.
+            if self._end_reply is None:
+                self._end_reply = p.BatchReply(None, finished=self._progress.stopping == "finished")
+            return self._end_reply
+        return self._part(self._shards, request, incarnation, keeps=True, saves=self._save_after_this)
 
     async def _form_batch(self) -> None:
-        """Take a batch and deal it, or close after the last one; one rank does it for all."""
+        """Take the groups of the next step from the buffer and deal them. After the last step, close the buffer.
+
+        If the buffer has too few groups after all, nothing changes.
+        """
         self._progress.batch = "forming"
         try:
             if self._progress.version >= self._config.run.steps:
@@ -166,15 +147,16 @@ class TrainingSteps(HubPart):
                 groups = self._buffer.next_batch(self._progress.version)
             if groups is None:
                 return
-            self._work.spread_word()
-            self._work.offer()
+            self._work.pass_on_withdrawals()
+            self._work.deal()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
-            shards = await self._dealt(batch)
-            await self._journal.written()  # ranks that start again are given the same batch
+            shards = await self._deal(batch)
+            # Before any rank trains it: ranks that start again must get the same batch, also from the next hub.
+            await self._persistence.journal.written()
             self._shards = shards
             self._progress.batch = "dealt"
-            self._wanted, self._saves = False, self._wanted
+            self._save_after_this, self._save_after_next = self._save_after_next, False
             self._observer.batch(batch)
             self._progress.stages_ended += 1
         finally:
@@ -182,12 +164,54 @@ class TrainingSteps(HubPart):
                 self._progress.batch = "none"
             self._progress.send("run", "batches")
 
+    async def _deal(self, batch: Batch) -> list[list[Shard]]:
+        """Deal a batch, balanced by tokens: one shard per data rank, cut into parts."""
+        shards = await run_in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
+        return [await run_in_slices(cut(shard, self._part_bytes)) for shard in shards]
+
+    def _part(
+        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool
+    ) -> p.BatchReply:
+        """Return the requested part of the rank's shard."""
+        parts = shards[self._config.parallel.data_shard(request.rank)]
+        if not 0 <= request.part < len(parts):
+            raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
+        left = len(parts) - 1 - request.part
+        if left == 0 and self._incarnations.is_current(incarnation):  # the incarnation may have ended meanwhile
+            self._incarnations.ranks[request.rank].fetched = True
+        return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
+
+    async def _repeat_step(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
+        """Answer a rank that is behind the run with a part of the batch that the step trained the first time."""
+        history = self._persistence.history
+        assert history is not None, "without a history no incarnation is behind"
+        progress, repeated = self._progress, self._repeated
+        if repeated is None or (repeated.incarnation, repeated.step) != (incarnation, request.step):
+            if progress.stopping == "interrupted":
+                return p.BatchReply(None, keeps=False)
+            # After this step the ranks hold the run's version, and the hub's state is still the one between two steps.
+            keeps = request.step + 1 == progress.version and progress.batch == "none"
+            repeated = self._repeated = _RepeatedStep(incarnation, request.step, keeps)
+            try:
+                repeated.shards = await self._deal(await history.batch(request.step))
+            except FlashError as error:
+                raise self._trainers.cannot_recover(error) from error
+            progress.send("batches")
+        await progress.until("batches", lambda: bool(repeated.shards))
+        return self._part(repeated.shards, request, incarnation, keeps=repeated.keeps, saves=False)
+
+    # -- a step is booked --------------------------------------------------------------------------------------------
+
     async def commit(self, request: p.Commit) -> p.Ack:
-        """The ranks have trained a step: it is booked, unless an incarnation before this one has booked it."""
-        ranks, held = self._incarnations, self._progress.held
-        if request.step != held or not all(rank.fetched for rank in ranks.ranks):
-            raise ContractError(f"step {request.step} was committed while the ranks hold {held}")
-        if ranks.commits():
+        """Book a step that all ranks have trained, unless an earlier incarnation has booked it.
+
+        Raises:
+            ContractError: the ranks are at another step, or a rank has not fetched its shard.
+        """
+        version = self._progress.trainer_version
+        if request.step != version or not all(rank.fetched for rank in self._incarnations.ranks):
+            raise ContractError(f"step {request.step} was committed while the ranks hold version {version}")
+        if self._incarnations.commit():
             with anyio.CancelScope(shield=True):
                 await self._book(request)
         self._progress.stages_ended += 1
@@ -195,89 +219,100 @@ class TrainingSteps(HubPart):
         return p.Ack()
 
     async def _book(self, request: p.Commit) -> None:
-        # Emptied in slices below: to free them all at once would take as long as all the rest.
+        """Book the running step in the ledger, the metrics and the journal. After that the run has its next version."""
+        # These lists are emptied in slices below: to free all samples at once would take as long as all the rest.
         entries = list(self._shards[0][0].batch)
         dealt = [list(part.samples) for parts in self._shards for part in parts]
         self._shards, self._progress.batch = [], "none"
         self._buffer.commit(self._progress.version)
         self._progress.version += 1
         await self._work.tidy()
-        branches = Branches()
+        branches = BranchCounts()
         trained = branches.count(sample.trajectory for samples in dealt for sample in samples)
         measures = await run_in_slices(mean_metrics(map(sample_metrics, trained)))
         await run_in_slices(free_in_slices(entries))
         for samples in dealt:
             await run_in_slices(free_in_slices(samples))
-        engines, seen = list(self._fleet.engines()), branches.metrics() | measures
         self._observer.trained(request.step, request.seen)
-        wish = self._observer.step(
-            self._metrics.row(self._progress.version, seen, request.metrics, self._samples, engines, self._now())
+        row = self._metrics.row(
+            self._progress.version,
+            branches.metrics() | measures,
+            request.metrics,
+            self._samples,
+            list(self._fleet.engines()),
+            self._now(),
         )
+        wish = self._observer.step(row)
         if wish == "stop":
             self._progress.interrupt()
-        self._wanted = wish is not None
-        await self._journal.written()
+        self._save_after_next = wish is not None
+        await self._persistence.journal.written()
 
-    # -- versions and checkpoints ------------------------------------------------------------------------------------
+    # -- a version is published --------------------------------------------------------------------------------------
 
     async def publish(self, published: Published) -> p.Ack:
-        """Announce a version once every engine has left the ones before the newest: engines are at most one behind.
+        """Announce a version to the engines, once all of them have the version before: they are at most one behind.
 
-        Of ranks that are behind the run no engine is to have anything. Nobody can load any more what was published by
-        ranks that are gone.
+        Waits for engines under the deadline of `Stage.LOADING` or `Stage.STARTING`, but not in an interrupted run.
+        Unblocked by the signal `engines`. Versions of ranks that are behind the run are not announced.
         """
         progress = self._progress
-        if self._incarnations.publishes():
-            if progress.reachable:
-                await self._until_engines(lambda: self._fleet.up_to_date(progress.newest))
-            self._again = None
-            self._trainers.returned(published)
-            news = progress.published_version < published.version
+        if self._incarnations.publish():
+            # A version whose publisher is gone cannot be loaded any more, so nothing is to be waited for.
+            if progress.publisher_alive and not self._fleet.up_to_date(progress.newest):
+                self._publishing += 1
+                progress.send("run")
+                try:
+                    await progress.until(
+                        "engines",
+                        lambda: progress.stopping == "interrupted" or self._fleet.up_to_date(progress.newest),
+                    )
+                finally:
+                    self._publishing -= 1
+                    progress.send("run")
+            self._repeated = None
+            self._trainers.note_recovery(published)
+            is_new = progress.published_version < published.version
             progress.published = msgspec.structs.replace(published, incarnation=self._incarnations.number)
-            progress.reachable = True
-            if news:
+            progress.publisher_alive = True
+            if is_new:
                 self._evaluations.published(published.version)
-                self._versions.published(published.version)
-            # Again for those who lack it.
+                self._versions.announce(published.version)
+            # Also if the version is not new: engines that could not load it from the ranks before can do so now.
             progress.send("versions")
         progress.stages_ended += 1
         progress.send("run")
         return p.Ack()
 
-    async def _until_engines(self, ready: Callable[[], bool]) -> None:
-        """Wait for engines, under the deadline of `Stage.LOADING` or `Stage.STARTING`; not in an interrupted run."""
-        if ready():
-            return
-        self._kept_waiting += 1
-        self._progress.send("run")
-        try:
-            await self._progress.until("engines", lambda: self._progress.stopping == "interrupted" or ready())
-        finally:
-            self._kept_waiting -= 1
-            self._progress.send("run")
+    # -- a checkpoint, and the end -----------------------------------------------------------------------------------
 
     async def snapshot(self) -> p.SnapshotReply:
-        """Have the state of this moment written; results come in and leases go out meanwhile."""
+        """Have the hub's state of this moment written. Results come in and leases go out meanwhile.
+
+        Raises:
+            ContractError: the run is not between two steps.
+        """
         await self._work.tidy()
         await run_in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
-        if self._progress.batch != "none" or self._progress.behind:
-            raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
+        if self._progress.batch != "none" or self._progress.trainers_behind:
+            raise ContractError(f"a snapshot belongs between two steps, but step {self._progress.version} is trained")
         self._observer.ledger(self._samples.totals())
-        version, kept = self._progress.version, self._samples.snapshot()
-        state = HubState(version, kept, self._journal.begin(version))
-        return await self._keep_state(version, encoded_pieces(state))
+        version, buffer = self._progress.version, self._samples.snapshot()
+        state = HubState(version, buffer, self._persistence.journal.begin(version))
+        return await self._persistence.save_state(version, encoded_pieces(state))
 
     async def goodbye(self, request: p.Goodbye) -> None:
         """Let a rank leave once the last evaluation is over.
 
-        An engine that starts before that, in a node that joins or in place of one that died, needs the weights.
+        Until then an engine may start, in a node that joins or in place of one that died, and needs the rank's weights.
+        Unblocked by the signal `run`.
         """
         self._observer.activities(request.activities)
         self._incarnations.ranks[request.rank].saved = True
         progress = self._progress
         progress.send("run")
         await progress.until("run", lambda: progress.stopping == "interrupted" or self._evaluations.done)
-        # An engine that is still loading from the ranks is not at fault: the run needs it no more.
-        progress.reachable = False
-        self._trainers.leaves(request.rank)
+        # An engine that is still loading from the ranks is not at fault when they leave: the run needs it no more.
+        progress.publisher_alive = False
+        self._trainers.leave(request.rank)

@@ -1,6 +1,13 @@
-"""Work: what the hub gives nodes to do, and what they bring. Leases go out in shares, results come home.
+"""The tasks that nodes run: leases go out, results come in.
 
-It owns no task: its methods run in the tasks of the nodes' requests, and `catch_up` in one of the run.
+On the road of a sample: `NodeWork.lease` answers a node with leases from the sample buffer; the node runs them
+(`flash.rollout.scheduler`); `NodeWork.deliver` books the results in the buffer, where they complete groups. When the
+buffer can form a batch, the waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` goes on.
+
+The law of conservation, issued = trained + filtered + given_up + in_flight, is kept by the buffer. Here it means: every
+lease that the buffer has granted is finished, revoked or withdrawn exactly once, also when its node is lost.
+It owns no task: its methods run in the tasks of the nodes' requests; `work_off_backlog` and `expire_claims` run in
+tasks of `Hub.run`.
 """
 
 from __future__ import annotations
@@ -15,75 +22,129 @@ from anyio.lowlevel import checkpoint
 from flash.config import waits
 from flash.errors import FlashError
 from flash.hub import protocol as p
-from flash.hub.context import HubContext, HubPart
+from flash.hub.context import HubContext
 from flash.hub.dealing import LeaseDealer
 from flash.hub.metrics import FAILURES
 from flash.samples.leases import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
-"""Results taken before others are served: each costs some 30 microseconds."""
+"""Number of results that are booked before other tasks are served; each takes some 30 microseconds."""
 
 
-class NodeWork(HubPart):
-    """See the module's docstring. `holders` knows who has which lease, `shares` who gets the next ones.
+class LeaseClaims:
+    """The leases that previous hubs granted and whose nodes have not come to this hub yet. Pure state.
+
+    A node that outlives a hub works on, and presents its leases to the next hub. That hub knows from its recovered
+    state which leases are out: the node may keep these, and drops the rest. Leases that no node has claimed after some
+    time queue again.
+
+    Law: each lease of a previous hub is claimed by one node, or revoked, or was ended before; exactly one of these, and
+    only once.
 
     Args:
-        parts: what all parts of the hub are given.
-        leaving: nodes that take no more work.
-        survives: whether this node may have outlived a hub.
+        leases: the training leases as the previous hub has left them.
+        survives: returns True for a node that may have outlived the previous hub.
     """
 
-    def __init__(self, parts: HubContext, leaving: AbstractSet[int], survives: Callable[[int], bool]) -> None:
-        super().__init__(parts)
+    def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
+        self._leases = leases
+        self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
+        """Leases that no node has claimed yet."""
+        self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
+        """Leases whose nodes ended with the previous hub."""
+
+    def __bool__(self) -> bool:
+        """Return True if any lease can still be claimed."""
+        return bool(self._open)
+
+    def take(self, presented: Iterable[Lease]) -> list[Lease]:
+        """Return those of the presented leases that the node may keep; no other node can claim them any more."""
+        kept: list[Lease] = []
+        for lease in presented:
+            member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
+            # A node may present anything: the lease counts only if it is word for word the one that was granted.
+            if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
+                self._open.discard(lease.lease_id)
+                kept.append(lease)
+        return kept
+
+    def expire(self) -> list[int]:
+        """End the time for claims. Returns the leases that no node has claimed and that are still out."""
+        left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
+        self._open.clear()
+        return left
+
+
+class NodeWork:
+    """Grants leases to nodes and books their results. `holders` knows which node has which lease.
+
+    Args:
+        context: the shared objects of the hub.
+        leaving: the nodes that get no more leases.
+        survives: returns True for a node that may have outlived the previous hub.
+    """
+
+    def __init__(self, context: HubContext, leaving: AbstractSet[int], survives: Callable[[int], bool]) -> None:
+        self._config, self._observer, self._now = context.config, context.observer, context.now
+        self._progress, self._metrics, self._fleet = context.progress, context.metrics, context.fleet
+        self._buffer, self._samples = context.buffer, context.buffer.samples
+        self._evaluations, self._journal = context.evaluations, context.persistence.journal
         self._leaving = leaving
         rollout = self._config.rollout
-        together = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
-        self._dealer = LeaseDealer(self._tasks_at_hand, self._next_leases, together)
+        unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
+        self._dealer = LeaseDealer(self._available_tasks, self._lease_next, unit)
         self.holders, self.shares = self._dealer.holders, self._dealer.shares
         self.claims = LeaseClaims(self._samples.leases, survives)
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)
         self._openings = 0
-        self._evaluating_since: float | None = None
+        """Value of `admission.openings` when leases were last dealt after a delivery."""
+        self._evaluation_start: float | None = None
+        """Unix seconds of the first lease of the running evaluation; None while none runs."""
 
-    # -- leases ------------------------------------------------------------------------------------------------------
+    # -- leases go out -----------------------------------------------------------------------------------------------
 
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
-        """Hand out tasks. Waits for a share of those that the age contract has room for, at most one long poll."""
-        if request.node in self._leaving:  # it asked before it could stop itself
+        """Answer a node with its share of the tasks that can run now. Waits for one, for at most one long poll.
+
+        Unblocked by `deal`, which fills the reply, and by the end of the run.
+        """
+        if request.node in self._leaving:
+            # The node asked before it stopped itself. Without this wait it would ask again in a busy loop.
             await anyio.sleep(self._poll_s)
             return p.LeaseReply([], done=self._progress.done)
-        reply = self._dealer.asks(request.node, request.capacity)
-        self.offer()
+        reply = self._dealer.open_reply(request.node, request.capacity)
+        self.deal()
         try:
             with anyio.move_on_after(self._poll_s):
                 while not reply and not self._progress.done:
-                    await self._until_dealt(request.node, reply)
+                    await self._wait_for_leases(request.node, reply)
         finally:
-            self._dealer.leaves(request.node, reply)
+            self._dealer.close_reply(request.node, reply)
         return p.LeaseReply(reply, done=self._progress.done)
 
-    async def _until_dealt(self, node: int, reply: list[Lease]) -> None:
-        """Wait until a node has got leases, or shares were kept for others long enough."""
+    async def _wait_for_leases(self, node: int, reply: list[Lease]) -> None:
+        """Wait until the reply has leases, or until no share is kept for another node any more; then deal again."""
         kept, now = self.shares.kept_until, self._now()
         with anyio.move_on_after(kept - now if kept > now else math.inf):
             await self._progress.until(
                 ("leases", node), lambda: bool(reply) or self._progress.done or self.shares.kept_until != kept
             )
             return
-        self.offer()
+        self.deal()
 
-    def offer(self) -> None:
-        """There may be work that was not there before: those who wait for some get their shares."""
+    def deal(self) -> None:
+        """Deal a slice of the available tasks to the waiting nodes. Called whenever tasks or room may have appeared."""
         if self._progress.error is None:
             for node in self._dealer.deal(self._now()):
                 self._progress.send(("leases", node))
             if self._dealer.unfinished:
-                self._progress.send("put off")
+                self._progress.send("backlog")
 
-    def _tasks_at_hand(self) -> int:
+    def _available_tasks(self) -> int:
+        """Return the number of tasks that a node with the newest version could get, perhaps too many."""
         newest = self._progress.newest
         tasks = self._evaluations.available(newest)
         if newest >= 0 and self._progress.stopping is None and not self._evaluations.measuring_start:
@@ -91,82 +152,67 @@ class NodeWork(HubPart):
         return tasks
 
     @property
-    def _takers(self) -> Collection[int]:
-        """The nodes that could run a task now: what has failed on all of them goes to any."""
+    def _able_nodes(self) -> Collection[int]:
+        """Nodes that could run a task now. A task that has failed on all of them may go to any of them."""
         return self._fleet.able - self._leaving if self._leaving else self._fleet.able
 
-    def _next_leases(self, node: int) -> list[Lease]:
-        """The next task for a node, or the next whole group."""
+    def _lease_next(self, node: int) -> list[Lease]:
+        """Lease the next task, or the next whole group, to a node. Evaluation tasks come before training tasks."""
         versions = self._fleet.versions(node)
-        if (lease := self._evaluations.lease(versions, node, nodes=self._takers)) is not None:
-            self._evaluating_since = self._now() if self._evaluating_since is None else self._evaluating_since
+        if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
+            self._evaluation_start = self._now() if self._evaluation_start is None else self._evaluation_start
             return [lease]
         if max(versions, default=-1) < 0 or self._progress.stopping is not None or self._evaluations.measuring_start:
             return []
         try:
-            lease = self._buffer.lease(versions, node, nodes=self._takers)
+            lease = self._buffer.lease(versions, node, nodes=self._able_nodes)
         except FlashError as error:
             self._progress.fail(error)
             return []
         if lease is None:
             return []
-        self._metrics.began(self._now())
+        self._metrics.sampling_began(self._now())
         if self._config.rollout.replicate_prompts:
             return [lease]
         return [lease, *self._buffer.lease_rest(lease, versions, node)]
 
-    def claims_of(self, request: p.ClaimRequest) -> p.ClaimReply:
-        """A node has outlived the hub before this one, and presents what it holds."""
-        kept = self.claims.take(request.leases)
-        if kept:
-            self._metrics.began(self._now())
-        self.holders.lend(request.node, kept, self._now())
-        return p.ClaimReply([lease.lease_id for lease in kept])
-
-    async def expire_claims(self) -> None:
-        """Wait for nodes that have outlived the hub before this one; what nobody has claimed goes back then."""
-        if not self.claims:
-            return
-        await anyio.sleep(waits.claim_s(self._config))
-        if left := self.claims.expire():
-            self._observer.note(f"samples given out again, as no node has come that has them in hand: {len(left)}")
-            self._buffer.revoke(left)
-            self._progress.send("batches", "put off")
-            self.offer()
-
-    # -- results -----------------------------------------------------------------------------------------------------
+    # -- results come in ---------------------------------------------------------------------------------------------
 
     async def deliver(self, request: p.DeliverRequest) -> p.Ack:
-        """Take results; others are served after each slice."""
+        """Book results, in slices. Then deal the room that they free, and wake the ranks if a batch can be formed.
+
+        Returns when the journal has the results, so that a node forgets nothing that the next hub would miss.
+        """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
-            self._take(request.node, ended.lease_id, ended.result)
+            self._book(request.node, ended.lease_id, ended.result)
             if number % RESULTS_AT_ONCE == 0:
                 await checkpoint()
-        self.shares.tells(request.node, request.capacity)
-        self.spread_word()
+        self.shares.set_capacity(request.node, request.capacity)
+        self.pass_on_withdrawals()
         if self._samples.admission.openings != self._openings or any(
             ended.result.task.split == "eval" for ended in request.ended
         ):
             self._openings = self._samples.admission.openings
-            self.offer()
+            self.deal()
         if self._samples.backlog:
             await self.tidy()
-        elif self.batch_at_hand():
+        elif self.ranks_can_proceed():
             self._progress.send("batches")
         await self._journal.written()
         return p.Ack()
 
-    def _take(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
+    def _book(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
+        """Book one result: in the evaluation or in the sample buffer."""
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
             if (row := self._evaluations.deliver(lease_id, result, node)) is not None:
                 now = self._now()
                 self._observer.evaluation(row | {"time": now})
-                if self._evaluating_since is not None:
-                    self._observer.activities([Activity("evaluation", "evaluate", self._evaluating_since, now)])
-                self._evaluating_since = None
+                if self._evaluation_start is not None:
+                    self._observer.activities([Activity("evaluation", "evaluate", self._evaluation_start, now)])
+                self._evaluation_start = None
                 self._progress.send("run")
             return
         try:
@@ -175,35 +221,36 @@ class NodeWork(HubPart):
             self._progress.fail(error)
 
     async def tidy(self) -> None:
-        """Do what the buffer has put off; others are served after each slice. When it returns, nothing is left."""
+        """Do all that the buffer has put off, in slices; other tasks are served after each."""
         while self._samples.backlog:
             try:
                 self._buffer.tidy()
             except FlashError as error:
                 self._progress.fail(error)
-            self.spread_word()
+            self.pass_on_withdrawals()
             await checkpoint()
-        self.spread_word()
+        self.pass_on_withdrawals()
         self._openings = self._samples.admission.openings
-        self.offer()
+        self.deal()
         self._progress.send("batches")
 
-    async def catch_up(self) -> None:
-        """Do the rest of what nobody waits for: a lost node's leases go back, and many tasks go out at once.
+    async def work_off_backlog(self) -> None:
+        """Do the work that was put off and that no request waits for.
 
-        Consumes what was put off. Waits for more of it. Produces leases; others are served after each slice.
+        Consumes the buffer's backlog and the undealt rest of many tasks. Waits for more of it; unblocked by the signal
+        `backlog`. Produces leases and queued tasks; other tasks are served after each slice.
         """
         while self._progress.error is None:
             if self._samples.backlog:
                 await self.tidy()
             elif self._dealer.unfinished:
                 await checkpoint()
-                self.offer()
+                self.deal()
             else:
-                await self._progress.wait("put off")
+                await self._progress.wait("backlog")
 
-    def spread_word(self) -> None:
-        """Keep what the buffer has withdrawn for the nodes' cancel requests, and pass its notes on."""
+    def pass_on_withdrawals(self) -> None:
+        """Hand the leases that the buffer has withdrawn to the cancel requests of their nodes, and show its notes."""
         for node in self.holders.withdraw(self._samples.leases.withdrawn):
             self._progress.send(("cancels", node))
         self._samples.leases.withdrawn.clear()
@@ -211,8 +258,8 @@ class NodeWork(HubPart):
             self._observer.note(note)
         self._samples.notes.clear()
 
-    def batch_at_hand(self) -> bool:
-        """Whether a rank that waits for its shard can do something about it."""
+    def ranks_can_proceed(self) -> bool:
+        """Return True if a rank that waits for its shard can form a batch, fetch it, or learn that the run stops."""
         progress = self._progress
         if progress.batch == "forming":
             return False
@@ -220,22 +267,46 @@ class NodeWork(HubPart):
             return True
         return progress.version >= self._config.run.steps or self._buffer.has_batch(progress.version)
 
-    # -- who goes ----------------------------------------------------------------------------------------------------
+    # -- leases of previous hubs -------------------------------------------------------------------------------------
 
-    def takes_no_more(self, node: int) -> None:
-        """A node leaves: no share is for it."""
+    def claim(self, request: p.ClaimRequest) -> p.ClaimReply:
+        """Let a node that has outlived the previous hub keep those of its leases that are still out."""
+        kept = self.claims.take(request.leases)
+        if kept:
+            self._metrics.sampling_began(self._now())
+        self.holders.lend(request.node, kept, self._now())
+        return p.ClaimReply([lease.lease_id for lease in kept])
+
+    async def expire_claims(self) -> None:
+        """Queue the leases of previous hubs again that no node has claimed in time.
+
+        Waits once, for `flash.config.waits.claim_s`. Produces queued tasks.
+        """
+        if not self.claims:
+            return
+        await anyio.sleep(waits.claim_s(self._config))
+        if left := self.claims.expire():
+            self._observer.note(f"samples that queue again, since their nodes did not come back: {len(left)}")
+            self._buffer.revoke(left)
+            self._progress.send("batches", "backlog")
+            self.deal()
+
+    # -- leases come back --------------------------------------------------------------------------------------------
+
+    def stop_dealing_to(self, node: int) -> None:
+        """Give no more leases to a node that leaves."""
         self.shares.lost(node)
 
     def take_back(self, node: int, lease: Lease, message: str) -> None:
-        """A node keeps a lease for too long: it is told to end it, and the task failed there."""
+        """End a lease that a node has held for too long. The node must cancel it, and the task failed there."""
         self.holders.withdraw([lease.lease_id])
-        self._progress.send(("cancels", node), "batches", "put off")
+        self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)
-        self._take(node, lease.lease_id, Failure(lease.task, Outcome.ENGINE_ERROR, message, 0))
-        self.offer()
+        self._book(node, lease.lease_id, Failure(lease.task, Outcome.ENGINE_ERROR, message, 0))
+        self.deal()
 
-    def lost(self, node: int) -> None:
-        """A node is gone, or silent: what it had goes back."""
+    def node_lost(self, node: int) -> None:
+        """Queue all leases of a node again that is gone or silent."""
         self._fleet.lost(node)
         training: list[int] = []
         for lease in self._dealer.lost(node):
@@ -244,41 +315,5 @@ class NodeWork(HubPart):
             else:
                 training.append(lease.lease_id)
         self._buffer.revoke(training)
-        self._progress.send("run", "batches", "engines", "put off")
-        self.offer()
-
-
-class LeaseClaims:
-    """See the module's docstring.
-
-    Args:
-        leases: of training, as the former incarnations have left them.
-        survives: whether this node may have outlived the hub.
-    """
-
-    def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
-        self._leases = leases
-        self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
-        """Those that nobody has claimed yet."""
-        self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
-        """Those whose nodes have ended with the hub."""
-
-    def __bool__(self) -> bool:
-        """Whether there is something to claim."""
-        return bool(self._open)
-
-    def take(self, presented: Iterable[Lease]) -> list[Lease]:
-        """A node presents leases; those that it may keep. All others are of no use to anybody."""
-        kept: list[Lease] = []
-        for lease in presented:
-            member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
-            if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
-                self._open.discard(lease.lease_id)
-                kept.append(lease)
-        return kept
-
-    def expire(self) -> list[int]:
-        """It is too late to claim anything; what nobody has claimed."""
-        left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
-        self._open.clear()
-        return left
+        self._progress.send("run", "batches", "engines", "backlog")
+        self.deal()

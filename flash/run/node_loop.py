@@ -234,7 +234,7 @@ async def _run_hub(
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
-        elif hub.members.joined or config.cluster.trainer_nodes > 1:
+        elif hub.registry.joined or config.cluster.trainer_nodes > 1:
             await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end

@@ -33,13 +33,13 @@ async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) 
     Waits for it to do something else, at most EVERY_S. Unblocked by the hub's progress. Produces lines.
     """
     begun = anyio.current_time()
-    while (now := hub.stages.beginning()) is not None:
+    while (now := hub.stages.startup_phase()) is not None:
         seconds = anyio.current_time() - begun
         what = f"{now.doing}, {now.done}" if now.done else now.doing
         why = start_of_engines(seconds, config) if now.doing == STARTING_ENGINES else ""
         tell(f"{what} … {seconds:.0f} s{why}")
         with anyio.move_on_after(EVERY_S):
-            await hub.stages.past(now.doing)
+            await hub.stages.phase_ended(now.doing)
 
 
 async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:

@@ -182,7 +182,7 @@ class Node:
 
     async def load(self, engine: int) -> None:
         """Not without the ranks that have published it: they hold the weights."""
-        if self._schedule.hub.progress.reachable:
+        if self._schedule.hub.progress.publisher_alive:
             await self.becomes(engine, self._schedule.published)
 
     async def becomes(self, engine: int, version: int | None) -> None:
@@ -524,11 +524,11 @@ class Schedule:
                     await self._live(await self._begin())
                 if not self.finished:
                     for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
-                        if self.hub.incarnations.counts(self.number):
+                        if self.hub.incarnations.is_current(self.number):
                             self.hub.peer_lost(f"trainer-{rank}")
 
     def _arrive(self) -> None:
-        (self.number,) = {self.hub.incarnations.arrives(rank) for rank in range(self.world)}
+        (self.number,) = {self.hub.incarnations.rank_arrived(rank) for rank in range(self.world)}
 
     async def _begin(self) -> Ranks:
         """An incarnation begins with a checkpoint."""

@@ -111,7 +111,7 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
         pass
     assert [lease.lease_id in out for lease in hubs.held] == [True, False, False]
     assert await hubs.claim(hubs.held[1]) == []
-    assert hubs.observer.notes[-1] == "samples given out again, as no node has come that has them in hand: 1"
+    assert hubs.observer.notes[-1] == "samples that queue again, since their nodes did not come back: 1"
     # What was claimed goes back with the node, as any other lease.
     hubs.gate.left(hubs.peer)
     while hubs.hub.buffer.tidy():

@@ -26,14 +26,14 @@ class Tasks:
 def test_a_burst_is_dealt_in_slices_after_which_whoever_was_dealt_to_has_its_share() -> None:
     tasks = Tasks(4_000)
     dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
-    replies = {node: dealer.asks(node, 100) for node in range(40)}
+    replies = {node: dealer.open_reply(node, 100) for node in range(40)}
     slices = 0
     dealing = True
     while dealing:
         before = tasks.left
         for node in dealer.deal(0.0):
             assert len(replies[node]) == 100
-            dealer.leaves(node, replies[node])
+            dealer.close_reply(node, replies[node])
         assert before - tasks.left <= SLICE + LEASES_AT_ONCE
         slices += 1
         dealing = dealer.unfinished
@@ -45,7 +45,7 @@ def test_a_deal_that_nobody_waits_for_any_more_is_over() -> None:
     tasks = Tasks(1_000)
     dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
     for node in range(5):
-        dealer.asks(node, 200)
+        dealer.open_reply(node, 200)
     dealer.deal(0.0)
     assert dealer.unfinished
     for node in range(5):

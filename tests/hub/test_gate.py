@@ -89,7 +89,7 @@ class Port(Driver):
 async def test_nobody_is_admitted_whom_the_run_does_not_await(name: str) -> None:
     port = Port()
     stranger = peer(name, 9)
-    with pytest.raises(ProtocolError, match="nobody in this run is called"):
+    with pytest.raises(ProtocolError, match="no peer of this run is called"):
         port.gate.arrived(stranger)
     port.gate.left(stranger)
 
@@ -112,10 +112,10 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
     port = Port()
     await port.begin(0)
-    incarnation = next(number for number in range(9) if port.hub.incarnations.counts(number))
+    incarnation = next(number for number in range(9) if port.hub.incarnations.is_current(number))
     port.gate.close()
     port.gate.left(port.trainer)
-    assert port.hub.incarnations.counts(incarnation)
+    assert port.hub.incarnations.is_current(incarnation)
 
 
 async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_incarnation() -> None:
@@ -123,13 +123,13 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
     await port.begin(0)
     assert port.gate.former("trainer-0") is None
     await anyio.sleep(SILENT_S + 1)
-    incarnation = next(number for number in range(9) if port.hub.incarnations.counts(number))
+    incarnation = next(number for number in range(9) if port.hub.incarnations.is_current(number))
     assert port.gate.former("trainer-0") == port.trainer.id
     port.gate.left(port.trainer)
     assert port.gate.former("trainer-0") is None
-    assert not port.hub.incarnations.counts(incarnation)
+    assert not port.hub.incarnations.is_current(incarnation)
     port.gate.arrived(peer("trainer-0", 9))
-    assert port.hub.incarnations.counts(incarnation + 1)
+    assert port.hub.incarnations.is_current(incarnation + 1)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         ("trainer", p.Goodbye(0, [Activity("a", "b", 0.0, float("nan"))]), "an activity from 0.0 to nan"),
         ("trainer", p.PublishRequest(Published(3, "tcp", b"", Canary([1, 2], [-1.0]))), "the ranks hold 0"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 9, 0.0, 0.0, 0.0)], []), "the newest is 0"),
-        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "numbers that cannot be"),
+        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "impossible numbers"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0, 1, 2)], []), "2 of 1 drafted tokens"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
         ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
@@ -155,7 +155,7 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         (
             "node",
             p.StatusReport(0, status_of(0, 0.0, figures={"power": 1.0})),
-            "a number of an engine that nobody knows",
+            "a figure of an engine with an unknown name",
         ),
         ("node", p.StatusReport(0, status_of(0, 0.0, why=100_000 * "x")), "a text of 100000 characters"),
         ("node", p.StatusReport(0, status_of(0, 0.0, engines=2000)), "2000 engines"),
@@ -223,8 +223,8 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
         ({"action_spans": [Span(2, 9)]}, r"tokens \[2, 9\) of 5"),
         ({"action_spans": [Span(-3, 0)]}, r"tokens \[-3, 0\) of 5"),
         ({"action_spans": [Span(2, 5), Span(2, 5)]}, r"tokens \[2, 5\) of 5, after 5"),
-        ({"versions": [VersionRun(0, 2**62)]}, "versions of another number"),
-        ({"versions": []}, "versions of another number"),
+        ({"versions": [VersionRun(0, 2**62)]}, "another number of versions"),
+        ({"versions": []}, "another number of versions"),
         ({"versions": [VersionRun(0, 5), VersionRun(0, -2)]}, "the newest is 0"),
         ({"versions": [VersionRun(1, 3)]}, "the newest is 0"),
         ({"turns": []}, "0 turns, 1 responses"),

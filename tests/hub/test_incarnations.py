@@ -32,33 +32,33 @@ class Run:
 
     def begin(self) -> int:
         """All ranks of an incarnation come, and load a checkpoint."""
-        numbers = {self.incarnations.arrives(rank) for rank in self.dice.sample(range(RANKS), RANKS)}
+        numbers = {self.incarnations.rank_arrived(rank) for rank in self.dice.sample(range(RANKS), RANKS)}
         (number,) = numbers
         assert self.incarnations.present == list(range(RANKS))
         if number > 1:
-            self.incarnations.begins_at(self.checkpoints[-1])
+            self.incarnations.start_from(self.checkpoints[-1])
         self.trained[self.hubs, number] = []
         self.publish(number)
         return number
 
     def publish(self, incarnation: int) -> None:
-        if self.incarnations.counts(incarnation) and self.incarnations.publishes():
-            self.spread.append(self.progress.held)
+        if self.incarnations.is_current(incarnation) and self.incarnations.publish():
+            self.spread.append(self.progress.trainer_version)
 
     def commit(self, incarnation: int) -> None:
-        if not self.incarnations.counts(incarnation):
+        if not self.incarnations.is_current(incarnation):
             return
-        step = self.progress.held
+        step = self.progress.trainer_version
         self.trained[self.hubs, incarnation].append(step)
-        if self.incarnations.commits():
+        if self.incarnations.commit():
             self.booked.append(step)
             self.progress.version += 1
 
     def die(self, incarnation: int) -> None:
         """One rank, or several at once; the hub hears of each."""
         for _ in self.dice.sample(range(RANKS), self.dice.randint(1, RANKS)):
-            if self.incarnations.counts(incarnation):
-                assert self.incarnations.ends_by([self.dice.randrange(RANKS)])
+            if self.incarnations.is_current(incarnation):
+                assert self.incarnations.ranks_lost([self.dice.randrange(RANKS)])
         self.late.append(incarnation)
 
     def hub_dies(self) -> None:
@@ -67,7 +67,7 @@ class Run:
         self.hubs += 1
         self.progress = RunProgress(self.progress.version)
         self.incarnations = Incarnations(RANKS, self.progress, self.checkpoints[-1])
-        assert self.incarnations.away == self.progress.behind
+        assert self.incarnations.recovering == self.progress.trainers_behind
 
     def say_late(self) -> None:
         """What ranks of a lost incarnation still say is heard by nobody."""
@@ -95,7 +95,7 @@ class Run:
                 else:
                     self.die(incarnation)
                     incarnation = self.begin()
-                if self.progress.held == self.progress.version and self.dice.random() < 0.2:
+                if self.progress.trainer_version == self.progress.version and self.dice.random() < 0.2:
                     self.checkpoints.append(self.progress.version)
 
 
@@ -111,29 +111,29 @@ def test_each_step_is_booked_once_and_engines_never_go_back(seed: int) -> None:
 
 def test_the_ranks_of_a_lost_incarnation_are_not_heard_before_the_next_one_has_begun_either() -> None:
     incarnations = Incarnations(2, RunProgress(5), 5)
-    assert [incarnations.arrives(0), incarnations.arrives(1)] == [1, 1]
-    assert incarnations.ends_by([1])
-    assert not incarnations.counts(1)
-    assert incarnations.away
-    assert incarnations.arrives(0) == 2
-    assert incarnations.counts(2)
-    assert not incarnations.counts(1)
+    assert [incarnations.rank_arrived(0), incarnations.rank_arrived(1)] == [1, 1]
+    assert incarnations.ranks_lost([1])
+    assert not incarnations.is_current(1)
+    assert incarnations.recovering
+    assert incarnations.rank_arrived(0) == 2
+    assert incarnations.is_current(2)
+    assert not incarnations.is_current(1)
     assert incarnations.present == [0]
 
 
 def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
     incarnations = Incarnations(2, RunProgress(5), 5)
-    incarnations.arrives(0)
-    incarnations.arrives(1)
-    incarnations.leaves(1)
-    assert not incarnations.ends_by([0])
+    incarnations.rank_arrived(0)
+    incarnations.rank_arrived(1)
+    incarnations.rank_left(1)
+    assert not incarnations.ranks_lost([0])
     assert incarnations.finished
-    assert not incarnations.away
+    assert not incarnations.recovering
 
 
 def test_an_incarnation_cannot_begin_beyond_the_run() -> None:
     incarnations = Incarnations(1, RunProgress(5), 5)
     incarnations.end()
-    incarnations.arrives(0)
+    incarnations.rank_arrived(0)
     with pytest.raises(ContractError, match="start from version 6 of a run that is at 5"):
-        incarnations.begins_at(6)
+        incarnations.start_from(6)

@@ -37,7 +37,7 @@ async def end_of(*words: p.Fatal, killed: float | None = None) -> tuple[FlashErr
 
         group.start_soon(run)
         for rank in range(2):
-            driver.hub.incarnations.arrives(rank)
+            driver.hub.incarnations.rank_arrived(rank)
         for one in words:
             group.start_soon(driver.hub.handle, one)
         if killed is not None:

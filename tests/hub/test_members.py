@@ -32,7 +32,7 @@ def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config
 
 
 def ask(members: NodeRegistry, engines: int, own: int = 0) -> tuple[int | None, int]:
-    run = members.about(p.RunRequest(p.dialect()), 0, ending=False)
+    run = members.describe_run(p.RunRequest(p.dialect()), 0, ending=False)
     reply = members.join(p.JoinRequest(run.digest, engines, own))
     return reply.node, reply.first_engine
 
@@ -77,12 +77,12 @@ def test_a_node_with_trainer_ranks_keeps_the_number_that_it_has_in_the_job() -> 
 
 def test_a_node_of_another_version_is_told_before_it_joins() -> None:
     with pytest.raises(ConfigError, match="install the same version of Flash on both"):
-        NodeRegistry(with_cluster(), RunOrigin()).about(p.RunRequest("older"), 0, ending=False)
+        NodeRegistry(with_cluster(), RunOrigin()).describe_run(p.RunRequest("older"), 0, ending=False)
 
 
 def test_a_node_that_has_heard_of_another_incarnation_of_the_run_asks_again() -> None:
     members = NodeRegistry(with_cluster(), RunOrigin())
-    with pytest.raises(PeerLostError, match="has started again, with another configuration"):
+    with pytest.raises(PeerLostError, match="has restarted with another configuration"):
         members.join(p.JoinRequest("0" * 16, 1))
 
 

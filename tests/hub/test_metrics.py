@@ -85,7 +85,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
         return [row.get(name) for name in ("interval_s", "trainer_wait_share", "tokens_per_second")]
 
     assert step(0, 1000.0) == [3.0, None, None]
-    metrics.began(2000.0)
+    metrics.sampling_began(2000.0)
     assert step(1, 2005.0) == [5.0, pytest.approx(2 / 5), 0.0]
 
 
@@ -128,6 +128,6 @@ def test_drafts_that_stayed_since_the_last_step_and_of_another_engine_from_its_s
 def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=2)
     metrics = StepMetrics(buffer.samples)
-    metrics.began(49.0)
+    metrics.sampling_began(49.0)
     row = metrics.row(1, {}, {"trainer_step_s": 8.0, "trainer_wait_s": 40.0}, buffer.samples, [], now=50.0)
     assert (row["interval_s"], row["trainer_wait_share"]) == (8, 0)

@@ -58,43 +58,43 @@ class Nodes:
         self.held = Counter[int]()
         self.shares = NodeShares(lambda node: self.held[node], unit=1)
         for name, capacity in capacities.items():
-            self.shares.asks(int(name[1:]), capacity)
+            self.shares.waits(int(name[1:]), capacity)
 
     def deal(self, tasks: int, now: float = 0.0, passed: tuple[int, ...] = ()) -> dict[int, int]:
-        return self.shares.of(tasks, now, passed)
+        return self.shares.compute(tasks, now, passed)
 
 
 def test_a_node_that_brings_results_home_has_its_room_again() -> None:
     nodes = Nodes(n0=2, n1=100)
     nodes.held[0] = 98
-    nodes.shares.tells(0, 2)
+    nodes.shares.set_capacity(0, 2)
     assert nodes.deal(80) == {1: 80}
     nodes.held[0] = 18
-    nodes.shares.tells(0, 82)
+    nodes.shares.set_capacity(0, 82)
     assert nodes.deal(80) == {0: 31, 1: 49}
 
 
 def test_the_share_of_a_node_that_loads_the_version_is_kept_until_it_has_it_but_not_for_ever() -> None:
     nodes = Nodes(n0=8, n1=8)
-    nodes.shares.loading(now=100.0)
-    nodes.shares.loaded(0)
+    nodes.shares.version_published(now=100.0)
+    nodes.shares.version_loaded(0)
     assert nodes.deal(8, now=100.0, passed=(1,)) == {0: 4}
     assert nodes.deal(8, now=100.0 + KEPT_S, passed=(1,)) == {0: 8}
-    nodes.shares.loaded(1)
+    nodes.shares.version_loaded(1)
     assert nodes.deal(8, now=100.0, passed=(1,)) == {0: 8}
 
 
 def test_nothing_is_kept_for_a_node_without_engines_until_it_has_one_that_loads() -> None:
     nodes = Nodes(n0=8, n1=8)
-    nodes.shares.cut(1, now=99.0)
-    nodes.shares.away(1)
+    nodes.shares.reply_full(1, now=99.0)
+    nodes.shares.engines_died(1)
     assert nodes.deal(8, now=100.0) == {0: 8}
-    nodes.shares.loading(now=100.0)
-    nodes.shares.loaded(0)
+    nodes.shares.version_published(now=100.0)
+    nodes.shares.version_loaded(0)
     assert nodes.deal(8, now=100.0) == {0: 8}
-    nodes.shares.loaded(1)
-    nodes.shares.loading(now=200.0)
-    nodes.shares.loaded(0)
+    nodes.shares.version_loaded(1)
+    nodes.shares.version_published(now=200.0)
+    nodes.shares.version_loaded(0)
     assert nodes.deal(8, now=200.0, passed=(1,)) == {0: 4}
 
 
@@ -102,11 +102,11 @@ def test_nothing_is_kept_for_a_node_without_engines_until_it_has_one_that_loads(
 def test_the_share_of_a_node_whose_reply_was_too_short_is_kept_until_it_asks_again(comes_back: bool) -> None:
     nodes = Nodes(n0=8, n1=8)
     nodes.held.update({0: 2, 1: 4})
-    nodes.shares.cut(0, now=0.0)
-    nodes.shares.tells(0, 6)
+    nodes.shares.reply_full(0, now=0.0)
+    nodes.shares.set_capacity(0, 6)
     assert nodes.deal(4, now=1.0) == {1: 1}
     if comes_back:
-        nodes.shares.asks(0, 6)
+        nodes.shares.waits(0, 6)
         assert nodes.deal(4, now=1.0) == {0: 3, 1: 1}
     else:
         assert nodes.deal(4, now=KEPT_S) == {1: 4}
@@ -114,6 +114,6 @@ def test_the_share_of_a_node_whose_reply_was_too_short_is_kept_until_it_asks_aga
 
 def test_nodes_that_do_not_wait_take_nothing_from_the_others() -> None:
     nodes = Nodes(n0=8, n1=8, n2=8)
-    nodes.shares.leaves(1)
+    nodes.shares.stops_waiting(1)
     nodes.shares.lost(2)
     assert nodes.deal(8) == {0: 8}

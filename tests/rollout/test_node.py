@@ -444,7 +444,7 @@ def test_a_lost_trainer_rank_ends_the_run() -> None:
 
     async def lose() -> None:
         world.build()
-        world.hub.incarnations.arrives(0)
+        world.hub.incarnations.rank_arrived(0)
         world.hub.peer_lost("trainer-0")
         await world.hub.run()
 

@@ -176,7 +176,7 @@ def test_a_node_that_comes_too_late_drops_what_it_has_and_others_make_it_again()
     end = run_virtual(lambda: incarnations.run([3]))
     assert end.ledger["issued"] == end.ledger["trained"] == 96
     assert end.ledger["retried_cancelled"] > 0
-    assert any("no node has come that has them in hand" in note for note in incarnations.worlds[-1].observer.notes)
+    assert any("since their nodes did not come back" in note for note in incarnations.worlds[-1].observer.notes)
     assert max(incarnations.begun[seed] for seed in incarnations.begun if seed < HELD_OUT) > 2
 
 

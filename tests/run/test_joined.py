@@ -71,7 +71,7 @@ async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
     await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
     while True:
         await anyio.sleep(0.01)
-        if hub.members.joined and one.line.made and one.line.newest.version == version:
+        if hub.registry.joined and one.line.made and one.line.newest.version == version:
             return
 
 
@@ -90,7 +90,7 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
                 await serves(one, hub)
             async with job.hub() as hub:
                 await serves(one, hub)
-                assert hub.members.joined == [1]
+                assert hub.registry.joined == [1]
                 out = await said(capfd, "node 1 of run: goes on with 1 engine, and 0 of the ")
             os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
     assert len(one.line.made) == 1
