@@ -63,7 +63,7 @@ class Fakes(JoinedNode):
 def node_of(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
-    return Fakes(config, ProcessOrder(1, place=job.place, config_digest=config_digest(dump(job.config))), step_s)
+    return Fakes(config, ProcessOrder(1, place=job.place, digest=config_digest(dump(job.config))), step_s)
 
 
 async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:

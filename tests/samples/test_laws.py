@@ -265,7 +265,7 @@ class Incarnation(RuleBasedStateMachine):
             self.settings |= {"alpha": self.alpha, "max_token_age": bound, **self.rules}
             self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
         state = replay.state(self.version)
-        if state is not None and self.version - self.oldest < state.made.contract.max_age:
+        if state is not None and self.version - self.oldest < state.settings.contract.max_age:
             self.put_back += sum(len(formed.group.trajectories()) for formed in state.formed)
         self.buffer = self.make(state, self.version)
         self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()
