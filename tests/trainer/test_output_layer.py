@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash.foreign.transformers import LogitChange
-from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection, selected_logprobs
+from flash.trainer.model.output_layer import UNCHANGED, KeptSets, LogprobRequest, OutputLayer, selected_logprobs
 from flash.trainer.packing import KeptTokens
 
 VOCABULARY, WIDTH = 23, 6
@@ -41,7 +41,7 @@ def some_kept(target_T: Tensor, *, changed: bool = True) -> KeptSets | None:
         sets.append([[], [target], [target, *others[: rng.integers(1, 8)]]][place % 3])
     flat = np.array([token for one in sets for token in one], dtype=np.int64)
     bias, penalty = rng.normal(size=len(flat)) * changed, np.where(rng.random(len(flat)) < changed / 2, 1.7, 1.0)
-    return KeptSets.of(KeptTokens(flat, np.array([len(one) for one in sets], dtype=np.int64), bias, penalty))
+    return KeptSets.from_tokens(KeptTokens(flat, np.array([len(one) for one in sets], dtype=np.int64), bias, penalty))
 
 
 def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
@@ -242,10 +242,10 @@ def test_the_layer_has_the_parameters_of_the_one_it_replaces(bias: bool) -> None
 def test_a_selection_is_over_with_its_block_also_after_an_error() -> None:
     layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY), wide=False)
     hidden = torch.randn(1, 3, WIDTH)
-    selection = Selection(torch.tensor([1, 2, 3]), torch.ones(3), entropy_gradient=False)
-    with layer.selecting(selection):
+    selection = LogprobRequest(torch.tensor([1, 2, 3]), torch.ones(3), entropy_gradient=False)
+    with layer.answering(selection):
         assert layer(hidden).shape == (1, 3, 2)
-    with pytest.raises(RuntimeError), layer.selecting(selection):
+    with pytest.raises(RuntimeError), layer.answering(selection):
         layer(hidden[..., 1:])
     with pytest.raises(AssertionError, match="token_logprobs"):
         layer(hidden)

@@ -1,9 +1,12 @@
-"""What a GPU does in one pass over memory where torch's own kernels take many: layers, and what follows logits.
+"""Fused GPU kernels by torch.compile: of decoder layers, and of the work on logits.
 
-Between matrix products each number is read and written once per operation, and that bounds a step more than the
-products do: benchmarks/results/gpu_check.json has what it gives. torch.compile makes the kernels in the first step,
-which takes some seconds more. What comes before attention is one part of a layer, and what comes after it another:
-packed rows are cut anew for each micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
+Between matrix products, each operation reads and writes every number once, and this memory traffic bounds a step more
+than the products do. A fused kernel makes one pass over memory where torch's own kernels make many;
+benchmarks/results/gpu_check.json has the gain. torch.compile builds the kernels in the first step, which takes some
+seconds more. The part of a layer before attention and the part after it are compiled apart, since packed attention is
+cut differently for each micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
+
+`shard_model` calls `fuse_layers` before it shards; `flash.trainer.model.output_layer` calls `fused`.
 """
 
 from __future__ import annotations
@@ -25,28 +28,28 @@ from flash.foreign.transformers import layer_types, routers
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 KINDS = ("Norm", "MLP")
-"""Ends of the class names of what is fused by itself, where whole layers are not."""
+"""Endings of the class names of modules that are fused one by one where whole layers cannot be."""
 COMPILERS = ("gcc", "clang")
-"""Programs of which Triton calls one, unless CC names another."""
+"""C compilers of which Triton calls one, unless CC names another."""
 
 KERNELS = 64
-"""Forms of one kind of layer: its widths, with and without gradients, of one length and of any. Beyond torch's 8, all
-others would go through torch's own kernels again."""
+"""Variants of one kind of layer that torch.compile keeps: by width, with and without gradients, for one length and for
+any length. torch's default is 8; further variants would run on torch's own kernels without an error."""
 
 log = logging.getLogger("flash")
 
 
 @cache
 def can_fuse() -> bool:
-    """Whether kernels can be made here: Triton compiles what launches them, in C."""
+    """Return True if this machine has a C compiler, with which Triton builds the launchers of its kernels."""
     if any(shutil.which(name) for name in (os.environ.get("CC"), *COMPILERS) if name):
         return True
-    log.warning("there is no C compiler (gcc, clang or what CC names): the trainer's steps take longer")
+    log.warning("there is no C compiler (gcc, clang or the program in CC): the trainer's steps take longer")
     return False
 
 
 def fused(call: Call, *, cuda: bool) -> Call:
-    """The function, where it works on a GPU with as few passes over memory as can be."""
+    """Return the function compiled to fused kernels if it runs on a GPU, else the function itself."""
     return _compiled(call) if cuda and can_fuse() else call
 
 
@@ -56,10 +59,11 @@ def _compiled(call: Any) -> Any:
 
 
 def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
-    """The same for a model's layers, in place. To be called before the model is sharded.
+    """Compile a model's layers in place. Must be called before the model is sharded.
 
-    `whole`: all of a decoder layer but its attention; else its norms and MLPs alone. A layer that chooses experts is
-    never taken whole: each token's way is another one, and may be told (`flash.trainer.model.routing_replay`).
+    With `whole`, all of a decoder layer but its attention is compiled, else its norms and MLPs alone. A layer that
+    chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose it
+    (`flash.trainer.model.routing_replay`).
     """
     keep_kernels(KERNELS)
     choosing = {router.module for router in routers(model)}
@@ -67,10 +71,10 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
     for module in model.modules():
         if module in inside or not choosing.isdisjoint(module.modules()):
             continue
-        # Its hooks are FSDP's, which come around it.
+        # The forward method is replaced and not the module, so that FSDP's hooks stay around the compiled code.
         if type(module).__name__ in kinds:
             inside.update(module.modules())
-            # Rows are of any length, as is known from the first one on.
+            # Each row has another length: dynamic shapes from the start save a recompilation at the second row.
             module.forward = compiled(module.forward, dynamic=True)
         elif type(module).__name__.endswith(KINDS):
             module.forward = compiled(module.forward)

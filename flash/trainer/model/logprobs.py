@@ -1,6 +1,12 @@
-"""What the policy says of given tokens: their log-probs and the entropies of the distributions they were drawn from.
+"""Log-probs of given tokens under a model, and the entropies of the distributions they were sampled from.
 
-Shape legend: P = tokens of the packed sequences, T = predicted tokens.
+The training step and every first pass call `policy_logprobs` with a micro-batch; the canary and the packing check call
+`token_logprobs` with sequences of their own. The call lays the sequences out in one row
+(`flash.trainer.model.packed`), runs the model, and collects the answer of its output layer
+(`flash.trainer.model.output_layer`).
+
+Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions (a
+computed position with a target and a temperature), M = questions in this rank's slice of the row.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import logits_unchanged
 from flash.trainer.mesh import to_device
 from flash.trainer.model.model import device_of
-from flash.trainer.model.output_layer import UNCHANGED, KeptSets, OutputLayer, Selection
+from flash.trainer.model.output_layer import UNCHANGED, KeptSets, LogprobRequest, OutputLayer
 from flash.trainer.model.packed import AttentionWatch, class_name, model_inputs, packed_row
 from flash.trainer.model.prefixes import PackedSequences
 from flash.trainer.packing import MicroBatch
@@ -26,12 +32,12 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class TokenLogprobs(NamedTuple):
-    """What the policy says of the action tokens of a micro-batch."""
+    """Log-probs and entropies of the action tokens of a micro-batch under the current weights."""
 
     logp_T: Tensor
-    """Log-prob as it was sampled, with gradient."""
+    """Log-prob under the distribution that the token was sampled from, with gradient."""
     entropy_T: Tensor
-    """Entropy of the distribution it was drawn from in nats, with gradient only where asked for."""
+    """Entropy of that distribution in nats, with a gradient only if the caller asked for one."""
 
 
 def token_logprobs(
@@ -45,17 +51,23 @@ def token_logprobs(
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
-    """Log-prob and entropy of each target under softmax(logits / temperature), in float32; None: at 1.
+    """Return log-prob and entropy of each target under softmax(logits / temperature), in float32.
 
-    The softmax is over the tokens that are `kept`; None: over all.
+    A collective if the model is sharded. Ranks of a context group pass the same sequences and get the same result.
 
-    `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
-    from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once; one
-    that sequences share does so once for each token that follows it. A collective where the model is sharded; the ranks
-    of a context group, given the same sequences, are told the same. `watch` is told of every layer's attention.
+    Args:
+        model: prepared by `shard_model`.
+        sequences: for example a `flash.trainer.packing.MicroBatch`.
+        keep_T: places in P of the tokens before the predicted ones. Only these go through the output layer. A place
+            that several sequences share goes through it once for each different token that follows.
+        target_T: ids of the predicted tokens.
+        temperature_T: divisor of the logits; None: 1.
+        kept: kept sets over which the softmax runs; None: the whole vocabulary.
+        entropy_gradient: True if the entropy needs a gradient.
+        watch: callback for the attention of every layer.
 
     Raises:
-        ConfigError: the model changes what comes out of its output layer, for example by a cap or a scale.
+        ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
     """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
@@ -63,28 +75,28 @@ def token_logprobs(
     row = packed_row(sequences, device).watched(watch).sliced(layer.context)
     part = row.layout.row_slice
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
-    # Beside kept sets, the same token may be drawn from others.
-    alike = row.layout.shared and kept is None
-    asked = _distinct(sequences.computed.row_P[keep_T], target_T, scale_T) if alike else None
-    first_N = np.arange(len(target_T)) if asked is None else asked.first_N
+    # With kept sets, equal tokens at a shared place may have been sampled from different sets: nothing is merged then.
+    merge = row.layout.shared and kept is None
+    distinct = _distinct_questions(sequences.computed.row_P[keep_T], target_T, scale_T) if merge else None
+    first_N = np.arange(len(target_T)) if distinct is None else distinct.first_N
     row_N = row.row_P[keep_T[first_N]]
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
         to_device(each, device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
-    selection = Selection(target, scale, entropy_gradient, None if kept is None else kept.at(held_M, device))
+    request = LogprobRequest(target, scale, entropy_gradient, None if kept is None else kept.select(held_M, device))
     if layer.replay is not None:
         layer.replay.take(row.routes_ULK)
-    with layer.selecting(selection), logits_unchanged(model):
+    with layer.answering(request), logits_unchanged(model):
         output = model(**model_inputs(model, row), logits_to_keep=rows)
-    # The very tensor: whatever a model does to logits, it would have done to log-probs here. One that is kept from
-    # doing what it does may still divide by 1; `check_packing` has seen that this is all.
-    if selection.answer is None or (layer.change == UNCHANGED and output.logits is not selection.answer):
+    # The model must return the layer's very tensor: any other change of logits would have been made to log-probs. A
+    # model whose known change is disabled may still divide by 1; `check_packing` has verified that it does no more.
+    if request.answer is None or (layer.change == UNCHANGED and output.logits is not request.answer):
         raise changes_logits(model)
     answer_T2 = part.gather_answers(output.logits[0], row_N)
-    if asked is not None:
-        answer_T2 = answer_T2[to_device(asked.place_T, device)]
+    if distinct is not None:
+        answer_T2 = answer_T2[to_device(distinct.question_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
 
@@ -106,7 +118,7 @@ def policy_logprobs(
         micro.keep_T,
         micro.target_T,
         temperature_T=micro.temperature_T,
-        kept=KeptSets.of(micro.kept),
+        kept=KeptSets.from_tokens(micro.kept),
         entropy_gradient=entropy_gradient,
         watch=watch,
     )
@@ -121,27 +133,27 @@ def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionW
 
 
 def changes_logits(model: PreTrainedModel) -> ConfigError:
-    """What to say of a model whose log-probs are not those of its output layer."""
+    """Return the error for a model whose log-probs would not be those of its output layer."""
     return ConfigError(
         f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer in a way "
         "that training does not know; choose another model"
     )
 
 
-class _Distinct(NamedTuple):
-    """Questions that are asked once, though some come several times."""
+class _DistinctQuestions(NamedTuple):
+    """Questions without repetitions."""
 
     first_N: Int64Array
-    """Of the T, the first of each kind."""
-    place_T: Int64Array
-    """Which of the N each is."""
+    """Index in T of the first occurrence of each question."""
+    question_T: Int64Array
+    """Index in N of each predicted token's question."""
 
 
-def _distinct(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _Distinct:
-    """What branches predict of a token that they share: the same, where the same token follows."""
+def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:
+    """Merge equal questions: branches that share a token predict the same where the same token follows it."""
     order = np.lexsort((scale_T, target_T, row_T))
     new_T = np.ones(len(order), dtype=np.bool_)
     new_T[1:] = np.any([np.diff(each[order]) != 0 for each in (row_T, target_T, scale_T)], axis=0)
-    place_T = np.empty(len(order), dtype=np.int64)
-    place_T[order] = np.cumsum(new_T) - 1
-    return _Distinct(order[new_T], place_T)
+    question_T = np.empty(len(order), dtype=np.int64)
+    question_T[order] = np.cumsum(new_T) - 1
+    return _DistinctQuestions(order[new_T], question_T)

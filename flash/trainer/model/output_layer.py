@@ -1,16 +1,20 @@
-"""Log-probs and entropies of chosen tokens, with the output layer inside.
+"""The output layer with log-probs and entropies inside: it never holds the logits of all positions.
 
 The logits of a micro-batch, positions × vocabulary, are often larger than all its other activations together. Here
-they exist for a chunk of positions at a time: a chunk's logits are made, reduced to numbers per position and dropped;
-the backward pass makes them again. Neither the logits of all positions nor their gradient is ever held.
+they exist for a chunk of positions at a time: a chunk's logits are computed, reduced to a few numbers per position and
+dropped. The backward pass computes them again. Neither the logits of all positions nor their gradient is ever held.
+
+`shard_model` puts an `OutputLayer` in the place of the model's own layer. `flash.trainer.model.logprobs` hands it a
+`LogprobRequest` and calls the model, which returns log-probs where it would return logits.
 
 With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
-Tokens that could not have been drawn have z = −∞, near enough: p and its part of every sum and gradient are 0. To the
-logits of those that could have been, what was done when they were drawn is done here.
+Tokens that could not have been sampled (outside the kept set, as top-p or top-k leave it) have z = `LEFT_OUT`, so
+that p and their part of every sum and gradient are 0. The bias and penalty that sampling applied to the logits of the
+kept tokens are applied here too.
 
 Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D = width of a hidden state, N = kept
-tokens of all positions, W = the most of a position.
+tokens of all positions, W = largest kept set of a position.
 """
 
 from __future__ import annotations
@@ -34,44 +38,48 @@ from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.packing import KeptTokens
 
 CHUNK_BYTES = 256 * 2**20
-"""Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
-weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary of
-150,000 these are 440."""
-
+"""Bytes of one chunk's logits in float32; up to three tensors of this size are alive at once. Every chunk reads the
+whole weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary
+of 150,000 it has 440."""
 
 UNCHANGED = LogitChange()
-
+"""The change of a model that leaves its logits as they are."""
 
 LEFT_OUT = -1e9
-"""The logit of a token that could not have been drawn. Finite, since 0 · ∞ is no number."""
+"""Logit of a token that could not have been sampled. It is finite, since 0 · ∞ would be NaN."""
 
 
 class KeptLogits(NamedTuple):
-    """What `KeptSets.only` finds."""
+    """Result of `KeptSets.restrict`."""
 
     logits_CV: Tensor
+    """Logits from which the targets were sampled."""
     token_CW: Tensor
-    """The tokens that were kept, some of them twice."""
+    """int64: ids of the kept tokens; positions with fewer than W repeat one of them."""
     slope_CW: Tensor
-    """By how much their logits go up where those of the output layer do."""
+    """Derivative of each kept token's logit with respect to the output layer's logit."""
 
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The tokens that could have been drawn at each position, as `flash.trainer.packing.KeptTokens` has them."""
+    """The tokens that could have been sampled at each position: tensors of a `flash.trainer.packing.KeptTokens`."""
 
     token_N: Tensor
+    """int64: token ids of all kept sets."""
     bias_N: Tensor
+    """Number added to the logit of each kept token."""
     penalty_N: Tensor
+    """Repetition penalty of each kept token, applied after the bias."""
     count_T: Tensor
+    """int64: size of each position's kept set; 0: the whole vocabulary."""
     start_T: Tensor
-    """int64: where the tokens of each position begin."""
-    most: int
+    """int64: index in N of the first kept token of each position."""
+    largest: int
     """W."""
 
     @classmethod
-    def of(cls, kept: KeptTokens) -> KeptSets | None:
-        """None: everywhere all."""
+    def from_tokens(cls, kept: KeptTokens) -> KeptSets | None:
+        """Return the tensors of kept sets. None: every token was sampled from the whole vocabulary."""
         if not len(kept.token_N):
             return None
         token_N, bias_N, penalty_N, count_T = (
@@ -79,54 +87,57 @@ class KeptSets:
         )
         return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
 
-    def at(self, place_T: Int64Array, device: torch.device) -> KeptSets:
-        """Those of some of the positions, elsewhere."""
-        some_T = torch.from_numpy(place_T)
+    def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
+        """Return the kept sets of some positions, on `device`."""
+        chosen_T = torch.from_numpy(position_T)
         token_N, bias_N, penalty_N, count_T, start_T = (
-            each.to(device)
-            for each in (self.token_N, self.bias_N, self.penalty_N, self.count_T[some_T], self.start_T[some_T])
+            tensor.to(device)
+            for tensor in (self.token_N, self.bias_N, self.penalty_N, self.count_T[chosen_T], self.start_T[chosen_T])
         )
-        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.most)
+        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.largest)
 
-    def only(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
-        """The logits of these positions, wide: those of kept tokens as they were drawn from, all others `LEFT_OUT`.
+    def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
+        """Return the logits of the positions `rows` as sampling had them: `LEFT_OUT` outside of the kept set.
 
-        In their memory, where it can be.
+        They are in float32 or wider. The memory of `logits_CV` is reused if it has this dtype.
         """
-        some_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
-        place_W = torch.arange(self.most, device=self.count_T.device)
-        # What is too many of a position is its target once more; one that was drawn from all has that alone.
+        limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
+        place_W = torch.arange(self.largest, device=self.count_T.device)
+        # Places beyond a position's set repeat its first token, the target. A position that was sampled from the whole
+        # vocabulary has its target alone, unchanged.
         place_CW = (start_C1 + place_W).where(place_W < self.count_T[rows, None], start_C1)
         place_CW.clamp_(max=len(self.token_N) - 1)
-        token_CW = self.token_N[place_CW].where(some_C1, target_C[:, None])
+        token_CW = self.token_N[place_CW].where(limited_C1, target_C[:, None])
         wide_CV = logits_CV.to(_wide(logits_CV))
-        bias_CW = self.bias_N[place_CW].where(some_C1, 0.0).to(wide_CV)
-        penalty_CW = self.penalty_N[place_CW].where(some_C1, 1.0).to(wide_CV)
+        bias_CW = self.bias_N[place_CW].where(limited_C1, 0.0).to(wide_CV)
+        penalty_CW = self.penalty_N[place_CW].where(limited_C1, 1.0).to(wide_CV)
         kept_CW = wide_CV.gather(-1, token_CW) + bias_CW
         slope_CW = penalty_CW.where(kept_CW <= 0, 1 / penalty_CW)
-        only_CV = wide_CV.masked_fill_(some_C1, LEFT_OUT).scatter_(-1, token_CW, kept_CW * slope_CW)
-        return KeptLogits(only_CV, token_CW, slope_CW)
+        restricted_CV = wide_CV.masked_fill_(limited_C1, LEFT_OUT).scatter_(-1, token_CW, kept_CW * slope_CW)
+        return KeptLogits(restricted_CV, token_CW, slope_CW)
 
 
 @dataclass
-class Selection:
-    """Which numbers the output layer is to give in one forward pass."""
+class LogprobRequest:
+    """The numbers that the output layer has to compute in one forward pass, and its answer."""
 
     target_T: Tensor
-    """int64: the token at each position whose log-prob is asked for."""
+    """int64: the token whose log-prob is wanted at each position."""
     temperature_T: Tensor
-    """Float: which logits are divided by at each position."""
+    """float: divisor of the logits at each position."""
     entropy_gradient: bool
+    """True if the entropy needs a gradient."""
     kept: KeptSets | None = None
+    """Kept sets of the positions; None: all were sampled from the whole vocabulary."""
     answer: Tensor | None = None
-    """[1, T, 2]: log-prob and entropy, once the layer has run."""
+    """Log-prob and entropy, [1, T, 2]; None until the layer has run."""
 
 
 class OutputLayer(nn.Module):
-    """A linear output layer that answers with log-probs and entropies in place of logits.
+    """Linear output layer that returns log-probs and entropies in place of logits.
 
-    It holds the parameters of the layer it replaces, under the same names. The work is done in `forward`, which runs
-    inside the model's, where FSDP has gathered the parameters.
+    It holds the parameters of the layer that it replaces, under the same names. The work is done in `forward`, which
+    runs inside the model's forward pass, where FSDP has gathered the parameters.
     """
 
     def __init__(
@@ -136,51 +147,52 @@ class OutputLayer(nn.Module):
         self.weight = layer.weight
         self.bias = layer.bias
         self.wide = wide
-        """Whether logits are made in float32 from factors of less."""
+        """True to compute logits in float32 from hidden states and weights of a smaller dtype."""
         self.context = context
-        """The ranks that rows are over, where they are; each answers for its own slice."""
+        """Ranks that a row is divided over; each computes the log-probs of its own slice. None: rows are whole."""
         self.change = change
-        """What the model would do to logits, and is kept from."""
+        """Change that the model makes to logits. The layer applies it, and the model is kept from doing so."""
         self.chunk_bytes = CHUNK_BYTES
         self.replay: RoutingReplay | None = None
-        """Where the model takes the experts that engines chose."""
-        self._selection: Selection | None = None
+        """Set if the model takes the experts that engines chose."""
+        self._request: LogprobRequest | None = None
 
     @contextmanager
-    def selecting(self, selection: Selection) -> Generator[None]:
-        """Calls inside answer with what is selected; there may be none outside."""
-        self._selection = selection
+    def answering(self, request: LogprobRequest) -> Generator[None]:
+        """Answer `request` in the model's forward pass inside this block. Outside of it the layer cannot be called."""
+        self._request = request
         try:
             yield
         finally:
-            self._selection = None
+            self._request = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, T, D] to [1, T, 2]."""
-        selection = self._selection
-        assert selection is not None, "call the model through token_logprobs"
-        assert hidden.shape[1] == len(selection.target_T), "the model hands on other positions than are asked for"
+        """Return log-prob and entropy [1, T, 2] from hidden states [1, T, D]."""
+        request = self._request
+        assert request is not None, "call the model through token_logprobs"
+        assert hidden.shape[1] == len(request.target_T), "the model passes other positions on than were requested"
         logp_T, entropy_T = selected_logprobs(
             hidden[0],
             self.weight,
             self.bias,
-            selection.target_T,
-            temperature_T=selection.temperature_T,
-            kept=selection.kept,
-            entropy_gradient=selection.entropy_gradient,
+            request.target_T,
+            temperature_T=request.temperature_T,
+            kept=request.kept,
+            entropy_gradient=request.entropy_gradient,
             wide=self.wide,
             change=self.change,
             chunk_bytes=self.chunk_bytes,
         )
-        # No view: FSDP warns of outputs that are views.
-        selection.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
-        return selection.answer
+        # A stack and no view, since FSDP warns of outputs that are views.
+        request.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
+        return request.answer
 
 
 def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceMesh | None = None) -> None:
-    """Give a language model an `OutputLayer` with its own parameters. A model without an output layer stays as it is.
+    """Replace a model's output layer by an `OutputLayer` with the same parameters.
 
-    `wide`: logits are made in float32, whatever the dtype of the forward pass. `context`: the ranks that rows are over.
+    A model without an output layer stays as it is. With `wide`, logits are computed in float32 whatever the dtype of
+    the forward pass. `context` are the ranks that rows are divided over.
 
     Raises:
         ConfigError: the output layer is not a plain linear one.
@@ -209,14 +221,14 @@ def selected_logprobs(
     change: LogitChange = UNCHANGED,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under p = softmax((hidden · weightᵀ + bias) / temperature), and the entropy of p in nats.
+    """Return the log-prob [T] of each target under p, and the entropy [T] of p in nats.
 
-    p is over the tokens that are `kept`, where that says something. What a model does to logits, the `change`, comes
-    before all that is done to them when tokens are drawn.
+    p = softmax((hidden · weightᵀ + bias) / temperature), over the kept set where `kept` has one, else over the whole
+    vocabulary. The model's own `change` of logits is applied first, then the bias and penalty of kept tokens.
 
-    The product is made in the dtype of its factors, or, where it is to be `wide`, in float32; everything after it is in
-    float32 (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The
-    entropy has a gradient only where asked for.
+    The product is computed in the dtype of its factors or, with `wide`, in float32. Everything after it is in float32
+    (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The entropy has a
+    gradient only with `entropy_gradient`.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, change, chunk_bytes
@@ -224,7 +236,7 @@ def selected_logprobs(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """See `selected_logprobs`; the formulas are at the top of this file."""
+    """Forward and backward pass of `selected_logprobs`; the formulas are at the top of this file."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -244,12 +256,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
         temperature_T1 = temperature_T.to(logp_T)[:, None]
         product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
-        answers = fused(_answers, cuda=hidden_TD.is_cuda)
+        reduce_logits = fused(_reduce_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
-            logits_CV = changed(product(hidden_TD[rows], weight_VD, bias_V), change)
+            logits_CV = apply_change(product(hidden_TD[rows], weight_VD, bias_V), change)
             if kept is not None:
-                logits_CV = kept.only(logits_CV, rows, target_T[rows]).logits_CV
-            logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature_T1[rows])
+                logits_CV = kept.restrict(logits_CV, rows, target_T[rows]).logits_CV
+            logp_T[rows], norm_T[rows], entropy_T[rows] = reduce_logits(logits_CV, target_T[rows], temperature_T1[rows])
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
         ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
         ctx.product, ctx.kept, ctx.change = product, kept, change
@@ -262,17 +274,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
-        # Sums over all tokens, so they are wide; the sum over one chunk is the matrix product's own.
+        # Sums over all chunks are kept in a wide dtype. The sum over one chunk is computed inside the matrix product.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
-            logits_CV = changed(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
-            slope = _slope(logits_CV, ctx.change)
-            kept = None if ctx.kept is None else ctx.kept.only(logits_CV, rows, target_T[rows])
+            logits_CV = apply_change(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
+            slope = _change_slope(logits_CV, ctx.change)
+            kept = None if ctx.kept is None else ctx.kept.restrict(logits_CV, rows, target_T[rows])
             if kept is not None:
                 logits_CV = kept.logits_CV
             temperature_C1 = temperature_T1[rows]
+            # g · (1[target] − p) / temperature = (g / −temperature) · (p − 1[target]), and likewise for the entropy.
             grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -temperature_C1 for grad_T in grads_T)
             index_C1 = target_T[rows, None]
             entropy_C1 = (entropy_T[rows, None], grad_entropy_C1) if ctx.entropy_gradient else None
@@ -282,8 +295,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
             if kept is not None:
-                drawn_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
-                narrow_CV.scatter_(-1, kept.token_CW, drawn_CW.to(narrow_CV.dtype))
+                grad_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
+                narrow_CV.scatter_(-1, kept.token_CW, grad_CW.to(narrow_CV.dtype))
             if ctx.change != UNCHANGED:
                 narrow_CV *= slope
             if grad_bias_V is not None:
@@ -298,52 +311,53 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
+    """Return float32, or the tensor's dtype if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
-    """Rows of each chunk: as many as fit, at least one."""
+    """Yield the rows of each chunk: as many as fit into `chunk_bytes`, at least one."""
     rows = max(chunk_bytes // (len(weight_VD) * number_T.element_size()), 1)
     for start in range(0, len(number_T), rows):
         yield slice(start, start + rows)
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Of hidden states and the output layer's weight, its bias added."""
+"""Function that multiplies hidden states by the output layer's weight and adds its bias."""
 
 
 def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """[C, V] in float32, from factors of less, none of whose products is rounded."""
+    """Return [C, V] logits in float32 from factors of a smaller dtype; no product of two numbers is rounded to it."""
     if hidden_CD.is_cuda:
         logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
         return logits_CV if bias_V is None else logits_CV.add_(bias_V)
     return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
 
 
-def changed(logits_CV: Tensor, change: LogitChange) -> Tensor:
-    """What a model makes of the logits of its output layer, wide; without a change, the same tensor."""
+def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
+    """Return [C, V]: the logits scaled and capped as the model does it, wide. Without a change, the same tensor."""
     if change == UNCHANGED:
         return logits_CV
     scaled_CV = logits_CV.to(_wide(logits_CV)) * change.scale
     return scaled_CV if change.cap is None else scaled_CV.div_(change.cap).tanh_().mul_(change.cap)
 
 
-def _slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
-    """By how much they go up where those of the output layer do."""
+def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
+    """Return the derivative of the changed logits with respect to those of the output layer."""
     return change.scale if change.cap is None else (1 - (changed_CV / change.cap).square_()).mul_(change.scale)
 
 
 def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
-    """[C, V] logits / temperature, wide; in the memory of the logits where it can be."""
+    """Return [C, V] logits / temperature, wide. The memory of the logits is reused if it has this dtype."""
     if torch.compiler.is_compiling():
         return logits_CV.to(_wide(logits_CV)) / temperature_C1
     return logits_CV.to(_wide(logits_CV)).div_(temperature_C1)
 
 
-def _answers(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[C] each: log-prob of the target, what a scaled logit exceeds its log-prob by, and entropy."""
+def _reduce_logits(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three tensors [C]: log-prob of the target, norm = scaled logit − log-prob, and entropy."""
     scaled_CV = _scaled_logits(logits_CV, temperature_C1)
-    # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
+    # Relative to the largest logit, so that large logits do not cost digits of the small differences between them.
     peak_C = scaled_CV.amax(-1)
     scaled_CV -= peak_C[:, None]
     share_CV = scaled_CV.exp()
@@ -363,7 +377,11 @@ def _grad_logits(
     temperature_C1: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """[C, V], but for what is at the targets, and [C, 1], what is there. `entropy_C1`: the entropy and its gradient."""
+    """Return the gradient of the logits: [C, V] without the term of the target, and [C, 1] the target's entry with it.
+
+    `entropy_C1` is the entropy and its gradient; None: the entropy has no gradient. The target's entry comes apart so
+    that the caller can write it after the cast to `dtype`.
+    """
     log_share_CV = _scaled_logits(logits_CV, temperature_C1)
     log_share_CV -= norm_C1
     if entropy_C1 is None:
@@ -380,7 +398,7 @@ def _grad_logits(
 
 
 def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Add a matrix product to a wide sum."""
+    """Add a matrix product to a sum of a wider dtype, in place."""
     if sum_VD.dtype == left_VC.dtype:
         sum_VD.addmm_(left_VC, right_CD)
     elif sum_VD.is_cuda:

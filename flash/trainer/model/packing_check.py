@@ -34,7 +34,7 @@ from flash.foreign.torch import collective_failed
 from flash.foreign.transformers import default_attention, running_layers, windows
 from flash.trainer.model.logprobs import changes_logits, token_logprobs
 from flash.trainer.model.model import device_of, reshard
-from flash.trainer.model.output_layer import OutputLayer, Selection, changed
+from flash.trainer.model.output_layer import LogprobRequest, OutputLayer, apply_change
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, takes_packed_rows
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.model.routing_replay import RoutingReplay
@@ -118,9 +118,9 @@ def replay_routing(model: PreTrainedModel) -> None:
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     layer.replay = RoutingReplay(model)
-    layer.replay.watches = True
+    layer.replay.verifies = True
     _forward(model, [torch.arange(2, device=device_of(model))])
-    layer.replay.watches = False
+    layer.replay.verifies = False
 
 
 def attend_alone(model: PreTrainedModel) -> None:
@@ -154,16 +154,16 @@ def _check_logits(model: PreTrainedModel) -> None:
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     device = device_of(model)
     probe = torch.linspace(-PROBE, PROBE, int(layer.weight.shape[0]), device=device).view(1, 1, -1)
-    selection = Selection(torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1), entropy_gradient=False)
+    selection = LogprobRequest(torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1), entropy_gradient=False)
     shown = layer.register_forward_hook(lambda *_: probe)
     try:
-        with _own_attention(model), layer.selecting(selection):
+        with _own_attention(model), layer.answering(selection):
             ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
             said = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
     finally:
         shown.remove()
         reshard(model)
-    known = changed(probe, layer.change)
+    known = apply_change(probe, layer.change)
     if said.shape != known.shape or not torch.allclose(said.float(), known, rtol=1e-4, atol=1e-5):
         raise changes_logits(model)
 

@@ -1,9 +1,12 @@
-"""Routing replay: the trainer's routers take the experts that the engine's chose (Ma et al. 2025, arXiv 2510.11370).
+"""Routing replay: the trainer's routers take the experts that the engine's routers chose.
 
-Engine and trainer round differently. Where two experts are nearly as good each may choose another one, and what either
-says of this token and of later ones is then said by another network. Here the scores stay the trainer's own, and get
-their gradient; which experts are best is told. Routers find them by `torch.topk`, and that is what is answered: stock
-models need no code of ours.
+Ma et al. 2025, arXiv 2510.11370. Engine and trainer round differently. Where two experts score almost the same, each
+side may choose another one, and the log-prob of this token and of later ones is then computed by another network. With
+replay, the scores stay the trainer's own and get their gradient, but the choice of the best experts is given.
+
+Routers choose experts by `torch.topk`. `RoutingReplay` intercepts this call while a router runs, so that transformers'
+models need no code of ours. `flash.trainer.model.packing_check.replay_routing` installs it at the start;
+`token_logprobs` passes the routes of each forward pass.
 
 Shape legend: U = tokens of a row, L = decoder layers, K = experts of a token.
 """
@@ -23,62 +26,63 @@ from flash.foreign.transformers import ExpertRouter, routers
 
 
 class RoutingReplay:
-    """What the routers of a model are told.
+    """The experts that the routers of one model have to choose.
 
-    Hooks stay with the model, so that a layer that is computed again for its backward pass is told again.
+    Its hooks stay with the model, so that a layer that is recomputed for its backward pass gets the same experts again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Look into the routers of a model.
+        """Put hooks on all routers of a model.
 
         Raises:
-            ConfigError: it has none that are known.
+            ConfigError: the model has no routers of a known kind.
         """
         self._routers = routers(model)
         if not self._routers:
             raise ConfigError(
-                f"rollout.routing_replay: nothing in {type(model).__name__.removeprefix('FSDP')} is known to choose "
-                "experts; leave it out"
+                f"rollout.routing_replay: {type(model).__name__.removeprefix('FSDP')} has no layer that is known to "
+                "choose experts; leave it out"
             )
         self._routes_ULK: Tensor | None = None
-        self.watches = False
-        """Whether routers are looked at that are told nothing: they have to ask as is known."""
+        self.verifies = False
+        """True to count the `torch.topk` calls of routers also in a pass without routes: each must make exactly one."""
         for router in self._routers:
-            begin, end = self._around(router)
+            begin, end = self._hooks(router)
             router.module.register_forward_pre_hook(begin)
             router.module.register_forward_hook(end, always_call=True)
 
     def take(self, routes_ULK: Tensor | None) -> None:
-        """In the next forward pass, and its backward pass, choose these; None: as without.
+        """Choose these experts in the next forward pass and its backward pass; None: the routers' own choice.
 
         Raises:
-            ContractError: they are of another model.
+            ContractError: the routes are of a model with other layers or experts.
         """
         if routes_ULK is not None:
             layers, most = self._routers[-1].layer + 1, int(routes_ULK.max()) if len(routes_ULK) else -1
             experts = min(router.experts for router in self._routers)
             if routes_ULK.shape[1] < layers or most >= experts:
                 raise ContractError(
-                    f"engines told experts up to {most} in {routes_ULK.shape[1]} layers; the policy has {layers} "
-                    f"layers of {experts}"
+                    f"engines reported experts up to {most} in {routes_ULK.shape[1]} layers; the policy has {layers} "
+                    f"layers of {experts} experts"
                 )
         self._routes_ULK = routes_ULK
 
-    def _around(self, router: ExpertRouter) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What is called before and after its forward pass."""
-        open_modes: list[_Told] = []
+    def _hooks(self, router: ExpertRouter) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the hooks that run before and after the router's forward pass."""
+        open_modes: list[_GivenTopK] = []
 
         def begin(module: nn.Module, args: Any) -> None:
-            told = None if self._routes_ULK is None else self._routes_ULK[:, router.layer].long()
-            if told is not None or self.watches:
-                open_modes.append(_Told(told, router.experts))
+            routes_UK = None if self._routes_ULK is None else self._routes_ULK[:, router.layer].long()
+            if routes_UK is not None or self.verifies:
+                open_modes.append(_GivenTopK(routes_UK, router.experts))
                 open_modes[-1].__enter__()
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if open_modes:
-                told = open_modes.pop()
-                told.__exit__(None, None, None)
-                if output is not None and told.asked != 1:
+                mode = open_modes.pop()
+                mode.__exit__(None, None, None)
+                # Without output the router has raised an error of its own, which must not be hidden by this one.
+                if output is not None and mode.calls != 1:
                     raise ConfigError(
                         f"rollout.routing_replay: {type(module).__name__} chooses its experts in a way that is not "
                         "known; leave it out"
@@ -87,19 +91,19 @@ class RoutingReplay:
         return begin, end
 
 
-class _Told(TorchFunctionMode):
-    """Answers the one question for the K best of all experts."""
+class _GivenTopK(TorchFunctionMode):
+    """Answers `torch.topk` over all experts with given ones; experts of −1 are left to `torch.topk`."""
 
     def __init__(self, routes_UK: Tensor | None, experts: int) -> None:
         super().__init__()
         self._routes_UK, self._experts = routes_UK, experts
-        self.asked = 0
+        self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:
             return found
-        self.asked += 1
+        self.calls += 1
         if self._routes_UK is None:
             return found
         chosen_UK = self._routes_UK.where(self._routes_UK >= 0, found.indices)
