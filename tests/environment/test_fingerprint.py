@@ -1,4 +1,4 @@
-"""One set of problems is told from another: by options, by files that they name, by the modules of classes."""
+"""Fingerprints differ if the options, the files that they name, or the modules of the classes differ."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_much_is_read_as_far_as_one_file_may_be(tmp_path: Path) -> None:
-    """What lies beyond counts by its size and time, and a pipe is not waited for."""
+    """Files beyond the limit count by their sizes and times, and a pipe is not read."""
     for name in ("a", "b", "c"):
         with (tmp_path / name).open("wb") as stream:
             stream.truncate(module.READ // 2)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 class Opener:
-    """Opens things, and knows what is open."""
+    """Opens resources, and records which of them are open."""
 
     def __init__(self, seconds: float = 0.0, fails: int = 0) -> None:
         self.opened = 0
@@ -130,7 +130,7 @@ async def test_outside_of_a_node_nothing_is_shared():
 
 
 class Pool:
-    """Tells what it has."""
+    """A resource that reports its stock."""
 
     def stock(self) -> Stock:
         return Stock("sandboxes", 1, 2, 3, 4, 5)

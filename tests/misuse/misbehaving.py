@@ -1,4 +1,4 @@
-"""A user's code that misbehaves in one of the ways of a table: `Misbehaving` and `Blocking` are environments."""
+"""User code that misbehaves in each of the ways of a table. `Misbehaving` and `Blocking` are environments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flash.errors import EnvError, RewardError, SandboxBusyError
 
 
 class TimeoutException(BaseException):
-    """Some packages end a call that takes too long by an exception of this kind."""
+    """An exception like those with which some packages end a call that takes too long."""
 
 
 class UnspeakableError(Exception):
-    """Its message raises."""
+    """An error whose message raises."""
 
     def __str__(self) -> str:
         raise KeyboardInterrupt
@@ -31,7 +31,7 @@ class UnspeakableError(Exception):
 
 
 class SlyError(EnvError):
-    """One of ours, whose message raises."""
+    """An `EnvError` whose message raises."""
 
     def __str__(self) -> str:
         raise GeneratorExit
@@ -214,7 +214,7 @@ RESULTS: dict[str, Any] = {
 
 
 class Misbehaving:
-    """Misbehaves in one method; the other ones play a turn.
+    """An environment that misbehaves in one method; the other methods play a turn.
 
     Args:
         place: the method, `start` for the constructor.

@@ -1,8 +1,8 @@
-"""Tokenizers in the form of four families of models: what comes before a vocabulary is theirs, and it is a small one.
+"""Tokenizers of four families of models, with a small vocabulary in place of the real one.
 
 The chat templates are those of `tests.envs.forms`. Added tokens, normalizer, pre-tokenizer and decoder are as in the
-families' files: Qwen3 normalizes, Llama 3 takes a whole word that its vocabulary has, Mistral writes spaces as `▁` and
-puts one first, GPT-OSS splits words by another expression.
+families' files: Qwen3 normalizes text, Llama 3 looks for a whole word in its vocabulary first, Mistral writes spaces as
+`▁` and puts one first, and GPT-OSS splits words by another expression.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAMILIES = tuple(FORMS)
 
 
 def family(name: str, folder: Path, template: str | None = None) -> HfTokenizer:
-    """The tokenizer of a family, written to a folder and read from there."""
+    """Write the tokenizer of a family to a folder, and return it as read from there."""
     inner = _pieces(name) if name == "mistral" else _bytes(name)
     form = FORMS[name]
     fast: Any = PreTrainedTokenizerFast(

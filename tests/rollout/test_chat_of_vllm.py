@@ -38,7 +38,7 @@ def smollm2() -> HfTokenizer:
 
 
 def of_vllm(tokenizer: HfTokenizer, path: Path, messages: list[Message], tools: list[Any]) -> list[int]:
-    """What vLLM's chat endpoint gives the model, asked to go on with a last message of the assistant."""
+    """Return the prompt of vLLM's chat endpoint for a conversation whose last message is the assistant's."""
     from vllm.config import ModelConfig as VllmConfig
     from vllm.renderers.hf import parse_chat_messages, safe_apply_chat_template
 
@@ -86,7 +86,7 @@ def test_any_text_without_control_tokens_is_as_transformers_has_it(smollm2: HfTo
 
 
 def _in_vocabulary(text: str) -> bool:
-    """It lacks some bytes."""
+    """Return True if the vocabulary has all characters of a text: it lacks some bytes."""
     return text.isascii() and text.replace("\n", "").isprintable()
 
 

@@ -1,4 +1,4 @@
-"""Only the chat template makes control tokens: text from outside is text, and all else is as transformers has it."""
+"""Only the chat template makes control tokens: other text stays text, and the rest equals transformers' output."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfTokenizer]:
-    """One of each family."""
+    """Return a tokenizer of each family."""
     return {name: family(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
 
 
 def hostile(name: str) -> st.SearchStrategy[str]:
-    """Texts made of control tokens, of their parts, and of other things."""
+    """Draw texts made of control tokens, of parts of these, and of other characters."""
     parts = [part for one in CONTROLS[name] for part in (one, one, one[:3], one[3:], one[:-1], one[1:])]
     return st.lists(st.sampled_from(parts + OTHERS) | st.text(max_size=3), max_size=6).map("".join)
 
@@ -64,7 +64,7 @@ def tool(name: str, description: str) -> Tool:
 
 @st.composite
 def conversations(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[list[Message], list[Tool]]:
-    """A question, perhaps an answer and another question, perhaps a call and its result."""
+    """Draw a question, perhaps an answer and another question, perhaps a call and its result."""
     some = texts.filter(bool)
     messages, tools = [Message("user", draw(texts))], list[Tool]()
     if draw(st.booleans()):
@@ -80,7 +80,7 @@ def conversations(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[list[
 
 
 def shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates take them."""
+    """Return messages as chat templates take them."""
     return list(map(_shown, messages))
 
 
@@ -103,7 +103,7 @@ def _shown(message: Message) -> dict[str, Any]:
 
 
 def written(tokenizer: HfTokenizer, messages: Sequence[Message], tools: Sequence[Tool], *, tokenize: bool) -> Any:
-    """What transformers makes of a conversation."""
+    """Return the text, or the tokens, that transformers makes of a conversation."""
     return tokenizer.inner.apply_chat_template(
         shown(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
     )
@@ -114,7 +114,7 @@ def controls(tokenizer: HfTokenizer, tokens: Sequence[int]) -> list[int]:
 
 
 def neutral(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], list[Tool]]:
-    """The same conversation with an `x` for each text."""
+    """Return a conversation with an `x` in place of each text."""
 
     def x(text: str) -> str:
         return "x" if text else ""
@@ -134,13 +134,13 @@ def neutral(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Me
 
 
 def text_of(tokenizer: HfTokenizer, tokens: Sequence[int], name: str) -> str:
-    """All of it; what Mistral's decoder drops or adds around control tokens left out."""
+    """Return the text of tokens, without the spaces that Mistral's decoder drops or adds around control tokens."""
     text = str(tokenizer.inner.decode(list(tokens)))
     return text.replace(" ", "") if name == "mistral" else text
 
 
 def expected(text: str, name: str) -> str:
-    """As `text_of` has it: Qwen normalizes."""
+    """Return a text as `text_of` returns it after encoding: Qwen's tokenizer normalizes text."""
     if name == "qwen":
         return unicodedata.normalize("NFC", text)
     return text.replace(" ", "").replace("▁", "") if name == "mistral" else text
@@ -266,7 +266,7 @@ DECIDING = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""Asks what texts hold of its own marks, those that it has written itself too."""
+"""A template that searches texts for its own control tokens, also in text that it has written itself."""
 
 
 @given(data=st.data())
@@ -332,7 +332,7 @@ def test_a_word_that_was_added_to_the_vocabulary_stays_one(tmp_path: Path) -> No
 
 
 def surrogates() -> Iterator[tuple[list[Message], list[Tool]]]:
-    """One in each place of a conversation."""
+    """Yield conversations with a lone surrogate in each possible place."""
     bad = "a\ud800"
     yield [Message("user", bad)], []
     yield [Message(bad, "a")], []

@@ -48,7 +48,7 @@ LEASE = Lease(1, Task(42, 7, 0, seed=5, kind="game"), min_version=3)
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character; a follow-up says whether the model had stopped."""
+    """A tokenizer of characters. A later observation begins with `|` if the model ended its response, else with `/`."""
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in text_of(observation)]
@@ -68,7 +68,7 @@ def text_of(observation: Any) -> str:
 
 
 class Script:
-    """A proxy that gives one completion after the other, half a second a token, the tokens told one by one."""
+    """A proxy that gives one completion after another. Each token takes half a second and is reported when it comes."""
 
     def __init__(self, *completions: Completion | Exception) -> None:
         self._completions = list(completions)
@@ -87,14 +87,14 @@ class Script:
 
 
 def say(text: str, *versions: tuple[int, int], stop: bool = True) -> Completion:
-    """A response with log-probs that tell its tokens apart; all of version 3 unless told otherwise."""
+    """Return a response with a different log-prob for each token, all of version 3 unless `versions` are given."""
     tokens = [ord(c) for c in text] + ([EOS] if stop else [])
     runs = [VersionRun(*run) for run in versions] or [VersionRun(3, len(tokens))]
     return Completion(tokens, [-token / 1000 for token in tokens], runs, "stop" if stop else "length")
 
 
 class Env:
-    """Answers each action by the next of its results; sleeps and counts."""
+    """An environment that returns one result after another; it sleeps in each method and counts calls."""
 
     def __init__(self, *results: Any, first: Any = "start", seconds: float = 2.0) -> None:
         self._results = list(results)
@@ -434,7 +434,7 @@ def test_a_first_observation_without_room_for_an_answer_is_too_long() -> None:
 
 
 class UnspeakableError(Exception):
-    """Cannot say what is wrong."""
+    """An error whose message raises."""
 
     def __str__(self) -> str:
         raise ValueError
@@ -532,7 +532,7 @@ def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
 
 
 class Branching(Env):
-    """Goes on where it is told, after each response, and keeps what it could have."""
+    """An environment that goes on at given places after its steps, and records the room that it had."""
 
     def __init__(self, *results: Any, places: Sequence[tuple[int, int]]) -> None:
         super().__init__(*results)
@@ -585,7 +585,7 @@ def test_what_all_branches_hold_together_is_bounded_too() -> None:
 
 
 class HalfBlocking(Env):
-    """One of its methods is no coroutine."""
+    """An environment with one method that is not a coroutine."""
 
     def step(self, action: str) -> Any:
         return end(1.0)
@@ -601,7 +601,7 @@ def test_an_environment_that_is_asynchronous_in_part_is_told_so() -> None:
 
 
 class Broken(Env):
-    """Cannot be closed."""
+    """An environment that cannot be closed."""
 
     async def close(self) -> None:
         await super().close()
@@ -623,7 +623,7 @@ def test_an_environment_that_cannot_be_closed_does_not_hide_the_first_error() ->
 
 
 class Hanging(Env):
-    """Never returns from one of its methods."""
+    """An environment that never returns from one of its methods."""
 
     def __init__(self, where: str, *results: Any) -> None:
         super().__init__(*results)
@@ -712,7 +712,7 @@ def test_closing_has_its_own_deadline_beside_that_of_the_episode() -> None:
 
 
 class Counting(FreePhases):
-    """Counts who is there, and waits a little, so that there is an await in each phase."""
+    """Phases that count the episodes inside, and sleep, so that each phase has an await."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -769,7 +769,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
     results: dict[int, Trajectory | Failure] = {}
 
     class Echo:
-        """A proxy that says the last character of the prompt, and takes longer for later tasks."""
+        """A proxy that answers with the last character of the prompt, and takes longer for later tasks."""
 
         async def generate(self, request: ResponseRequest) -> Completion:
             await anyio.sleep(request.task_id)
@@ -801,7 +801,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
 
 
 class Argued(CharTokenizer):
-    """Shows the arguments of its template before all else."""
+    """A tokenizer that shows the arguments of its chat template before the first observation."""
 
     def __init__(self, shown: str = "") -> None:
         self._shown = shown

@@ -1,4 +1,4 @@
-"""Lock-step and group barriers: who may go on, under random interleavings, and what a waiting episode sees."""
+"""Lock-step and group barriers: which episodes may continue, under random interleavings of many episodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_switches_choose_the_phases(switches: dict[str, bool], expected: typ
 
 
 class Crowd:
-    """Episodes that do what a rule lets them: each resets, then generates and steps by turns until it leaves."""
+    """Episodes under a rule: each resets, then generates and steps by turns until it leaves."""
 
     def __init__(self, rule: PhaseRule) -> None:
         self.rule = rule
@@ -50,7 +50,7 @@ class Crowd:
         self.responses: dict[int, int] = {}
 
     def finish(self, episode: int) -> None:
-        """The episode ends what it is doing."""
+        """Let an episode finish its reset, response or step."""
         if self.doing[episode] == "generate":
             self.doing[episode] = "wait to step"
             self.responses[episode] += 1
@@ -122,7 +122,7 @@ def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data:
 async def live(
     room: FreePhases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]
 ) -> None:
-    """An episode of sleeps: seconds to generate and to step, per turn. It ends by way of a task group, as real ones."""
+    """Play an episode that only sleeps: for each turn, seconds to generate and to step. It ends in a task group."""
     room.enter(me)
     try:
         async with anyio.create_task_group():
@@ -147,7 +147,7 @@ episodes = st.lists(
     min_size=1,
     max_size=6,
 )
-"""Per episode: when it enters, what its turns take, and after how long it is cancelled: many of them together."""
+"""Plans of several episodes: for each, when it enters, how long its turns take, and when it is cancelled."""
 
 
 def play(

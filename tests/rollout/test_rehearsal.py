@@ -16,7 +16,7 @@ from flash.types import Trajectory
 from tests.rollout.test_episode import SETTINGS, CharTokenizer
 
 ALWAYS = 1000
-"""More problems than are tried."""
+"""A number of problems that is larger than the number that are tried."""
 
 
 class Stage:

@@ -1,7 +1,8 @@
-"""What follows a response: appended tokens equal the chat template of the whole conversation."""
+"""Tokenizers: tokens appended behind a response equal the chat template of the whole conversation."""
 
 from __future__ import annotations
 
+import random
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import KEPT_PROMPTS, HfTokenizer
-from flash.types import Message
+from flash.rollout.episode.transcript import min_tokens
+from flash.types import Message, ToolCall
+from tests.envs.forms import FORMS
 
 LOOP = "{% for m in messages %}"
 REASONING = """\
@@ -28,30 +31,30 @@ REASONING = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-"""As Qwen3's: markers around each message, the reasoning of earlier answers cut out."""
+"""A template like Qwen3's: it writes marks around each message, and leaves out the reasoning of earlier answers."""
 ALTERNATING = (
     "{{ '<s>' }}" + LOOP + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
     "{% if m.role == 'user' %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content.strip() + ' </s>' }}{% endif %}{% endfor %}"
 )
-"""As Llama 2's: white space before the end of turn, and a user must speak first."""
+"""A template like Llama 2's: it writes white space before the end of a turn, and wants a user to speak first."""
 OTHER_END = (
     LOOP + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content }}"
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""As Gemma's: the end of a turn is not the tokenizer's end of text."""
+"""A template like Gemma's: the end of a turn is not the tokenizer's end of text."""
 UNENDED = (
     LOOP
     + "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Nothing ends a turn but the beginning of the next one."""
+"""A template in which only the beginning of the next turn ends a turn."""
 BASE = (
     LOOP + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '(no)' }}{% endif %}{% endif %}"
 )
-"""As a base model's: turns end with another token than texts do. An argument has the answer begin differently."""
+"""A template for a base model: the end of a turn is not the end of text. An argument changes how an answer begins."""
 HIDING = LOOP + "{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>"]
 
@@ -60,7 +63,7 @@ Make = Callable[..., HfTokenizer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Makes a tokenizer of single characters with a chat template."""
+    """Return a function that makes a tokenizer of single characters with a chat template."""
 
     def made(template: str | None, eos: str = "<|im_end|>") -> HfTokenizer:
         vocabulary = {token: number for number, token in enumerate([*string.printable, *SPECIAL, "<eos>"])}
@@ -82,7 +85,7 @@ def user(text: str) -> Message:
 
 
 def whole(tokenizer: HfTokenizer, messages: Sequence[Message], *, prompting: bool = True) -> list[int]:
-    """The template of the whole conversation, tokenized at once."""
+    """Return the tokens that transformers makes of the whole conversation at once."""
     shown = [{"role": m.role, "content": m.content} for m in messages]
     rendered: Any = tokenizer.inner.apply_chat_template(
         shown, add_generation_prompt=prompting, tokenize=True, return_dict=False
@@ -91,7 +94,7 @@ def whole(tokenizer: HfTokenizer, messages: Sequence[Message], *, prompting: boo
 
 
 def sampled(tokenizer: HfTokenizer, text: str, end: str) -> list[int]:
-    """A response that the model ended."""
+    """Return the tokens of a response that the model ended with `end`."""
     return tokenizer.inner.encode(text + end, add_special_tokens=False)
 
 
@@ -331,3 +334,30 @@ def test_a_models_generation_config_is_told_the_ends_that_it_does_not_name(make:
     assert tokenizer.missing_ends() == "", "the model is still to be made"
     GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path / "model")
     assert "ends turns with '<|im_end|>', which the model's generation_config does not name" in tokenizer.missing_ends()
+
+
+# -- bounds on tokens, with which an observation that is too long is refused without being rendered -------------------
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_conversation_has_fewer_tokens_than_its_bound(name: str, tmp_path: Path) -> None:
+    tokenizer, rng, shown = HfTokenizer(ModelConfig(path=FORMS[name].save(tmp_path))), random.Random(name), 0
+    for _ in range(300):
+        messages = [Message("user", "")]
+        for _ in range(rng.randrange(30)):
+            role = rng.choice(["user", "assistant", "system", "tool"])
+            calls = (ToolCall("123456789", "f", "{}"),) if role == "assistant" and rng.random() < 0.3 else ()
+            messages.append(Message(role, rng.choice(["", "a"]), "", calls, "123456789" * (role == "tool")))
+        try:
+            tokens = len(tokenizer.render(messages))
+        except EnvError:
+            continue
+        shown += 1
+        assert min_tokens(messages, (), tokenizer.min_message_tokens) <= tokens
+    assert shown > 5
+
+
+def test_the_bound_of_countless_short_messages_is_near_the_truth(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer(ModelConfig(path=FORMS["qwen"].save(tmp_path)))
+    messages = [Message("user", "a")] * 500
+    assert min_tokens(messages, (), tokenizer.min_message_tokens) > 0.8 * len(tokenizer.render(messages))

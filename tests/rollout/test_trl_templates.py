@@ -42,7 +42,7 @@ CONTROL = re.compile(
 )
 """Control tokens, as templates write them."""
 SHOWN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
-"""Control tokens that are no special ones."""
+"""Control tokens that are not special tokens."""
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
     "deepseek": "<｜end▁of▁sentence｜>",
@@ -99,7 +99,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def thought(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """The message with its reasoning by each name that a template may have for it."""
+    """Return a message with its reasoning under each key that a template may read."""
     return {**message, "reasoning_content": text, "reasoning": text, "thinking": text}
 
 
@@ -138,7 +138,7 @@ def of(table: dict[str, str], name: str) -> str | None:
 
 
 def made(name: str, folder: Path) -> HfTokenizer:
-    """A tokenizer with this template."""
+    """Return a tokenizer with this template."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
@@ -155,7 +155,7 @@ def made(name: str, folder: Path) -> HfTokenizer:
 
 
 def manners(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The conversation in the forms that people write for one or the other template."""
+    """Yield a conversation in the forms that different templates expect."""
     for parts, silent, as_text in product((False, True), ("", None), (False, True)):
         shown: list[dict[str, Any]] = []
         for message in messages:
@@ -174,7 +174,7 @@ def manners(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]
 
 
 def rendered(tokenizer: HfTokenizer, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> list[int]:
-    """What transformers makes of a conversation, in the first form that the template shows most of."""
+    """Return the tokens that transformers makes of a conversation, in the first form of which it shows most."""
     best = ""
     for shown in manners(messages):
         try:
@@ -188,12 +188,12 @@ def rendered(tokenizer: HfTokenizer, messages: Sequence[dict[str, Any]], tools: 
 
 
 def outcome(tokenizer: HfTokenizer, case: str) -> str:
-    """`equal`, `told` with the part that a warning names, or `refused` with the reason.
+    """Return `equal`, `told` with the part that a warning names, or `refused` with the reason.
 
     `moved`: equal, but an episode keeps its turns in the order in which they were said, and the template does not.
 
     Raises:
-        AssertionError: neither of these: the model is shown, or learns, something else in silence.
+        AssertionError: something else is shown or learned, without a warning or an error.
     """
     conversation, tools = CASES[case]
     messages = messages_of(msgspec.convert(conversation, list[Spoken]))
@@ -243,7 +243,7 @@ def outcome(tokenizer: HfTokenizer, case: str) -> str:
 
 
 def reason(text: str) -> str:
-    """The part of a message that names the reason."""
+    """Return the part of a message that names the reason."""
     text = re.sub(r"the chat template of \S+ ", "", text)
     return re.split(r", so that|; |, where|: it is", text)[0]
 

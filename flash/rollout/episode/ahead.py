@@ -10,9 +10,9 @@ Conservation: every token that is sampled ahead is in a response that the episod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -26,39 +26,17 @@ from flash.types import Completion, Observation
 
 _T = TypeVar("_T")
 
+NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
+"""Makes the next request of an episode from its prompt, its most new tokens, the texts that end it, and the function
+that gets its new tokens. Requests are numbered in the order in which they are made."""
 
-class NewRequest(Protocol):
-    """Makes the next request of an episode. Requests are numbered in the order in which they are made."""
-
-    def __call__(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        stop: tuple[str, ...],
-        on_tokens: Callable[[Sequence[int]], None],
-    ) -> ResponseRequest: ...
+SampleResponse = Callable[[ResponseRequest, Callable[[int], None]], Awaitable[Completion]]
+"""Sends a request to the engines and returns the response. Calls the function with the number of new tokens as they
+come; the sum is the length of the response."""
 
 
-class SampleAhead(Protocol):
-    """Sends a request to the engines and returns its response.
-
-    Calls `count` with the number of new tokens as they come; the sum is the length of the response.
-    """
-
-    async def __call__(self, request: ResponseRequest, count: Callable[[int], None]) -> Completion: ...
-
-
-class SampledTokens(Protocol):
-    """Token counts of an episode."""
-
-    tokens: int
-    """Sampled tokens that the episode has or may still take."""
-    lost: int
-    """Sampled tokens that the episode will not take."""
-
-
-class ResponseAhead:
-    """One response that is sampled ahead, and its state."""
+class ExpectedResponse:
+    """A response that is sampled ahead, finished or not."""
 
     def __init__(self, name: str, request: ResponseRequest, start: float) -> None:
         self.name = name
@@ -72,15 +50,6 @@ class ResponseAhead:
         """The response, or the reason why there is none. None until `finished`."""
 
 
-class RenderedObservation(NamedTuple):
-    """A large observation that was rendered ahead, and the place that it follows."""
-
-    branch: int
-    responses: int
-    observation: Observation
-    tokens: list[int]
-
-
 class ResponsesAhead:
     """The responses that one episode samples ahead.
 
@@ -88,8 +57,7 @@ class ResponsesAhead:
         transcript: the transcript of the episode.
         rendering: held while a thread renders a large observation; all episodes of the node share it.
         new_request: makes requests of the episode.
-        sample: sends a request to the engines.
-        progress: token counts of the episode.
+        sample: sends a request to the engines and returns the response.
         tasks: runs the tasks that sample ahead; cancelled when the episode ends.
         now: Unix seconds on the loop's clock.
     """
@@ -99,8 +67,7 @@ class ResponsesAhead:
         transcript: Transcript,
         rendering: anyio.Lock,
         new_request: NewRequest,
-        sample: SampleAhead,
-        progress: SampledTokens,
+        sample: SampleResponse,
         tasks: TaskGroup,
         *,
         now: Callable[[], float],
@@ -109,15 +76,14 @@ class ResponsesAhead:
         self._rendering = rendering
         self._new_request = new_request
         self._sample = sample
-        self._progress = progress
         self._tasks = tasks
         self._now = now
-        self._responses: list[ResponseAhead] = []
+        self._responses: list[ExpectedResponse] = []
         """Responses that the episode has not come to yet."""
         self._to_render: set[str] = set()
         """Names of large observations that are still to be rendered, until the episode comes to them."""
-        self._rendered: dict[str, RenderedObservation] = {}
-        """Large observations that were rendered ahead, by name."""
+        self._rendered: dict[str, tuple[Expected, list[int]]] = {}
+        """Large observations that were rendered ahead, with their tokens, by name."""
         self._one_at_a_time = anyio.Lock()
         """Held while a large observation of this episode is rendered, or waits for `rendering`: other episodes of the
         node get that lock between two observations of this one."""
@@ -148,9 +114,7 @@ class ResponsesAhead:
                 # The tokenizer keeps the tokens of first observations; those of later ones are kept here.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position
-                    self._rendered[expected.name] = RenderedObservation(
-                        expected.branch, responses, expected.observation, prompt[position:]
-                    )
+                    self._rendered[expected.name] = expected, prompt[position:]
                 if expected.name in self._to_render:
                     self._request(expected, prompt, format)
 
@@ -190,11 +154,11 @@ class ResponsesAhead:
             on_tokens = format.start_reading(prompt, calling=expected.calling).forward_to(expected.hear)
         max_new_tokens = min(limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
         request = self._new_request(prompt, max_new_tokens, expected.stop, on_tokens)
-        response = ResponseAhead(expected.name, request, self._now())
+        response = ExpectedResponse(expected.name, request, self._now())
         self._responses.append(response)
         self._tasks.start_soon(self._fetch, response)
 
-    async def _fetch(self, response: ResponseAhead) -> None:
+    async def _fetch(self, response: ExpectedResponse) -> None:
         """Sample a response, and keep it or the reason why there is none."""
 
         def count(tokens: int) -> None:
@@ -212,12 +176,13 @@ class ResponsesAhead:
 
     def take_rendered(self, name: str, branch: int, responses: int, observation: Observation) -> list[int] | None:
         """Return the tokens of a large observation that was rendered ahead for this place; None if it was not."""
-        rendered = self._rendered.pop(name, None)
-        if rendered is None or rendered[:3] != (branch, responses, observation):
+        if name not in self._rendered:
             return None
-        return rendered.tokens
+        expected, tokens = self._rendered.pop(name)
+        is_same = (expected.branch, expected.responses, expected.observation) == (branch, responses, observation)
+        return tokens if is_same else None
 
-    def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ResponseAhead | None:
+    def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
         """Return the response of this name that is sampled ahead for just this request, if there is one."""
         wanted = (prompt, max_new_tokens, stop)
         for response in self._responses:
@@ -226,7 +191,7 @@ class ResponsesAhead:
                 return response
         return None
 
-    async def take(self, response: ResponseAhead) -> Completion:
+    async def take(self, response: ExpectedResponse) -> Completion:
         """Wait until a response that `find` returned is complete, and return it.
 
         Raises:
@@ -239,12 +204,11 @@ class ResponsesAhead:
         assert response.outcome is not None
         return response.outcome
 
-    def drop(self) -> None:
-        """Forget the responses that the episode never came to: their tokens count as lost."""
-        for response in self._responses:
-            self._progress.tokens -= response.tokens
-            self._progress.lost += response.tokens
+    def drop(self) -> int:
+        """Forget the responses that the episode never came to. Return the number of their tokens, which are lost."""
+        tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()
+        return tokens
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:

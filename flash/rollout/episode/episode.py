@@ -329,13 +329,13 @@ class Episode:
             return
         async with unwrapped_group() as tasks:
             sample = partial(self._sample, state)
-            ahead = ResponsesAhead(
-                state.transcript, self._rendering, state.new_request, sample, state.progress, tasks, now=self._now
-            )
+            ahead = ResponsesAhead(state.transcript, self._rendering, state.new_request, sample, tasks, now=self._now)
             state.transcript.ahead = ahead
             yield
             tasks.cancel_scope.cancel()
-        ahead.drop()
+        dropped = ahead.drop()
+        state.progress.tokens -= dropped
+        state.progress.lost += dropped
 
 
 class _EpisodeState:
@@ -350,7 +350,7 @@ class _EpisodeState:
         self.transcript = transcript
         self.settings = settings
         self.outcome = Outcome.CANCELLED
-        """How the episode has ended; meaningful once it has."""
+        """Outcome of the episode, once it has ended."""
         self.scope = anyio.CancelScope()
         """Scope that has the episode's deadline."""
         self.context = copy_context()

@@ -1,7 +1,7 @@
-"""A first turn played without an engine: what is always wrong about an environment shows before one starts.
+"""Rehearsal: one turn is played before any engine starts, so that a broken environment is found within seconds.
 
-The real episode runs, with its deadlines and its checks, on a response that needs no model. What fails now and then is
-none of its business: a problem that plays is enough.
+The real `Episode` runs, with its deadlines and its checks, on a response that needs no model. One problem that can be
+played is enough: an environment that only fails now and then does not stop a run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from flash.samples.tasks import SEED_STRIDE
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3
-"""Problems of which one must play: an environment that fails half of the time passes nine times in ten or so."""
+"""Problems that are tried, of which one must be played. An environment that fails for half of them passes in seven of
+eight runs."""
 
 
 class Echo:
-    """A `Responder` that answers at once, with the last token that it was shown."""
+    """A `Responder` that answers at once with the last token of the prompt."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
         last = request.prompt[-1:]
@@ -41,10 +42,10 @@ async def rehearse(
     run_seed: int,
     now: Callable[[], float],
 ) -> Trajectory:
-    """Reset, one step, close: of the first training problem, or of the next ones where that fails.
+    """Play one turn of the first training problem, or of the next ones if that fails, and return its trajectory.
 
     Raises:
-        ConfigError: PROBLEMS of them failed, with the last one's reason.
+        ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
     """
     episode = Episode(
         make_env, tokenizer, Echo(), msgspec.structs.replace(settings, max_turns=1), FreePhases(), now=now

@@ -79,7 +79,7 @@ class ResponseEnd(NamedTuple):
 
 
 class BranchFormat(NamedTuple):
-    """How all observations of a branch are rendered."""
+    """The form in which all observations of a branch are rendered."""
 
     chat: bool
     """True for chat messages, False for plain text."""
@@ -99,7 +99,7 @@ class BranchFormat(NamedTuple):
 
 
 class Branch:
-    """One sequence of tokens.
+    """A sequence of tokens that only grows.
 
     Args:
         tokens: tokens copied from another branch.

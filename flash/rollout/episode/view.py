@@ -13,7 +13,7 @@ import anyio
 
 from flash.environment.interface import Expected, Said, Spoken
 from flash.rollout.engine import ResponseRequest, ignore_tokens
-from flash.rollout.episode.ahead import NewRequest, ResponseAhead, ResponsesAhead, in_thread
+from flash.rollout.episode.ahead import ExpectedResponse, NewRequest, ResponsesAhead, in_thread
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import Branch, EpisodeLimits, Transcript
 from flash.sampling import Sampling
@@ -120,7 +120,7 @@ class TranscriptView(Transcript):
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def find_ahead(self) -> ResponseAhead | None:
+    def find_ahead(self) -> ExpectedResponse | None:
         """Return the response that is sampled ahead for the next request, if there is one.
 
         If there is one, the options that the environment has set for the next response are used up.
