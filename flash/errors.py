@@ -7,6 +7,7 @@
     ├── RecordingError       recorded batches are missing or damaged
     ├── RequeueError         SLURM requeues the job, and it gets nowhere
     ├── WeightsError         a published version is damaged or was loaded wrongly
+    │   └── VersionGoneError   the trainer does not hold the version any more
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
     │   ├── PromptTooLongError  a prompt leaves no room for an answer
@@ -82,6 +83,10 @@ class RequeueError(FlashError):
 
 class WeightsError(FlashError):
     """A weight version failed its checksum or its canary."""
+
+
+class VersionGoneError(WeightsError):
+    """A worker of an engine requested a version so late that the trainer holds newer ones only."""
 
 
 class ContractError(FlashError):

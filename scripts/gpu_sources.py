@@ -30,7 +30,7 @@ CALLERS = ("flash/foreign/vllm.py", "flash/foreign/vllm_worker.py", "flash/forei
 """Where all calls into vLLM are."""
 COMMON = ("get", "parse", "record")
 """Names of methods that others have too: their calls are told apart by nothing that can be read."""
-OVERRIDING = (*CALLERS, "flash/weights/tcp_engine.py")
+OVERRIDING = (*CALLERS, "flash/weights/worker.py")
 FIELDS = {
     "vllm.distributed.weight_transfer.nccl_common:NCCLWeightTransferInitInfo": (
         *("master_address", "master_port", "rank_offset", "world_size", "packed"),

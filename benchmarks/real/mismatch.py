@@ -131,10 +131,10 @@ async def load_own_weights(engine: Any, config: Config) -> None:
 
     from flash.trainer.model.model import load_model
     from flash.types import Canary, Published
-    from flash.weights.tcp import TcpPublisher
+    from flash.weights.publisher import HostPublisher
 
     model, told = load_model(config.model), list[bytes]()
-    publisher = TcpPublisher(0, "127.0.0.1", getattr(torch, config.model.dtype), 60, 600)
+    publisher = HostPublisher(0, "127.0.0.1", getattr(torch, config.model.dtype), 60, 600)
     try:
         publisher.publish(0, model.named_parameters(), told.append)
         canary = Canary([0, 1], [-1.0], tolerance=1e9)
@@ -326,7 +326,7 @@ def canary_in(dtype: str, count: int) -> list[Row]:
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.canary import CanaryMaker, draw_canary
     from flash.trainer.model.model import load_model, shard_model
-    from flash.weights.fingerprint import Fingerprint
+    from flash.weights.image import Fingerprint
 
     config = config_for(dtype, "float32")
     engine = load_model(config.model).to(getattr(torch, dtype)).eval()

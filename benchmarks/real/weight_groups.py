@@ -34,17 +34,17 @@ def work(orders: Connection, backend: str) -> None:
     """A worker's process: it pulls what it is told, and dies in the middle where it is told so."""
     import torch
 
-    from flash.weights.member import Member
-    from flash.weights.tcp import TcpSource, pull
+    from flash.weights.broadcast import BroadcastReceiver
+    from flash.weights.tcp import WeightSource, pull
 
     if backend == "nccl":
         torch.cuda.set_device(1)  # the first is the trainer's
-    member = Member(torch.device("cuda", 1) if backend == "nccl" else torch.device("cpu"))
+    member = BroadcastReceiver(torch.device("cuda", 1) if backend == "nccl" else torch.device("cpu"))
     receive = None if backend == "tcp" else member.receive
     while (order := orders.recv()) is not None:
         source, fatal = order
         taken = 0
-        for _ in pull(TcpSource(**source), receive):
+        for _ in pull(WeightSource(**source), receive):
             taken += 1
             if taken == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +57,7 @@ class Workers:
 
     def __init__(self, backend: str) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "flash.weights.member"])
+        self._context.set_forkserver_preload(["torch", "flash.weights.broadcast"])
         self._backend = backend
         self.there: list[tuple[Any, Connection]] = []
 
@@ -100,11 +100,11 @@ def trainer(backend: Literal["gloo", "nccl", "tcp"]) -> Generator[Any]:
     """A publisher as rank 0 of a run has it."""
     import torch
 
-    from flash.weights.group import GroupServer
-    from flash.weights.tcp import TcpPublisher
+    from flash.weights.broadcast import BroadcastServer
+    from flash.weights.publisher import HostPublisher
 
-    serve = None if backend == "tcp" else partial(GroupServer, backend)
-    publisher = TcpPublisher(0, "127.0.0.1", torch.float32, TIMEOUT_S, TIMEOUT_S, serve)
+    serve = None if backend == "tcp" else partial(BroadcastServer, backend)
+    publisher = HostPublisher(0, "127.0.0.1", torch.float32, TIMEOUT_S, TIMEOUT_S, serve)
     try:
         yield publisher
     finally:
@@ -115,7 +115,7 @@ def publish(publisher: Any, version: int, layers: int) -> dict[str, Any]:
     """A version of other weights than the last; what announces it."""
     import torch
 
-    from flash.weights.update import decode_update
+    from flash.weights.versions import decode_update
 
     announced: list[bytes] = []
     tensors = ((f"layer {at}", torch.full((WIDTH, WIDTH), version + at / 64)) for at in range(layers))

@@ -116,6 +116,7 @@ TOUCHED_BY_WORKERS = (
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.v1.worker.gpu_worker:Worker.device",
     "vllm.v1.worker.gpu_worker:Worker.get_model",
+    "vllm.v1.worker.gpu_worker:Worker.weight_transfer_engine",
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy",
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager",
     "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
@@ -351,11 +352,19 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
-) -> str | None:
-    """Load new weights while paused, or, with a number, an adapter; tokens sampled from then on carry the label.
+) -> dict[str, str] | None:
+    """Load new weights while paused, or a LoRA adapter. Tokens sampled from then on carry `label`.
 
-    Adapters that are dropped leave. Returns the first worker's reason why our receiver could not, in which case there
-    is no new label.
+    Args:
+        llm: the AsyncLLM.
+        update_info: where the workers get the version.
+        label: label of the version.
+        adapter: number of the adapter to load; 0 to load the model's weights.
+        dropped: numbers of adapters that are removed.
+
+    Returns:
+        None if all workers have loaded the version. Otherwise the failure that the first of them reported
+        (`flash.weights.versions.LoadFailure`, as plain data), and the label is not set.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

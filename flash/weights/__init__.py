@@ -1,6 +1,20 @@
-"""Versions of the weights on their way from the trainer to the engines, and the proof that they arrived.
+"""The way of a weight version from the trainer to the engines, and the proof that it arrived.
 
-`publisher` is the way in, `update` says what it announces; `tcp`, `group` (with `membership`) and `ipc` are its
-backends. `plugin`, `tcp_engine`, `member` and `worker_extension` run in vLLM's processes. `verification` is what a
-loaded engine is held to.
+    trainer ranks                      hub                  node loop and engine workers
+    publisher.publish ── Published ──► Hub ── Published ──► VLLMEngine.load: pause, then in each worker:
+        └─ image: copies, checksums ────── bytes ─────────► worker.WeightReceiver.receive_weights
+                                                            resume, versions.LoadedWeights.check, check_canary
+                                       Hub ◄──────────────── acknowledge
+
+    backend     how bytes go                                          classes
+    tcp         each worker pulls from rank 0 over its connection     tcp.WeightServer → tcp.TcpReceiver
+    nccl, gloo  rank 0 broadcasts to the workers that request it      broadcast.BroadcastServer → BroadcastReceiver
+    ipc         workers open copies on the shared GPU                 publisher.IpcPublisher → vLLM's own receiver
+
+Law: a version is immutable (`image`, `publisher`), carries checksums (`image`), is acknowledged by every engine before
+the next one is announced (`flash.hub.fleet`), and is checked by the canary (`versions`). A worker that cannot load a
+version reports a typed `versions.LoadFailure`.
+
+Security: workers and trainer prove a token to each other, received sizes are bounded before memory is allocated, and
+nothing that arrives is unpickled (`tcp`); ipc's handles are the exception (`publisher.IpcPublisher`).
 """

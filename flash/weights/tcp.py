@@ -1,15 +1,21 @@
-"""The tcp backend: the trainer serves immutable host copies of a version, engine workers pull them.
+"""Backend tcp: the trainer's rank 0 serves host copies of a version (`WeightServer`), and workers `pull` them.
 
-Wire, all integers big-endian. Both sides prove that they know the token before anything else is said
-(`flash.transport.auth`, where the trainer is the server):
+Wire, integers big-endian; first both sides prove the run's token (`flash.transport.auth`; the trainer is the server):
 
-    worker → trainer   version, and the digest of the one that it holds, 0 for none
-    trainer → worker   reply: an error, or the manifest, and whether changes of that one follow
-    trainer → worker   the tensors' bytes, in the manifest's order; where changes follow, before each tensor how many of
-                       its elements have changed, and then their places and bits; −1: all its bytes
+    worker → trainer   version, and the digest of the version that the worker holds, 0 for none
+    trainer → worker   PullReply: an error, or the manifest, and whether changes of the held version follow
+    trainer → worker   the tensors' bytes, in the manifest's order. Where changes follow: for each tensor the number of
+                       changed elements, then their places and their bit patterns; or −1, then all bytes
 
-The announcement carries the manifest's digest, and the manifest each tensor's crc32: what is loaded is what was
-published.
+Checksums: the announcement has the manifest's SHA-256, the manifest each tensor's CRC-32. So the loaded bytes are the
+published ones.
+
+Who waits for whom: the trainer waits for no worker, as each connection has a thread of its own. A worker waits for the
+trainer, and gives up after `timeout_s` seconds of silence. A worker that dies ends its own connection only. A late
+joiner pulls a version as any other worker does, while it is one of the two newest; otherwise it gets VersionGoneError.
+
+Security: `AuthenticatedListener` bounds connections without a proof. Lengths are checked before memory is allocated
+(`receive_message`, `_receive_tensor`); nothing is unpickled. `flash.weights.broadcast` builds on this module.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import hashlib
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,147 +35,79 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from flash.errors import DeadlineError, TransportError, WeightsError
-from flash.transport.auth import blocking_handshake, client_handshake, new_token
-from flash.weights.changes import Changes, empty_changes, find_changes, put_changes
-from flash.weights.fingerprint import Fingerprint
-from flash.weights.listener import WeightsListener
-from flash.weights.staging import VERSIONS_KEPT, Announce, NamedTensors, dtype_name, stage
-from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, encode_update
+from flash.errors import DeadlineError, TransportError, VersionGoneError, WeightsError
+from flash.transport.auth import blocking_handshake, client_handshake, new_token, server_handshake
+from flash.transport.server import PAUSE_S, LimitedLog
+from flash.weights.image import (
+    VERSIONS_KEPT,
+    Changes,
+    TensorMeta,
+    WeightImage,
+    apply_changes,
+    empty_changes,
+    find_changes,
+    tensor_bytes,
+)
 
 CHUNK_BYTES = 4 << 20
-"""Bytes per send and receive: each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
+"""Bytes per send and receive. Each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
 WORKER_NAME = "engine worker"
-"""What a worker calls itself when it proves the token."""
-MAX_MANIFEST_BYTES = 256 << 20
-"""Longest reply a worker accepts."""
-ASKED, COUNT = struct.Struct("!q32s"), struct.Struct("!q")
-"""What a worker asks with, and what stands before a tensor's changes."""
-NOTHING = bytes(32)
-"""The digest of a worker that holds no version."""
+"""Name that workers give when they prove the token."""
+MAX_MESSAGE_BYTES = 256 << 20
+"""Longest message that a worker accepts: a manifest."""
+PULL_REQUEST = struct.Struct("!q32s")
+"""A worker's request: a version, and the SHA-256 digest of the version that it holds."""
+CHANGE_COUNT = struct.Struct("!q")
+"""Number before a tensor's changes; −1 if all its bytes follow."""
+NO_DIGEST = bytes(32)
+"""Digest that a worker sends if it holds no version."""
+MAX_UNPROVEN = 64
+"""Unproven connections at a time. Each of them holds a thread."""
+LINES_LOGGED = 20
+"""Ended connections that are logged in a minute."""
 
-WordT = TypeVar("WordT")
-
-
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One line of the manifest."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    nbytes: int
-    crc32: int
-    """0: of a backend that does not look at it."""
+MessageT = TypeVar("MessageT")
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """The trainer's answer to a worker that proved the token."""
+class PullReply(msgspec.Struct, frozen=True):
+    """The trainer's answer to a worker's request."""
 
     error: str | None = None
+    """Message if the trainer does not hold the version any more."""
     manifest: bytes = b""
     changes: bool = False
+    """True if changes of the version that the worker holds follow, instead of whole tensors."""
 
 
-_REPLIES = msgspec.msgpack.Decoder(Reply)
+_REPLIES = msgspec.msgpack.Decoder(PullReply)
 
 
 @dataclass
-class TcpSource:
-    """Where a worker finds a version: what the announcement holds."""
+class WeightSource:
+    """Place at which a worker finds a version. Travels in the announcement (`UpdateInfo.update`)."""
 
     host: str
     port: int
     token: str
-    """Hexadecimal."""
+    """Secret that both sides prove, hexadecimal."""
     version: int
     digest: str
     """SHA-256 of the manifest, hexadecimal."""
     timeout_s: float
     """Longest silence of the other side, in seconds."""
     backend: str = "tcp"
+    """Backend of the trainer: tcp, gloo or nccl."""
     fingerprint: list[int] = field(default_factory=list[int])
-    """Of all tensors, for a backend that holds what arrives to it."""
+    """Fingerprint of all tensors, which the broadcast backends compare."""
     deltas: bool = False
-    """Whether workers are to keep the version, as the next one is sent as its changes."""
+    """True if workers have to keep the version, because the next one is sent as changes of it."""
 
 
-Receive = Callable[[socket.socket, TcpSource], Iterator[tuple[str, torch.Tensor]]]
-"""Fetches a version over a connection that both ends have proven."""
+Receive = Callable[[socket.socket, WeightSource], Iterator[tuple[str, torch.Tensor]]]
+"""Fetches a version over a connection on which both sides have proven the token; yields its tensors by name."""
 
 
-@dataclass(frozen=True)
-class Image:
-    """One version, as it is served. Never changed after it was made."""
-
-    manifest: bytes
-    payloads: list[memoryview]
-    tensors: list[torch.Tensor]
-    """Whose memory that is."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the manifest."""
-        return hashlib.sha256(self.manifest).hexdigest()
-
-    def changes_since(self, before: Image) -> list[Changes | None]:
-        """Of each tensor; both versions are of one model."""
-        return [find_changes(old, new) for old, new in zip(before.tensors, self.tensors, strict=True)]
-
-
-def make_image(tensors: NamedTensors, *, summed: bool = True) -> Image:
-    """Turn staged host tensors, which it takes over, into an image, with their checksums or without."""
-    lines: list[TensorMeta] = []
-    payloads: list[memoryview] = []
-    held: list[torch.Tensor] = []
-    for name, tensor in tensors:
-        payload = _bytes(tensor)
-        held.append(tensor)
-        crc32 = zlib.crc32(payload) if summed else 0
-        lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), crc32))
-        payloads.append(payload)
-    return Image(msgspec.msgpack.encode(lines), payloads, held)
-
-
-class TcpPublisher:
-    """Trainer side. Rank 0 stages and serves; the other ranks only take part in the gather.
-
-    Args:
-        rank: this process among the trainer ranks.
-        host: as of `WeightServer`, like the next two.
-        dtype: of the engines.
-        prove_s: seconds.
-        timeout_s: seconds.
-        serve: makes rank 0's server.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        dtype: torch.dtype,
-        prove_s: float,
-        timeout_s: float,
-        serve: Callable[[str, float, float], WeightServer] | None = None,
-    ) -> None:
-        self._dtype = dtype
-        self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
-
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Hold `version` ready for the engines. Returns as soon as they may pull."""
-        if self._server is None:
-            for _ in tensors:
-                pass
-            return 0
-        fingerprint = Fingerprint()
-        image = make_image(stage(tensors, self._dtype, fingerprint), summed=self._server.summed)
-        source = self._server.hold(version, image, fingerprint.sums)
-        announce(encode_update(UpdateInfo(vars(source), fingerprint.sums)))
-        return self._server.newest_bytes
-
-    def close(self) -> None:
-        """Stop serving; pulls that have begun go on while this process lives."""
-        if self._server is not None:
-            self._server.close()
+# -- the trainer's side ----------------------------------------------------------------------------------------------
 
 
 class WeightServer:
@@ -179,13 +118,13 @@ class WeightServer:
     Args:
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
-        timeout_s: longest silence of a worker that has.
-        deltas: whether a worker that holds the version before the newest is sent what has changed.
+        timeout_s: longest silence of a worker that has proven it, in seconds.
+        deltas: whether a worker that holds the version before the newest is sent only what has changed.
     """
 
     backend = "tcp"
-    summed = True
-    """Whether workers look at the checksum of each tensor."""
+    compares_crc32 = True
+    """True if workers compare the CRC-32 of each tensor, so that the manifest has to hold it."""
 
     def __init__(self, host: str, prove_s: float, timeout_s: float, *, deltas: bool = False) -> None:
         self._host = host
@@ -193,19 +132,20 @@ class WeightServer:
         self._deltas = deltas
         self._token = new_token()
         self._lock = threading.Lock()
-        self._images: dict[int, Image] = {}
+        self._images: dict[int, WeightImage] = {}
         self._changes: tuple[int, bytes, list[Changes | None]] | None = None
-        """The newest version, the digest of the one before, and what has changed between them."""
+        """The newest version, the digest of the version before it, and the changes of each tensor between them."""
         self.newest_bytes = 0
-        """Of the newest version, as they travel to a worker that holds the one before."""
-        self._listener = WeightsListener(host, self._token, prove_s, timeout_s, self._answer)
+        """Bytes of the newest version that travel to a worker which holds the version before it."""
+        self._listener = AuthenticatedListener(host, self._token, prove_s, timeout_s, self._answer)
 
-    def hold(self, version: int, image: Image, fingerprint: Sequence[int] = ()) -> TcpSource:
-        """Serve `image` as `version`, and forget all but the newest versions."""
+    def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
+        """Serve `image` as `version` from now on, and forget all but the newest versions."""
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
         if before is not None:
-            changes = image.changes_since(before)
+            pairs = zip(before.tensors, image.tensors, strict=True)
+            changes = [find_changes(old, new) for old, new in pairs]
         sizes = zip(image.payloads, changes, strict=True)
         self.newest_bytes = sum(payload.nbytes if one is None else one.nbytes for payload, one in sizes)
         with self._lock:
@@ -213,7 +153,7 @@ class WeightServer:
             self._images[version] = image
             for old in sorted(self._images)[:-VERSIONS_KEPT]:
                 del self._images[old]
-        return TcpSource(
+        return WeightSource(
             host=self._host,
             port=self._listener.port,
             token=self._token.hex(),
@@ -226,52 +166,192 @@ class WeightServer:
         )
 
     def close(self) -> None:
-        """Accept no one any more; connections that are open end on their own."""
+        """Accept no connection any more. Pulls in progress go on while this process lives."""
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        version, digest = ASKED.unpack(_receive(connection, ASKED.size))
+        """Send one worker the version that it requests. Runs in the connection's thread."""
+        version, digest = PULL_REQUEST.unpack(_receive(connection, PULL_REQUEST.size))
         with self._lock:
             known = self._changes
-        if (image := self._held(version)) is None:
-            send_frame(connection, Reply(error=self._not_held(version)))
+        if (image := self._held_image(version)) is None:
+            send_message(connection, PullReply(error=self._not_held(version)))
             return
+        # Changes fit one base version only. The digest tells it from a version of another trainer with the same number.
         changes = known[2] if known is not None and known[:2] == (version, digest) else None
-        send_frame(connection, Reply(manifest=image.manifest, changes=changes is not None))
+        send_message(connection, PullReply(manifest=image.manifest, changes=changes is not None))
         for number, payload in enumerate(image.payloads):
             one = changes[number] if changes is not None else None
             if changes is not None:
-                connection.sendall(COUNT.pack(-1 if one is None else len(one.places)))
-            for part in (payload,) if one is None else (_bytes(one.places), _bytes(one.elements)):
+                connection.sendall(CHANGE_COUNT.pack(-1 if one is None else len(one.places)))
+            for part in (payload,) if one is None else (tensor_bytes(one.places), tensor_bytes(one.elements)):
                 for start in range(0, len(part), CHUNK_BYTES):
                     connection.sendall(part[start : start + CHUNK_BYTES])
 
-    def _held(self, version: int) -> Image | None:
+    def _held_image(self, version: int) -> WeightImage | None:
         with self._lock:
             return self._images.get(version)
 
     def _not_held(self, version: int) -> str:
+        """Return the error message for a version that is not among the newest."""
         with self._lock:
-            return f"version {version} {NOT_HELD}; held are {sorted(self._images)}"
+            return f"version {version} is not held any more; held are {sorted(self._images)}"
 
 
-def pull(source: TcpSource, receive: Receive | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Fetch a version, tensor by tensor; each is verified before it is given out.
+class AuthenticatedListener:
+    """A listening port with threads, as rank 0's main thread belongs to torch. Each proven connection gets a thread.
+
+    Law of unproven connections: a connection without a proof holds one thread, for `prove_s` seconds in all, whatever
+    it sends. If there are more than `MAX_UNPROVEN`, the oldest is ended. A process that runs out of file descriptors or
+    threads accepts nothing for `PAUSE_S` seconds and logs that. Only `close` ends the listener.
 
     Args:
-        source: what was announced.
-        receive: how, once the token is proven; None: over the connection itself.
+        host: the address to listen at. A free port is taken.
+        token: the secret that both sides prove.
+        prove_s: seconds for a proof.
+        silence_s: longest silence of a proven connection, in seconds.
+        serve: serves one proven connection. It may raise OSError and TransportError.
+    """
+
+    def __init__(
+        self, host: str, token: bytes, prove_s: float, silence_s: float, serve: Callable[[socket.socket], None]
+    ) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
+        self._token = token
+        self._prove_s = prove_s
+        self._silence_s = silence_s
+        self._serve = serve
+        self._log = LimitedLog(time.monotonic, LINES_LOGGED)
+        self._lock = threading.Lock()
+        self._unproven: dict[socket.socket, None] = {}
+        """Connections without a proof, oldest first."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="flash-weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens."""
+        return self._listener.getsockname()[1]
+
+    def close(self) -> None:
+        """Accept no connection any more. Open connections end on their own."""
+        self._closing.set()
+        # close() alone does not wake a thread that is blocked in accept().
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(timeout=self._silence_s)
+
+    def _accept(self) -> None:
+        """Start a thread for each connection, until `close`.
+
+        Consumes connections. Waits for the next one, or for `PAUSE_S` when descriptors or threads ran out. Unblocked by
+        a client and by `close`. Produces threads that run `_serve_connection`.
+        """
+        while not self._closing.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    self._pause(error, "let this process open more files (`ulimit -n`)")
+                continue
+            self._end_oldest(keep=MAX_UNPROVEN - 1)
+            with self._lock:
+                self._unproven[connection] = None
+            try:
+                threading.Thread(target=self._serve_connection, args=(connection, peer), daemon=True).start()
+            except RuntimeError as error:  # the process may start no more threads
+                self._forget(connection)
+                connection.close()
+                self._pause(error, "let this process start more threads (`ulimit -u`)")
+
+    def _pause(self, error: Exception, advice: str) -> None:
+        self._log.warn("no connections are taken for %g s: %s; %s", PAUSE_S, error, advice)
+        self._end_oldest(keep=MAX_UNPROVEN // 2)
+        self._closing.wait(PAUSE_S)
+
+    def _serve_connection(self, connection: socket.socket, peer: object) -> None:
+        with connection:
+            try:
+                try:
+                    self._authenticate(connection)
+                finally:
+                    self._forget(connection)
+                connection.settimeout(self._silence_s)
+                self._serve(connection)
+            except (OSError, TransportError) as error:
+                # The worker at the other end reports its own error. Other connections go on.
+                self._log.warn("a pull of weights from %s ended early: %s", peer, error)
+
+    def _authenticate(self, connection: socket.socket) -> None:
+        end = time.monotonic() + self._prove_s
+
+        def set_timeout() -> None:
+            # One deadline for the whole proof: a byte now and then does not extend it.
+            seconds = end - time.monotonic()
+            if seconds <= 0:
+                raise TransportError(f"no proof of the token within {self._prove_s:g} s")
+            connection.settimeout(seconds)
+
+        def send(data: bytes) -> None:
+            set_timeout()
+            connection.sendall(data)
+
+        def receive(count: int) -> bytes:
+            data = b""
+            while len(data) < count:
+                set_timeout()
+                piece = connection.recv(count - len(data))
+                if not piece:
+                    raise TransportError("the connection was ended, by either side, before the token was proven")
+                data += piece
+            return data
+
+        blocking_handshake(server_handshake(self._token), send, receive)
+
+    def _forget(self, connection: socket.socket) -> None:
+        """Take a connection from the unproven ones, so that its socket may be closed or served."""
+        with self._lock:
+            self._unproven.pop(connection, None)
+
+    def _end_oldest(self, keep: int) -> None:
+        """End all unproven connections but the newest `keep`, by waking their threads, which close them."""
+        with self._lock:
+            for connection in list(self._unproven)[: max(0, len(self._unproven) - keep)]:
+                del self._unproven[connection]
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- the worker's side -----------------------------------------------------------------------------------------------
+
+
+def pull(source: WeightSource, receive: Receive | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fetch a version from the trainer, tensor by tensor.
+
+    Args:
+        source: the announced source.
+        receive: fetches the version once the token is proven: `TcpReceiver.receive` (the default, with a new receiver)
+            or `flash.weights.broadcast.BroadcastReceiver.receive`.
 
     Raises:
-        WeightsError: the trainer does not hold the version, or a manifest or tensor is not what was published.
+        VersionGoneError: the trainer does not hold the version any more.
+        WeightsError: the manifest, a tensor or all tensors together are not what was published. tcp checks each tensor
+            before it is yielded, a broadcast checks all of them after the last one.
         TransportError: the trainer does not prove the token, or hangs up.
-        DeadlineError: the trainer falls silent.
+        DeadlineError: the trainer is silent for `source.timeout_s` seconds.
     """
     address = f"{source.host}:{source.port}"
     try:
         with socket.create_connection((source.host, source.port), timeout=source.timeout_s) as connection:
-            _prove(connection, source)
-            yield from (receive or Held().receive)(connection, source)
+            handshake = client_handshake(bytes.fromhex(source.token), WORKER_NAME)
+            try:
+                blocking_handshake(handshake, connection.sendall, partial(_receive, connection))
+            except TransportError as error:
+                raise TransportError(f"no weights from {address}: {error}") from error
+            yield from (receive or TcpReceiver().receive)(connection, source)
     except TimeoutError as error:
         raise DeadlineError(
             f"weights version {source.version} from {address}", source.timeout_s, "the trainer's rank 0"
@@ -283,64 +363,47 @@ def pull(source: TcpSource, receive: Receive | None = None) -> Iterator[tuple[st
         ) from error
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes.
-
-    Raises:
-        TransportError: the peer hung up before.
-    """
-    data = bytearray(count)
-    _receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _prove(connection: socket.socket, source: TcpSource) -> None:
-    """Prove the token both ways."""
-    handshake = client_handshake(bytes.fromhex(source.token), WORKER_NAME)
-    try:
-        blocking_handshake(handshake, connection.sendall, partial(_receive, connection))
-    except TransportError as error:
-        raise TransportError(f"no weights from {source.host}:{source.port}: {error}") from error
-
-
-class Held:
-    """What a worker was sent last, in the host's memory: the whole model, in the engine's dtype."""
+class TcpReceiver:
+    """A worker's side of tcp. With deltas it keeps the last version, the whole model, in the host's memory."""
 
     def __init__(self) -> None:
-        self._digest = NOTHING
+        self._digest = NO_DIGEST
+        """Digest of the version that `_tensors` holds."""
         self._tensors: dict[str, torch.Tensor] = {}
-        """Flat bytes."""
+        """Bytes of each tensor of that version."""
 
-    def receive(self, connection: socket.socket, source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Ask for the version, and read it, for `pull`, whose errors it raises."""
-        connection.sendall(ASKED.pack(source.version, self._digest))
-        reply = receive_frame(connection, _REPLIES)
+    def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Request the version and yield its tensors. A `Receive`; raises as `pull`."""
+        connection.sendall(PULL_REQUEST.pack(source.version, self._digest))
+        reply = receive_message(connection, _REPLIES)
         if reply.error is not None:
-            raise refused(reply.error)
-        # Until the end of this version, and where it does not come to it, nothing is held.
-        self._digest, before, self._tensors = NOTHING, self._tensors, {}
+            raise version_gone(reply.error)
+        # Tensors of two versions are mixed until the last one has come. Nothing counts as held until then, so that a
+        # pull which fails in the middle is followed by a whole one.
+        self._digest, before, self._tensors = NO_DIGEST, self._tensors, {}
         for line in check_manifest(reply.manifest, source):
             old = before.pop(line.name) if reply.changes else None
             flat = _receive_tensor(connection, line, source.version, old)
             if source.deltas:
                 self._tensors[line.name] = flat
-                flat = flat.clone()  # whatever the model does with what it is given
-            yield line.name, flat.view(getattr(torch, line.dtype)).view(line.shape)
+                flat = flat.clone()  # the model may write to the tensor that it is given
+            yield line.name, line.tensor(flat)
         if source.deltas:
             self._digest = bytes.fromhex(source.digest)
 
 
-def refused(error: str) -> WeightsError:
-    """What a worker raises that the trainer has no version for."""
-    return WeightsError(f"the trainer serves no weights: {error}")
+def version_gone(error: str) -> VersionGoneError:
+    """Return the error of a worker that requested a version which the trainer does not hold."""
+    return VersionGoneError(f"the trainer serves no weights: {error}")
 
 
-def check_manifest(manifest: bytes, source: TcpSource) -> list[TensorMeta]:
-    """What it says. Raises WeightsError: it is not the one that was announced."""
+def check_manifest(manifest: bytes, source: WeightSource) -> list[TensorMeta]:
+    """Return the lines of a manifest. Raises WeightsError if it is not the announced one."""
     digest = hashlib.sha256(manifest).hexdigest()
     if digest != source.digest:
         raise WeightsError(
-            f"the manifest of version {source.version} {DAMAGED}: its digest is {digest}, {source.digest} was announced"
+            f"the manifest of version {source.version} is damaged: its digest is {digest}, "
+            f"{source.digest} was announced"
         )
     return msgspec.msgpack.decode(manifest, type=list[TensorMeta])
 
@@ -348,35 +411,70 @@ def check_manifest(manifest: bytes, source: TcpSource) -> list[TensorMeta]:
 def _receive_tensor(
     connection: socket.socket, line: TensorMeta, version: int, before: torch.Tensor | None
 ) -> torch.Tensor:
-    """Its bytes; `before`, which it takes over, are those of the version whose changes follow."""
-    count = -1 if before is None else COUNT.unpack(_receive(connection, COUNT.size))[0]
+    """Return the bytes of the tensor in line `line` of the manifest.
+
+    Args:
+        connection: where the bytes come from.
+        line: the checked line.
+        version: for the message.
+        before: bytes of the tensor in the version whose changes follow, taken over; None if no changes follow.
+    """
+    count = -1 if before is None else CHANGE_COUNT.unpack(_receive(connection, CHANGE_COUNT.size))[0]
     if before is None or count < 0:
         # A buffer of its own for each tensor: the layerwise reload keeps tensors until their layer is complete.
         flat = torch.empty(line.nbytes, dtype=torch.uint8)
-        crc32 = _receive_into(connection, _bytes(flat))
+        crc32 = _receive_into(connection, tensor_bytes(flat))
     else:
+        # The count is bounded by the manifest's size, so that a damaged one cannot make us allocate more.
         flat, changes = before, empty_changes(min(count, line.nbytes), getattr(torch, line.dtype).itemsize)
         for part in (changes.places, changes.elements):
-            _receive_into(connection, _bytes(part))
-        with suppress(IndexError):  # of places that are damaged, as the checksum tells
-            put_changes(flat, changes)
-        crc32 = zlib.crc32(_bytes(flat))
+            _receive_into(connection, tensor_bytes(part))
+        with suppress(IndexError):  # if places are damaged, the checksum differs too
+            apply_changes(flat, changes)
+        crc32 = zlib.crc32(tensor_bytes(flat))
     if crc32 != line.crc32:
         raise WeightsError(
-            f"tensor {line.name} of version {version} {DAMAGED}: its crc32 is {crc32:08x}, "
+            f"tensor {line.name} of version {version} is damaged: its crc32 is {crc32:08x}, "
             f"{line.crc32:08x} was published"
         )
     return flat
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
-    flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)  # pyright: ignore[reportArgumentType]
+# -- messages on a blocking connection -------------------------------------------------------------------------------
+
+
+def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message as its length (u32) and its msgpack."""
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(struct.pack("!I", len(body)) + body)
+
+
+def receive_message(
+    connection: socket.socket, decoder: msgspec.msgpack.Decoder[MessageT], max_bytes: int = MAX_MESSAGE_BYTES
+) -> MessageT:
+    """Return the next message.
+
+    Raises:
+        TransportError: the peer hung up, the message is longer than `max_bytes`, or it cannot be decoded.
+    """
+    (length,) = struct.unpack("!I", _receive(connection, 4))
+    if length > max_bytes:
+        raise TransportError(f"the peer sends a message of {length} bytes, {max_bytes} are allowed")
+    try:
+        return decoder.decode(_receive(connection, length))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(f"the peer sends what cannot be read: {error}") from error
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Return exactly `count` bytes. Raises TransportError if the peer hangs up before."""
+    data = bytearray(count)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
 
 
 def _receive_into(connection: socket.socket, view: memoryview) -> int:
-    """Fill `view`; returns its crc32."""
+    """Fill `view` and return its CRC-32. Raises TransportError if the peer hangs up before."""
     crc32, filled = 0, 0
     while filled < len(view):
         got = connection.recv_into(view[filled : filled + CHUNK_BYTES])
@@ -385,22 +483,3 @@ def _receive_into(connection: socket.socket, view: memoryview) -> int:
         crc32 = zlib.crc32(view[filled : filled + got], crc32)
         filled += got
     return crc32
-
-
-def send_frame(connection: socket.socket, word: msgspec.Struct) -> None:
-    """Send it with its length."""
-    body = msgspec.msgpack.encode(word)
-    connection.sendall(struct.pack("!I", len(body)) + body)
-
-
-def receive_frame(
-    connection: socket.socket, decoder: msgspec.msgpack.Decoder[WordT], most: int = MAX_MANIFEST_BYTES
-) -> WordT:
-    """The other end's next word. Raises TransportError: the peer hung up, or this is longer, or something else."""
-    (length,) = struct.unpack("!I", _receive(connection, 4))
-    if length > most:
-        raise TransportError(f"the peer sends {length} bytes at once, {most} are allowed")
-    try:
-        return decoder.decode(_receive(connection, length))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TransportError(f"the peer sends what cannot be read: {error}") from error

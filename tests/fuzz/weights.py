@@ -21,10 +21,9 @@ import torch
 
 from flash.errors import TransportError
 from flash.transport.auth import MAGIC, blocking_handshake, client_handshake
-from flash.weights.fingerprint import Fingerprint
-from flash.weights.group import Ask, Got, GroupServer
-from flash.weights.member import Member
-from flash.weights.tcp import ASKED, NOTHING, WORKER_NAME, Held, TcpSource, WeightServer, make_image, pull
+from flash.weights.broadcast import BroadcastReceiver, BroadcastServer, JoinRequest, VersionReceived
+from flash.weights.image import Fingerprint, make_image
+from flash.weights.tcp import NO_DIGEST, PULL_REQUEST, WORKER_NAME, TcpReceiver, WeightServer, WeightSource, pull
 from tests.fuzz.hub import Records
 from tests.fuzz.mutate import flipped
 
@@ -35,8 +34,8 @@ PATIENCE_S = 20.0
 TENSORS = (("weight", torch.arange(1000.0)), ("bias", torch.ones(3)))
 
 
-def attack(source: TcpSource, rng: Random) -> None:
-    """One attacker, from its connection to its end."""
+def attack(source: WeightSource, rng: Random) -> None:
+    """Run one attacker, from its connection to its end."""
     with socket.create_connection((source.host, source.port), timeout=PATIENCE_S) as connection, suppress(OSError):
         if rng.random() < 0.5:
             _without_token(connection, rng)
@@ -56,15 +55,17 @@ def _without_token(connection: socket.socket, rng: Random) -> None:
         connection.sendall(data)
 
 
-def _with_token(connection: socket.socket, source: TcpSource, rng: Random) -> None:
+def _with_token(connection: socket.socket, source: WeightSource, rng: Random) -> None:
     name = rng.choice((WORKER_NAME, "", "x" * 255, "\x1b[2J", "node-0"))
     handshake = client_handshake(bytes.fromhex(source.token), name)
     blocking_handshake(handshake, connection.sendall, lambda count: _exactly(connection, count))
     version = rng.choice((0, 1, 2, -1, 2**63 - 1, -(2**63), rng.randrange(2**32)))
-    asked = ASKED.pack(version, rng.choice((NOTHING, bytes.fromhex(source.digest), rng.randbytes(32))))
+    asked = PULL_REQUEST.pack(version, rng.choice((NO_DIGEST, bytes.fromhex(source.digest), rng.randbytes(32))))
     asked = asked[: rng.choice((len(asked), len(asked), 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9)))
     # Whoever holds the token may hold up a round, and so no attacker asks for what there is.
-    word = msgspec.msgpack.encode(rng.choice((Ask("", rng.choice((0, 2, 2**63 - 1)), 0), Ask("x" * 99, 1, -1), Got())))
+    word = msgspec.msgpack.encode(
+        rng.choice((JoinRequest("", rng.choice((0, 2, 2**63 - 1)), 0), JoinRequest("x" * 99, 1, -1), VersionReceived()))
+    )
     framed = struct.pack("!I", rng.choice((len(word), len(word), 2**31))) + flipped(word, rng)
     connection.sendall(rng.choice((asked, framed, framed + framed)))
 
@@ -89,18 +90,22 @@ def _leave(connection: socket.socket, rng: Random) -> None:
 SERVERS: dict[str, Callable[[str, float, float], WeightServer]] = {
     "tcp": WeightServer,
     "tcp, deltas": partial(WeightServer, deltas=True),
-    "gloo": partial(GroupServer, "gloo"),
+    "gloo": partial(BroadcastServer, "gloo"),
 }
 
 
 def fuzz(connections: int, seed: int) -> dict[str, int]:
-    """So many attackers; raises AssertionError, naming the attacker's seed, where an oracle does not hold."""
+    """Run `connections` attackers.
+
+    Raises:
+        AssertionError: an oracle does not hold; the message names the attacker's seed.
+    """
     pulls = sum(_attacked(backend, connections // len(SERVERS), seed) for backend in SERVERS)
     return {"attackers": connections, "pulls": pulls}
 
 
 def _attacked(backend: str, connections: int, seed: int) -> int:
-    """How often a good worker has pulled meanwhile."""
+    """Attack a server of `backend`, and return how often a good worker has pulled meanwhile."""
     records, dead = Records(), list[str]()
     hook = threading.excepthook
     with ExitStack() as stack:
@@ -108,8 +113,8 @@ def _attacked(backend: str, connections: int, seed: int) -> int:
         stack.callback(logging.getLogger().removeHandler, records)
         threading.excepthook = lambda about: dead.append(repr(about.exc_value))
         stack.callback(setattr, threading, "excepthook", hook)
-        server, member = SERVERS[backend]("127.0.0.1", PATIENCE_S, PATIENCE_S), Member(torch.device("cpu"))
-        held = Held()
+        server, member = SERVERS[backend]("127.0.0.1", PATIENCE_S, PATIENCE_S), BroadcastReceiver(torch.device("cpu"))
+        held = TcpReceiver()
         stack.callback(server.close)
         stack.callback(member.leave)
         threads, fingerprint = threading.active_count(), Fingerprint()

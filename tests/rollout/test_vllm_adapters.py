@@ -22,7 +22,7 @@ from flash.foreign import vllm
 from flash.rollout.engine import Progress
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.types import Canary, Completion, Published
-from flash.weights.update import decode_update, encode_update
+from flash.weights.versions import decode_update, encode_update
 from tests.rollout import engine_contract as contract
 from tests.rollout.engine_contract import LONG, complete
 from tests.rollout.test_vllm_engine import VOCABULARY, ask, in_flight, make_config, make_model, next_logprobs

@@ -32,9 +32,9 @@ from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
 from flash.types import Canary, Completion, Published
-from flash.weights.fingerprint import Fingerprint
+from flash.weights.image import Fingerprint
 from flash.weights.plugin import SPIN_S
-from flash.weights.update import decode_update, encode_update
+from flash.weights.versions import decode_update, encode_update
 from tests.rollout import engine_contract as contract
 from tests.rollout.engine_contract import LONG, complete
 

@@ -16,7 +16,7 @@ from flash.observe.recorder import Recorder
 from flash.run.restart.history import Reach, RecordedHistory, reach
 from flash.trainer.checkpoint_files import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
-from flash.weights.update import UpdateInfo, encode_update
+from flash.weights.versions import UpdateInfo, encode_update
 from tests.samples.cases import trajectory
 
 pytestmark = pytest.mark.anyio

@@ -23,7 +23,7 @@ from flash.trainer.model.canary import (
     draw_canary,
 )
 from flash.trainer.model.model import load_model, shard_model
-from flash.weights.verification import check_canary
+from flash.weights.versions import check_canary
 from tests.trainer.packed_cases import one_by_one
 from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, write_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from flash.errors import WeightsError
 from flash.types import Canary
-from flash.weights.verification import check_canary
+from flash.weights.versions import check_canary
 
 
 def check(observed: list[float], tolerance: float = 1e-4) -> float:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from flash.errors import WeightsError
-from flash.weights.fingerprint import CHUNK, Fingerprint
-from flash.weights.group import GroupServer
-from flash.weights.ipc import IpcPublisher
-from flash.weights.staging import stage
-from flash.weights.tcp import TcpPublisher, WeightServer
-from flash.weights.update import decode_update
-from flash.weights.verification import LoadedWeights
+from flash.weights.broadcast import BroadcastServer
+from flash.weights.image import FINGERPRINT_ELEMENTS, Fingerprint, staged_copies
+from flash.weights.publisher import HostPublisher, IpcPublisher
+from flash.weights.tcp import WeightServer
+from flash.weights.versions import LoadedWeights, decode_update
 from tests.weights.test_ipc import FakeExporter
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,8 +40,8 @@ def test_what_an_engine_does_to_the_layout_does_not_matter(dtype: torch.dtype) -
     assert sums(norm, torch.cat([query, key, value]).T) == whole, "transposed, and not contiguous"
     assert sums(norm, torch.cat([query, key, value, torch.zeros(32, 48, dtype=dtype)])) == whole, "padded"
     joined = Fingerprint()
-    joined.join(sums(query, key))
-    joined.join(sums(norm, value))
+    joined.add_sums(sums(query, key))
+    joined.add_sums(sums(norm, value))
     assert joined.sums == whole
 
 
@@ -60,9 +58,9 @@ def test_the_smallest_change_of_one_element_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_a_tensor_of_many_chunks_has_the_sums_of_its_parts() -> None:
-    large = torch.arange(2 * CHUNK + 3, dtype=torch.int32).view(torch.float32)
+    large = torch.arange(2 * FINGERPRINT_ELEMENTS + 3, dtype=torch.int32).view(torch.float32)
     pieces = Fingerprint()
-    for part in large.split(CHUNK // 2 + 1):
+    for part in large.split(FINGERPRINT_ELEMENTS // 2 + 1):
         pieces.add(part)
     assert sums(large) == pieces.sums
 
@@ -71,11 +69,11 @@ def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
     tensors = [("a", weights()[0]), ("b", weights()[3])]
     expected = sums(*(tensor.bfloat16() for _, tensor in tensors))
     staged = Fingerprint()
-    list(stage(tensors, torch.bfloat16, staged))
+    list(staged_copies(tensors, torch.bfloat16, staged))
     assert staged.sums == expected
     announced: list[bytes] = []
-    for serve in (WeightServer, partial(GroupServer, "gloo")):
-        served = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, serve)
+    for serve in (WeightServer, partial(BroadcastServer, "gloo")):
+        served = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, serve)
         served.publish(1, iter(tensors), announced.append)
         served.close()
     IpcPublisher(0, torch.bfloat16, FakeExporter("gpu0", [])).publish(1, iter(tensors), announced.append)

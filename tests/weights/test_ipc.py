@@ -7,14 +7,14 @@ import weakref
 import pytest
 import torch
 
-from flash.weights.ipc import IpcHandles, IpcPublisher, StagedTensors
-from flash.weights.update import UpdateInfo, decode_update
+from flash.weights.publisher import IpcHandles, IpcPublisher, StagedTensors
+from flash.weights.versions import UpdateInfo, decode_update
 
 TENSORS = [("a", torch.ones(2, 3)), ("b", torch.arange(4))]
 
 
 class FakeExporter:
-    """One GPU of a shared node; `others` are the handles of the other ranks."""
+    """A GPU of a shared node. `others` are the handles of the other ranks."""
 
     def __init__(self, gpu: str, others: list[IpcHandles]) -> None:
         self.gpu = gpu

@@ -1,4 +1,4 @@
-"""What those who hold no token can do to the port of the weights: nothing that keeps a worker from its pull."""
+"""Connections without the token cannot keep a worker from its pull."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import pytest
 import torch
 
 from flash.transport.auth import MAGIC
-from flash.weights.listener import STRANGERS
-from flash.weights.tcp import TcpSource, WeightServer, make_image, pull
+from flash.weights.image import make_image
+from flash.weights.tcp import MAX_UNPROVEN, WeightServer, WeightSource, pull
 
 
 @pytest.fixture
-def idle() -> Iterator[Callable[[TcpSource], socket.socket]]:
+def idle() -> Iterator[Callable[[WeightSource], socket.socket]]:
     """Connects and says nothing, until the end of the test."""
     with ExitStack() as stack:
 
-        def call(source: TcpSource) -> socket.socket:
+        def call(source: WeightSource) -> socket.socket:
             return stack.enter_context(socket.create_connection((source.host, source.port), timeout=10))
 
         yield call
 
 
-def serve(stack: ExitStack, prove_s: float) -> TcpSource:
+def serve(stack: ExitStack, prove_s: float) -> WeightSource:
     server = WeightServer("127.0.0.1", prove_s, 5.0)
     stack.callback(server.close)
     return server.hold(1, make_image([("weight", torch.ones(4))]))
 
 
-def fetch(source: TcpSource) -> list[float]:
+def fetch(source: WeightSource) -> list[float]:
     return dict(pull(source))["weight"].tolist()
 
 
 def test_running_out_of_descriptors_does_not_end_the_server(
-    idle: Callable[[TcpSource], socket.socket], caplog: pytest.LogCaptureFixture
+    idle: Callable[[WeightSource], socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
@@ -60,26 +60,26 @@ def test_running_out_of_descriptors_does_not_end_the_server(
             assert fetch(source) == [1, 1, 1, 1]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "nobody is let in for 0.5 s" in caplog.text
+    assert "no connections are taken for 0.5 s" in caplog.text
 
 
 def test_more_strangers_than_allowed_end_the_oldest_and_no_pull(
-    idle: Callable[[TcpSource], socket.socket],
+    idle: Callable[[WeightSource], socket.socket],
 ) -> None:
     before = threading.active_count()
     with ExitStack() as stack:
         source = serve(stack, 60)
-        strangers = [idle(source) for _ in range(STRANGERS + 3)]
+        strangers = [idle(source) for _ in range(MAX_UNPROVEN + 3)]
         for stranger in strangers[:3]:
             assert stranger.recv(1) == b""
         assert fetch(source) == [1, 1, 1, 1]
         # Their threads end in their own time, after the sockets.
-        while threading.active_count() > before + 1 + STRANGERS:
+        while threading.active_count() > before + 1 + MAX_UNPROVEN:
             time.sleep(0.01)
 
 
 def test_a_byte_now_and_then_does_not_stretch_the_time_for_a_proof(
-    idle: Callable[[TcpSource], socket.socket], caplog: pytest.LogCaptureFixture
+    idle: Callable[[WeightSource], socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
         stranger = idle(serve(stack, 0.3))

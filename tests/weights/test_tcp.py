@@ -13,18 +13,20 @@ import msgspec
 import pytest
 import torch
 
-from flash.errors import DeadlineError, TransportError, WeightsError
+from flash.errors import DeadlineError, TransportError, VersionGoneError, WeightsError
 from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
-from flash.weights.group import Ask, Got
-from flash.weights.tcp import CHUNK_BYTES, Held, TcpPublisher, TcpSource, WeightServer, make_image, pull, receive_frame
-from flash.weights.update import decode_update
+from flash.weights.broadcast import JoinRequest, VersionReceived
+from flash.weights.image import make_image
+from flash.weights.publisher import HostPublisher
+from flash.weights.tcp import CHUNK_BYTES, TcpReceiver, WeightServer, WeightSource, pull, receive_message
+from flash.weights.versions import decode_update
 
 Tensors = list[tuple[str, torch.Tensor]]
 
 
 @pytest.fixture
-def publisher() -> Iterator[TcpPublisher]:
-    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
+def publisher() -> Iterator[HostPublisher]:
+    publisher = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
     yield publisher
     publisher.close()
 
@@ -36,11 +38,11 @@ def server() -> Iterator[WeightServer]:
     server.close()
 
 
-def publish(publisher: TcpPublisher, version: int, tensors: Tensors) -> TcpSource:
+def publish(publisher: HostPublisher, version: int, tensors: Tensors) -> WeightSource:
     announced: list[bytes] = []
     publisher.publish(version, iter(tensors), announced.append)
     (info,) = announced
-    return TcpSource(**decode_update(info).update)
+    return WeightSource(**decode_update(info).update)
 
 
 def some_tensors() -> Tensors:
@@ -54,7 +56,7 @@ def some_tensors() -> Tensors:
     ]
 
 
-def test_every_tensor_arrives_as_it_was_in_the_engines_dtype(publisher: TcpPublisher) -> None:
+def test_every_tensor_arrives_as_it_was_in_the_engines_dtype(publisher: HostPublisher) -> None:
     tensors = some_tensors()
     pulled = dict(pull(publish(publisher, 1, tensors)))
     assert list(pulled) == [name for name, _ in tensors]
@@ -64,16 +66,16 @@ def test_every_tensor_arrives_as_it_was_in_the_engines_dtype(publisher: TcpPubli
         assert torch.equal(pulled[name], expected)
 
 
-def test_a_published_version_is_immutable(publisher: TcpPublisher) -> None:
+def test_a_published_version_is_immutable(publisher: HostPublisher) -> None:
     weight = torch.ones(8, dtype=torch.bfloat16)
     source = publish(publisher, 1, [("weight", weight)])
     weight.zero_()
     assert torch.equal(dict(pull(source))["weight"], torch.ones(8, dtype=torch.bfloat16))
 
 
-def test_only_the_newest_two_versions_are_held(publisher: TcpPublisher) -> None:
+def test_only_the_newest_two_versions_are_held(publisher: HostPublisher) -> None:
     sources = [publish(publisher, version, [("weight", torch.full((4,), float(version)))]) for version in range(3)]
-    with pytest.raises(WeightsError, match=r"version 0 is not held any more; held are \[1, 2\]"):
+    with pytest.raises(VersionGoneError, match=r"version 0 is not held any more; held are \[1, 2\]"):
         list(pull(sources[0]))
     assert [dict(pull(source))["weight"][0].item() for source in sources[1:]] == [1.0, 2.0]
 
@@ -116,12 +118,12 @@ def test_a_trainer_tells_a_worker_without_the_token_nothing(server: WeightServer
 
 def test_a_silent_trainer_is_a_deadline_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        source = TcpSource("127.0.0.1", silent.getsockname()[1], "00", 1, "", 0.2)
+        source = WeightSource("127.0.0.1", silent.getsockname()[1], "00", 1, "", 0.2)
         with pytest.raises(DeadlineError, match="weights version 1"):
             list(pull(source))
 
 
-def test_a_closed_publisher_cannot_be_reached(publisher: TcpPublisher) -> None:
+def test_a_closed_publisher_cannot_be_reached(publisher: HostPublisher) -> None:
     source = publish(publisher, 1, [("weight", torch.ones(2))])
     publisher.close()
     with pytest.raises(TransportError, match="cannot be pulled"):
@@ -131,7 +133,7 @@ def test_a_closed_publisher_cannot_be_reached(publisher: TcpPublisher) -> None:
 def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
     gathered = iter(some_tensors())
     announced: list[bytes] = []
-    other = TcpPublisher(1, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
+    other = HostPublisher(1, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
     other.publish(1, gathered, announced.append)
     other.close()
     assert next(gathered, None) is None
@@ -139,8 +141,8 @@ def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
 
 
 @pytest.fixture
-def deltas() -> Iterator[TcpPublisher]:
-    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
+def deltas() -> Iterator[HostPublisher]:
+    publisher = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
     yield publisher
     publisher.close()
 
@@ -159,8 +161,8 @@ def exact(pulled: dict[str, torch.Tensor], tensors: Tensors) -> bool:
     )
 
 
-def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas: TcpPublisher) -> None:
-    tensors, held = some_tensors(), Held()
+def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas: HostPublisher) -> None:
+    tensors, held = some_tensors(), TcpReceiver()
     published = partial(deltas.publish, announce=lambda _: None)
     whole = published(0, iter(tensors))
     assert exact(dict(pull(publish(deltas, 1, tensors), held.receive)), tensors)
@@ -175,9 +177,9 @@ def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas:
     assert published(7, iter(stepped(tensors, 1.0))) == whole
 
 
-def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: TcpPublisher) -> None:
+def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: HostPublisher) -> None:
     tensors = some_tensors()
-    late, new = Held(), Held()
+    late, new = TcpReceiver(), TcpReceiver()
     dict(pull(publish(deltas, 0, tensors), late.receive))
     publish(deltas, 1, tensors := stepped(tensors, 0.1))
     source = publish(deltas, 2, tensors := stepped(tensors, 0.1))
@@ -188,9 +190,12 @@ def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: TcpPubl
     assert all(exact(dict(pull(source, one.receive)), tensors) for one in (late, new))
 
 
-def test_changes_of_another_trainer_are_not_put_into_what_a_worker_holds(deltas: TcpPublisher) -> None:
-    """As after a restart of the ranks, which publish the same numbers again."""
-    held, other = Held(), TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
+def test_changes_of_another_trainer_are_not_put_into_what_a_worker_holds(deltas: HostPublisher) -> None:
+    """This happens after a restart of the trainer ranks, which publish the same version numbers again."""
+    held, other = (
+        TcpReceiver(),
+        HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True)),
+    )
     tensors = some_tensors()
     dict(pull(publish(deltas, 1, tensors), held.receive))
     publish(other, 1, tensors := stepped(tensors, 0.1))
@@ -201,7 +206,7 @@ def test_changes_of_another_trainer_are_not_put_into_what_a_worker_holds(deltas:
 
 @pytest.mark.parametrize("place", [0, 2**31 - 1])
 def test_damaged_changes_are_refused_and_the_next_pull_is_whole(place: int) -> None:
-    server, held = WeightServer("127.0.0.1", 5.0, 5.0, deltas=True), Held()
+    server, held = WeightServer("127.0.0.1", 5.0, 5.0, deltas=True), TcpReceiver()
     weights = torch.randn(1000)
     dict(pull(server.hold(1, make_image([("weight", weights.clone())])), held.receive))
     weights[5] = 9.0
@@ -221,4 +226,4 @@ def test_a_word_that_cannot_be_read_is_a_transport_error(word: bytes) -> None:
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(word)) + word)
         with pytest.raises(TransportError, match="cannot be read"):
-            receive_frame(ours, msgspec.msgpack.Decoder(Got | Ask))
+            receive_message(ours, msgspec.msgpack.Decoder(VersionReceived | JoinRequest))

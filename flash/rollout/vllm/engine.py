@@ -48,8 +48,7 @@ from flash.rollout.vllm.start import configure, engine_environment
 from flash.sampling import Kept, together
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
-from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update
-from flash.weights.verification import LoadedWeights, check_canary
+from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
 
 FIRST_VERSION = -1
 """The version of an engine that loaded none: it serves whatever the model folder holds."""
@@ -360,7 +359,7 @@ class VLLMEngine:
             self._joined = info.init
         failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
         if failure is not None:
-            raise self._load_error(failure, version)
+            raise self._load_error(LoadFailure.from_plain(failure), version)
         # Asked before the resume, so that it runs in the first step.
         queue = await llm.add_request(
             f"{self._index}.canary.{version}",
@@ -410,12 +409,15 @@ class VLLMEngine:
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
         typed = self._typed(error)
-        return typed if isinstance(typed, EngineDeadError) else self._load_error(vllm.worker_error(error), version)
+        if isinstance(typed, EngineDeadError):
+            return typed
+        return self._load_error(LoadFailure("failed", vllm.worker_error(error)), version)
 
-    def _load_error(self, reason: str, version: int) -> FlashError:
-        if NOT_HELD in reason:
-            # Nobody knew of it while it was stopped: a new start brings it up to date, and the weights are well.
-            return self._die(f"it came too late for version {version} ({reason})")
-        message = f"engine {self._index} could not load version {version}: {reason}"
-        # Damaged for one, damaged for all. Whatever else went wrong on the way, in the worker or on the GPU is its own.
-        return WeightsError(message) if DAMAGED in reason else EngineError(message)
+    def _load_error(self, failure: LoadFailure, version: int) -> FlashError:
+        """Return the error of an engine whose worker reported `failure`; if it came too late, the engine dies of it."""
+        if failure.kind == "gone":
+            # The engine was stopped for some time. The weights are not at fault, and a restart brings it up to date.
+            return self._die(f"it came too late for version {version} ({failure.message})")
+        message = f"engine {self._index} could not load version {version}: {failure.message}"
+        # A damaged version is damaged for every engine, so it stops the run. Any other failure is this engine's own.
+        return WeightsError(message) if failure.kind == "damaged" else EngineError(message)

@@ -25,8 +25,7 @@ from flash.foreign import vllm, vllm_processes
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.adapters import adapter_arguments
 from flash.rollout.vllm.requests import MOST_LOGPROBS
-from flash.weights.plugin import NODE_PID
-from flash.weights.update import RECEIVER
+from flash.weights.plugin import NODE_PID, RECEIVER
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 """torchrun's variables that describe this process. An engine that saw them would take itself for a rank of the trainer:
@@ -139,7 +138,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         # Lets the canary go before waiting samples.
         "scheduling_policy": "priority",
         "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
-        "worker_extension_cls": "flash.weights.worker_extension.WorkerExtension",
+        "worker_extension_cls": "flash.weights.worker.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

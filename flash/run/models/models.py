@@ -262,7 +262,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
 
 def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> None:
     """Adapters are merged into what they were trained beside."""
-    from flash.weights.fingerprint import Fingerprint
+    from flash.weights.image import Fingerprint
 
     fingerprint = Fingerprint()
     for parameter in model.parameters():

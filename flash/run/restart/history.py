@@ -24,7 +24,7 @@ from flash.observe.rundir.recording import read_batch
 from flash.observe.rundir.rundir import RunDirectory
 from flash.trainer.checkpoint_files import choose_checkpoint, read_manifest
 from flash.types import Batch, Published
-from flash.weights.update import decode_update
+from flash.weights.versions import decode_update
 
 NO_STEP = (
     *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders"),

@@ -25,7 +25,7 @@ from flash.errors import ConfigError
 from flash.foreign import peft
 from flash.foreign.transformers import linear_layers, open_weights
 from flash.trainer.model.model import empty_model, kept_buffers, named_full_tensors
-from flash.weights.fingerprint import Fingerprint
+from flash.weights.image import Fingerprint
 
 WEIGHTS = "adapter_model.safetensors"
 """What peft calls the file."""
@@ -96,7 +96,7 @@ def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
     dist.all_gather_object(parts, fingerprint.sums)
     whole = Fingerprint()
     for part in parts:
-        whole.join(part)
+        whole.add_sums(part)
     return tuple(whole.sums)
 
 

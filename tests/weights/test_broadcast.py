@@ -18,15 +18,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.errors import DeadlineError, FlashError, TransportError, WeightsError
-from flash.weights.group import GroupServer, cut
-from flash.weights.member import Member, assembled
-from flash.weights.tcp import TcpPublisher, TcpSource, TensorMeta, make_image, pull
-from flash.weights.update import decode_update
+from flash.errors import DeadlineError, FlashError, TransportError, VersionGoneError, WeightsError
+from flash.weights.broadcast import BroadcastReceiver, BroadcastServer
+from flash.weights.image import TensorMeta, join_pieces, make_image, split_image
+from flash.weights.publisher import HostPublisher
+from flash.weights.tcp import WeightSource, pull
+from flash.weights.versions import decode_update
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 24.0
-"""Of a swap; a broadcast has an eighth."""
+"""Time limit of a swap in seconds. A broadcast may take an eighth of it."""
 PIECE = 4096
 Tensors = dict[str, torch.Tensor]
 
@@ -35,17 +36,17 @@ class Trainer:
     """Rank 0, with a model of its own for each version."""
 
     def __init__(self, gather_s: float) -> None:
-        self.server = GroupServer("gloo", "127.0.0.1", 5.0, TIMEOUT_S, gather_s, PIECE)
-        self._publisher = TcpPublisher(0, "", torch.float32, 0.0, 0.0, lambda *_: self.server)
+        self.server = BroadcastServer("gloo", "127.0.0.1", 5.0, TIMEOUT_S, gather_s, PIECE)
+        self._publisher = HostPublisher(0, "", torch.float32, 0.0, 0.0, lambda *_: self.server)
         self.model: Tensors = {}
 
-    def publish(self, version: int) -> TcpSource:
+    def publish(self, version: int) -> WeightSource:
         random = torch.Generator().manual_seed(version)
         shapes = [(700 + 13 * layer, 5) for layer in range(8)]
         self.model = {f"layer {at}": torch.randn(shape, generator=random) for at, shape in enumerate(shapes)}
         announced = list[bytes]()
         self._publisher.publish(version, iter(self.model.items()), announced.append)
-        return TcpSource(**decode_update(announced[0]).update)
+        return WeightSource(**decode_update(announced[0]).update)
 
     def close(self) -> None:
         self._publisher.close()
@@ -64,12 +65,12 @@ def trainers() -> Iterator[Callable[[float], Trainer]]:
         trainer.close()
 
 
-def pulls(member: Member, source: TcpSource) -> Tensors:
+def pulls(member: BroadcastReceiver, source: WeightSource) -> Tensors:
     return dict(pull(source, member.receive))
 
 
-def pulled_by(members: Sequence[Member], source: TcpSource) -> list[Tensors]:
-    """What they get at the same time."""
+def pulled_by(members: Sequence[BroadcastReceiver], source: WeightSource) -> list[Tensors]:
+    """Let members pull at the same time, and return what each of them gets."""
     with ThreadPoolExecutor(max(1, len(members))) as pool:
         return list(pool.map(lambda member: pulls(member, source), members))
 
@@ -78,8 +79,8 @@ def equal(found: Tensors, model: Tensors) -> bool:
     return found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)
 
 
-def members(count: int) -> list[Member]:
-    return [Member(CPU) for _ in range(count)]
+def members(count: int) -> list[BroadcastReceiver]:
+    return [BroadcastReceiver(CPU) for _ in range(count)]
 
 
 def test_versions_arrive_whole_and_the_same_workers_form_one_group(trainers: Callable[[float], Trainer]) -> None:
@@ -104,7 +105,7 @@ def test_engines_join_and_leave_50_times_and_every_version_arrives_whole(
     for version in range(1, 60):
         if version > 1:
             if len(workers) < 2 or (len(workers) < 5 and rng.random() < 0.5):
-                workers.append(Member(CPU))
+                workers.append(BroadcastReceiver(CPU))
             else:
                 workers.pop(rng.randrange(len(workers))).leave()
             changes += 1
@@ -123,12 +124,12 @@ def test_engines_join_and_leave_50_times_and_every_version_arrives_whole(
 DIES = """
 import os, signal, sys
 import msgspec, torch
-from flash.weights.member import Member
-from flash.weights.tcp import TcpSource, pull
+from flash.weights.broadcast import BroadcastReceiver
+from flash.weights.tcp import WeightSource, pull
 
-member = Member(torch.device("cpu"))
+member = BroadcastReceiver(torch.device("cpu"))
 for line in sys.stdin:
-    source = TcpSource(**msgspec.json.decode(line))
+    source = WeightSource(**msgspec.json.decode(line))
     for number, _ in enumerate(pull(source, member.receive)):
         if (source.version, number) == (2, 3):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +149,7 @@ def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
         assert doomed.stdin is not None
         assert doomed.stdout is not None
 
-        def give(source: TcpSource) -> None:
+        def give(source: WeightSource) -> None:
             assert doomed.stdin is not None
             doomed.stdin.write(msgspec.json.encode(vars(source)).decode() + "\n")
             doomed.stdin.flush()
@@ -162,7 +163,7 @@ def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
         found = pulled_by(workers, source)
         assert doomed.wait(30) == -9
     assert all(equal(one, trainer.model) for one in found)
-    assert "version 2 goes out again" in caplog.text
+    assert "version 2 is sent again" in caplog.text
     assert all(equal(one, trainer.model) for one in pulled_by(workers, trainer.publish(3)))
     for worker in workers:
         worker.leave()
@@ -170,7 +171,7 @@ def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
 
 @pytest.mark.timeout(120)
 def test_a_worker_that_hangs_in_mid_broadcast_is_left_behind(trainers: Callable[[float], Trainer]) -> None:
-    trainer, workers, hangs, go_on = trainers(30.0), members(2), Member(CPU), threading.Event()
+    trainer, workers, hangs, go_on = trainers(30.0), members(2), BroadcastReceiver(CPU), threading.Event()
     source = trainer.publish(1)
     for worker in (hangs, *workers):
         pulls(worker, source)
@@ -223,20 +224,20 @@ def test_a_version_that_nobody_holds_is_refused(trainers: Callable[[float], Trai
     old = trainer.publish(1)
     trainer.publish(2)
     trainer.publish(3)
-    with pytest.raises(WeightsError, match=r"version 1 is not held any more; held are \[2, 3\]"):
-        pulls(Member(CPU), old)
+    with pytest.raises(VersionGoneError, match=r"version 1 is not held any more; held are \[2, 3\]"):
+        pulls(BroadcastReceiver(CPU), old)
 
 
 def test_what_arrives_is_held_to_the_fingerprint(trainers: Callable[[float], Trainer]) -> None:
     server = trainers(1.0).server
-    source = server.hold(1, make_image([("a", torch.ones(3))], summed=False), [1, 2])
-    with pytest.raises(WeightsError, match="version 1 is damaged: the fingerprint of what came is"):
-        pulls(Member(CPU), source)
+    source = server.hold(1, make_image([("a", torch.ones(3))], crc32=False), [1, 2])
+    with pytest.raises(WeightsError, match="version 1 is damaged: the fingerprint of the received tensors is"):
+        pulls(BroadcastReceiver(CPU), source)
 
 
 def test_who_waits_for_a_trainer_that_closes_hears_of_it(trainers: Callable[[float], Trainer]) -> None:
-    trainer, worker = trainers(30.0), Member(CPU)
-    for one in (worker, Member(CPU)):  # of which the second is waited for in vain
+    trainer, worker = trainers(30.0), BroadcastReceiver(CPU)
+    for one in (worker, BroadcastReceiver(CPU)):  # the second one is expected, and does not come
         pulls(one, trainer.publish(1))
     source = trainer.publish(2)
     threading.Timer(0.5, trainer.close).start()
@@ -248,10 +249,12 @@ def test_who_waits_for_a_trainer_that_closes_hears_of_it(trainers: Callable[[flo
 def test_tensors_come_out_of_pieces_as_they_went_in(sizes: list[int], piece_bytes: int, first: int) -> None:
     tensors = [(str(at), torch.arange(size, dtype=torch.int16) + at) for at, size in enumerate(sizes)]
     image = make_image([(name, tensor.clone()) for name, tensor in tensors])
-    whole = list(cut(image, 0, piece_bytes, CPU))
+    whole = list(split_image(image, 0, piece_bytes, CPU))
     first = min(first, max(0, len(whole) - 1))
-    assert [one.tolist() for one in cut(image, first, piece_bytes, CPU)] == [one.tolist() for one in whole[first:]]
+    assert [one.tolist() for one in split_image(image, first, piece_bytes, CPU)] == [
+        one.tolist() for one in whole[first:]
+    ]
     lines = msgspec.msgpack.decode(image.manifest, type=list[TensorMeta])
-    found = list(assembled(lines, iter(whole), CPU))
+    found = list(join_pieces(lines, iter(whole), CPU))
     assert [name for name, _ in found] == [name for name, _ in tensors]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, tensors, strict=True))

@@ -1,0 +1,438 @@
+"""Backends nccl and gloo: a version is broadcast to all engine workers that request it, in a process group of torch.
+
+The trainer's rank 0 is rank 0 of each group and sends from immutable host copies, as tcp does. A worker connects for
+each version, over tcp and with the proof of the token. The connection carries the messages below; the version's bytes
+come by broadcast, in pieces. `flash.weights.rounds` decides who is in which round.
+
+    worker → trainer   JoinRequest: a version; again after its group failed, with the number of pieces that it has
+    trainer → worker   VersionManifest, once; or VersionRefused
+    trainer → worker   RoundOrder: the group to join or keep, and the pieces that come through it
+    trainer → worker   LeaveGroup: the group failed; leave it and request again
+    worker → trainer   VersionReceived
+
+Checksums: the manifest's SHA-256, then the fingerprint of all tensors once they have arrived.
+
+Who waits for whom: a round waits at most `GATHER_S` for workers that are expected. A broadcast waits for all its
+members. If a member dies, hangs or leaves in the middle, the round fails for all: they leave the group and request
+again, and a new group sends the pieces that some member lacks. The trainer holds the version and a worker keeps its
+pieces, so nothing is lost. A late joiner gets the next round. A broadcast cannot deadlock with the trainer's own
+collectives: it begins when all its members wait for it, and they wait for nothing else.
+
+nccl keeps pieces on the GPUs, gloo in host memory. nccl was not run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Annotated, Literal
+from uuid import uuid4
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from flash.errors import TransportError, WeightsError
+from flash.foreign.torch import Broadcasts, open_store, reach_store
+from flash.weights.image import Fingerprint, join_pieces, split_image
+from flash.weights.rounds import Round, RoundPlanner
+from flash.weights.tcp import WeightServer, WeightSource, check_manifest, receive_message, send_message, version_gone
+
+GATHER_S = 2.0
+"""Seconds for which a round waits for expected workers. Engines pause within a step of each other, and a second round
+costs no more than the first."""
+PIECE_BYTES = 64 << 20
+"""Bytes of one broadcast: enough to keep a link busy, and all that a failure costs."""
+SWAP_SHARE = 8
+"""A broadcast may take the time limit of a swap divided by this, so that it can fail and be repeated in one swap."""
+ANSWER_S = 10.0
+"""Seconds for a worker to react to LeaveGroup. It loads the tensors that it has received first."""
+PAUSE_S = 0.5
+"""Seconds after a failed round. If the cause stays, workers would otherwise try again thousands of times."""
+MAX_REQUEST_BYTES = 4096
+"""Longest message of a worker."""
+
+_log = logging.getLogger(__name__)
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+    """A worker waits for a version."""
+
+    member: str
+    """Name of the worker, unique and the same for the life of its process."""
+    version: int
+    held: Annotated[int, Meta(ge=0)]
+    """Pieces of the version that the worker has."""
+
+
+class VersionReceived(msgspec.Struct, frozen=True, tag=True):
+    """The worker has the whole version."""
+
+
+class VersionManifest(msgspec.Struct, frozen=True, tag=True):
+    """The tensors whose bytes come."""
+
+    data: bytes
+    """msgpack of a list of `TensorMeta`."""
+
+
+class VersionRefused(msgspec.Struct, frozen=True, tag=True):
+    """The trainer does not hold the version any more."""
+
+    error: str
+
+
+class RoundOrder(msgspec.Struct, frozen=True, tag=True):
+    """Take part in the broadcast that begins now."""
+
+    epoch: int
+    """Number of the group."""
+    rank: int
+    """Rank of the worker in the group."""
+    size: int
+    """Ranks of the group, the trainer's included."""
+    port: int
+    """Port on the trainer's host at which the group meets."""
+    first: int
+    """Number of the first piece that is sent."""
+    piece_bytes: int
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
+    """The group has failed."""
+
+
+FromWorker = JoinRequest | VersionReceived
+FromTrainer = VersionManifest | VersionRefused | RoundOrder | LeaveGroup
+_FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
+
+
+# -- the trainer's side ----------------------------------------------------------------------------------------------
+
+
+class BroadcastServer(WeightServer):
+    """Broadcasts the newest versions to workers that prove the token.
+
+    Threads: one accepts, one per connected worker reads its messages, one broadcasts. They end with `close`.
+
+    Args:
+        backend: torch's name of the backend.
+        host: an address of this machine that workers reach.
+        prove_s: seconds for a worker to prove the token.
+        timeout_s: longest silence of a worker that has proven it, in seconds. A broadcast may take 1 / `SWAP_SHARE` of
+            it.
+        gather_s: seconds for which a round waits for expected workers.
+        piece_bytes: bytes of one broadcast.
+    """
+
+    compares_crc32 = False
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"],
+        host: str,
+        prove_s: float,
+        timeout_s: float,
+        gather_s: float = GATHER_S,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self.backend = backend
+        self._piece_bytes = piece_bytes
+        self._limit_s = timeout_s / SWAP_SHARE
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._changed = threading.Condition()
+        """Guards `_planner`, `_connections` and `_closing`; notified when one of them changes."""
+        self._planner = RoundPlanner(gather_s)
+        self._connections: dict[str, socket.socket] = {}
+        """Connection of each worker that has requested a version, by member name."""
+        self._closing = False
+        self.epoch = 0
+        """Number of the current group, or of the last one."""
+        self._port = 0
+        self._group: Broadcasts | None = None
+        super().__init__(host, prove_s, timeout_s)
+        self._rounds = threading.Thread(target=self._run_rounds, name="flash-weights-rounds", daemon=True)
+        self._rounds.start()
+
+    def close(self) -> None:
+        """Accept no connection any more, end the connections of waiting workers, and leave the group."""
+        super().close()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            for connection in self._connections.values():
+                _shut_down(connection)
+        self._rounds.join(timeout=self._limit_s)
+
+    # Threads of the connections.
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Pass one worker's messages to the planner, until it has the version or its connection ends.
+
+        Consumes messages. Waits for the next one. Unblocked by the worker or by the end of the connection. Produces
+        requests and members that are finished or removed.
+        """
+        member: str | None = None
+        received = False
+        try:
+            while isinstance(message := receive_message(connection, _FROM_WORKER, MAX_REQUEST_BYTES), JoinRequest):
+                if member is None:
+                    if (image := self._held_image(message.version)) is None:
+                        send_message(connection, VersionRefused(self._not_held(message.version)))
+                        return
+                    send_message(connection, VersionManifest(image.manifest))
+                    member = message.member
+                with self._changed:
+                    self._connections[member] = connection
+                    self._planner.request(member, message.version, message.held, time.monotonic())
+                    self._notify()
+            received = True
+        finally:
+            with self._changed:
+                if member is not None and self._connections.get(member) is connection:
+                    del self._connections[member]
+                    if received:
+                        self._planner.finish(member)
+                    else:
+                        self._planner.remove(member)
+                    self._notify()
+
+    def _notify(self) -> None:
+        """Wake the thread that broadcasts, also from within a broadcast that cannot succeed any more."""
+        if self._planner.failed and (group := self._group) is not None:
+            group.abort()
+        self._changed.notify_all()
+
+    # The thread that broadcasts.
+
+    def _run_rounds(self) -> None:
+        """Broadcast round after round, until `close`.
+
+        Consumes rounds of the planner. Waits for the next one. Unblocked by workers that request, and by `close`.
+        Produces broadcasts.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device belongs to a thread
+        while (turn := self._next_round()) is not None:
+            try:
+                self._send(turn)
+            except (RuntimeError, OSError, TransportError) as error:  # torch's errors have no base but RuntimeError
+                # Logged as text: a traceback would keep the group alive.
+                _log.warning(
+                    "version %d is sent again, because the group of epoch %d failed: %s",
+                    turn.version,
+                    turn.epoch,
+                    str(error),
+                )
+                with self._changed:
+                    self._planner.fail()
+                    self._changed.wait_for(lambda: self._closing, PAUSE_S)
+            self._end_round()
+        self._close_group()
+
+    def _next_round(self) -> Round | None:
+        """Wait for the next round. None if the server closes."""
+        with self._changed:
+            while not self._closing:
+                wait_s = self._planner.wait_s(time.monotonic())
+                if wait_s <= 0:
+                    return self._planner.begin()
+                self._changed.wait(None if wait_s == math.inf else wait_s)
+        return None
+
+    def _send(self, turn: Round) -> None:
+        """Broadcast the pieces of a round. Raises RuntimeError, OSError or TransportError if the group failed."""
+        image = self._held_image(turn.version)
+        if image is None:  # newer versions have replaced it while its workers waited
+            self._send_to(turn.members, VersionRefused(self._not_held(turn.version)))
+            return
+        size, store = 1 + len(turn.members), None
+        if turn.epoch != self.epoch:
+            self._close_group()
+            store, self._port = open_store(self._host, self._limit_s)
+            self.epoch = turn.epoch
+        for rank, member in enumerate(turn.members, start=1):
+            order = RoundOrder(turn.epoch, rank, size, self._port, turn.first, self._piece_bytes)
+            self._send_to([member], order)
+        if store is not None and not self._planner.failed:
+            self._group = Broadcasts(self.backend, store, 0, size, self._limit_s)
+        for piece in split_image(image, turn.first, self._piece_bytes, self._device):
+            if self._planner.failed:
+                raise TransportError("an engine's worker is gone, or has left the group")
+            assert self._group is not None, "an epoch that has not failed has its group"
+            self._group.broadcast(piece)
+
+    def _end_round(self) -> None:
+        """Wait until each member has reported how the round ended. Unless all have the version, end the group."""
+        planner, answer_s = self._planner, min(ANSWER_S, self._limit_s)
+        with self._changed:
+            self._changed.wait_for(lambda: planner.failed or not planner.unfinished, self._limit_s)
+            if not planner.failed and not planner.unfinished:
+                return
+            planner.fail()
+            unfinished = set(planner.unfinished)
+        self._close_group()
+        self._send_to(unfinished, LeaveGroup())
+        with self._changed:
+            self._changed.wait_for(lambda: not planner.unfinished, answer_s)
+            for member in set(planner.unfinished):
+                _log.warning("a worker did not leave its group within %g s; its connection is ended", answer_s)
+                planner.remove(member)
+                _shut_down(self._connections[member])
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _send_to(self, members: Iterable[str], message: FromTrainer) -> None:
+        """Send a message to workers. If a connection is lost, the thread that reads from it notices."""
+        for member in members:
+            with self._changed:
+                connection = self._connections.get(member)
+            if connection is not None:
+                with suppress(OSError):
+                    send_message(connection, message)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection, so that the thread which reads from it wakes and closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- the worker's side -----------------------------------------------------------------------------------------------
+
+Inbox = SimpleQueue[FromTrainer | Exception]
+"""Messages of the trainer, and the error that ended the connection."""
+
+
+class BroadcastReceiver:
+    """A worker's side of a broadcast, which lives as long as the worker's process. A member of one group at a time.
+
+    Law: each piece of a version is taken once, in order, however many groups it takes to receive all of them.
+
+    Args:
+        device: the GPU on which nccl's pieces and tensors lie. gloo's lie in host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._name = uuid4().hex
+        self._epoch: tuple[str, int] | None = None
+        """Token of the trainer and epoch of the group."""
+        self._group: Broadcasts | None = None
+        self._receiving = False
+        """True while a version is being received: then the end of the connection or of a group is a failure."""
+
+    def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Request the version and yield its tensors. A `flash.weights.tcp.Receive`; raises as `pull`."""
+        inbox: Inbox = SimpleQueue()
+        self._receiving = True
+        listener = threading.Thread(target=self._listen, args=(connection, inbox), daemon=True)
+        listener.start()
+        try:
+            send_message(connection, JoinRequest(self._name, source.version, 0))
+            first = _next_message(inbox)
+            if not isinstance(first, VersionManifest):
+                raise TransportError(f"{source.host}:{source.port} answers out of turn: {first!r}")
+            lines = check_manifest(first.data, source)
+            fingerprint = Fingerprint()
+            device = self._device if source.backend == "nccl" else torch.device("cpu")
+            pieces = self._pieces(connection, inbox, source, sum(line.nbytes for line in lines), device)
+            for name, tensor in join_pieces(lines, pieces, device):
+                fingerprint.add(tensor)
+                yield name, tensor
+            if fingerprint.sums != source.fingerprint:
+                raise WeightsError(
+                    f"version {source.version} is damaged: the fingerprint of the received tensors is "
+                    f"{fingerprint.sums}, {source.fingerprint} was published"
+                )
+            self._receiving = False
+            send_message(connection, VersionReceived())
+        finally:
+            if self._receiving:  # ended early: the other members are in the middle of a broadcast
+                self._receiving = False
+                self.leave()
+            _shut_down(connection)
+            listener.join()
+
+    def leave(self) -> None:
+        """Leave the group, if there is one."""
+        group, self._group, self._epoch = self._group, None, None
+        if group is not None:
+            group.close()
+
+    def _listen(self, connection: socket.socket, inbox: Inbox) -> None:
+        """Put the trainer's messages into the inbox, and end a broadcast that cannot succeed any more.
+
+        A thread of its own, as the main one may be in a broadcast. Consumes messages. Waits for the next one. Unblocked
+        by the trainer, and by the end of the pull. Produces messages for `receive`.
+        """
+        try:
+            while True:
+                message = receive_message(connection, _FROM_TRAINER)
+                if isinstance(message, LeaveGroup):
+                    self._abort_broadcast()
+                inbox.put(message)
+        except (OSError, TransportError) as error:
+            inbox.put(error)
+            self._abort_broadcast()
+
+    def _abort_broadcast(self) -> None:
+        if self._receiving and (group := self._group) is not None:
+            group.abort()
+
+    def _pieces(
+        self, connection: socket.socket, inbox: Inbox, source: WeightSource, total: int, device: torch.device
+    ) -> Iterator[torch.Tensor]:
+        """Yield all `total` bytes of a version in pieces, from as many groups as it takes."""
+        held, received = 0, 0
+        while received < total:
+            if not isinstance(order := _next_message(inbox), RoundOrder):
+                continue  # LeaveGroup for a group that this worker has left already
+            try:
+                group = self._join(order, source)
+                at = order.first
+                while (start := at * order.piece_bytes) < total:
+                    piece = torch.empty(min(order.piece_bytes, total - start), dtype=torch.uint8, device=device)
+                    group.broadcast(piece)
+                    if at == held:  # earlier pieces are sent for members that lack them
+                        held, received = at + 1, received + len(piece)
+                        yield piece
+                    at += 1
+            except RuntimeError as error:  # torch's errors have no other base
+                _log.info("version %d is requested again, because its group failed: %s", source.version, str(error))
+                self.leave()
+                send_message(connection, JoinRequest(self._name, source.version, held))
+
+    def _join(self, order: RoundOrder, source: WeightSource) -> Broadcasts:
+        """Return the group of an order, which is formed if it is a new one."""
+        epoch = source.token, order.epoch
+        if self._group is None or self._epoch != epoch:
+            self.leave()
+            limit_s = source.timeout_s / SWAP_SHARE
+            store = reach_store(source.host, order.port, limit_s)
+            self._group = Broadcasts(source.backend, store, order.rank, order.size, limit_s)
+            self._epoch = epoch
+        return self._group
+
+
+def _next_message(inbox: Inbox) -> FromTrainer:
+    """Return the trainer's next message. Raises the end of the connection, and VersionGoneError if it is refused."""
+    message = inbox.get()
+    if isinstance(message, Exception):
+        raise message
+    if isinstance(message, VersionRefused):
+        raise version_gone(message.error)
+    return message

@@ -1,0 +1,248 @@
+"""A weight version as bytes: private copies of the tensors, their manifest and checksums, and what has changed in them.
+
+The publisher (`flash.weights.publisher`) copies the trainer's tensors (`staged_copies`), makes a `WeightImage` of the
+copies, and serves it. Workers build the tensors again from the manifest and the bytes.
+
+Law (a version is immutable): the trainer goes on updating its own tensors, so a version consists of copies that nothing
+writes to after `make_image`.
+
+Law (a version carries checksums):
+- a CRC-32 per tensor, in the manifest (`TensorMeta.crc32`): bytes that were damaged on their way (tcp);
+- the SHA-256 of the manifest, in the announcement (`WeightImage.digest`): another trainer's or a damaged manifest;
+- the `Fingerprint` of all tensors, in the announcement: compared as the tensors arrive (gloo, nccl), and by
+  `flash.weights.versions.LoadedWeights` with the parameters that an engine holds after loading (all backends).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""A model's tensors by name, one after the other."""
+VERSIONS_KEPT = 2
+"""Versions that a publisher holds: the newest, and the one that engines may still be reading."""
+FINGERPRINT_ELEMENTS = 1 << 22
+"""Elements that are added to a fingerprint at a time: they are widened to 8 bytes each."""
+MAX_CHANGED_ELEMENTS = 2**31
+"""Largest tensor, in elements, whose changes are sent: their places are int32."""
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by element size, for bit patterns that are summed."""
+_BITS = {**_SIGNED, 1: torch.uint8}
+"""Integer dtype by element size, for bit patterns that are sent."""
+
+
+# -- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+class Fingerprint:
+    """Two exact sums over the bit patterns of all elements, modulo 2^64: of the patterns, and of their squares.
+
+    Exact sums need no tolerance, so that stale weights cannot pass. They do not depend on the order of elements, so
+    that fused projections and permuted layouts keep them. Zeros add nothing, so that padding does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0, 0]
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a tensor's elements. A tensor that is not contiguous is copied as a whole."""
+        flat = tensor.detach().contiguous().view(-1).view(_SIGNED[tensor.element_size()])
+        sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+        for part in flat.split(FINGERPRINT_ELEMENTS):
+            wide = part.long()
+            sums += torch.stack([wide.sum(), (wide * wide).sum()])
+        self.add_sums(sums.tolist())
+
+    def add_sums(self, sums: Sequence[int]) -> None:
+        """Add the elements whose fingerprint is `sums`."""
+        self._sums = [_as_int64(mine + other) for mine, other in zip(self._sums, sums, strict=True)]
+
+    @property
+    def sums(self) -> list[int]:
+        """The two sums over everything that was added, as int64."""
+        return list(self._sums)
+
+
+def _as_int64(number: int) -> int:
+    """Return `number` modulo 2^64, with the sign that int64 gives it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+# -- a version's copies, manifest and bytes --------------------------------------------------------------------------
+
+
+def staged_copies(
+    tensors: NamedTensors, dtype: torch.dtype, fingerprint: Fingerprint, device: str | None = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield contiguous private copies of tensors, in the engines' dtype.
+
+    Args:
+        tensors: the trainer's tensors.
+        dtype: dtype of the copies of floating-point tensors. Other tensors keep theirs.
+        fingerprint: gathers the copies; complete when the iterator has ended.
+        device: where copies are made; None leaves each tensor on its own device.
+    """
+    for name, tensor in tensors:
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        cast = tensor.detach().to(dtype=target)
+        # Summed on the tensor's own device: a GPU does it faster than the host.
+        fingerprint.add(cast)
+        yield name, cast.to(device=device or tensor.device, copy=True).contiguous()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that receivers expect: `torch.bfloat16` → `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a view of the memory of a contiguous host tensor."""
+    flat = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # pyright: ignore[reportArgumentType]
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """A line of the manifest, which lists a version's tensors in the order of their bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    crc32: int
+    """CRC-32 of the bytes; 0 for a backend whose workers do not compare it."""
+
+    def tensor(self, flat: Tensor) -> Tensor:
+        """Return `flat`, the tensor's bytes, as a tensor of this dtype and shape. It shares the memory."""
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightImage:
+    """A version as it is served. Nothing writes to it after it was made."""
+
+    manifest: bytes
+    """msgpack of a list of `TensorMeta`."""
+    payloads: list[memoryview]
+    """Bytes of each tensor."""
+    tensors: list[Tensor]
+    """The tensors that own these bytes."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, hexadecimal."""
+        return hashlib.sha256(self.manifest).hexdigest()
+
+
+def make_image(tensors: NamedTensors, *, crc32: bool = True) -> WeightImage:
+    """Turn contiguous host tensors into an image, which owns them from now on.
+
+    Args:
+        tensors: for example from `staged_copies`.
+        crc32: whether the manifest has the tensors' checksums, else zeros.
+    """
+    lines: list[TensorMeta] = []
+    payloads: list[memoryview] = []
+    owned: list[Tensor] = []
+    for name, tensor in tensors:
+        payload = tensor_bytes(tensor)
+        checksum = zlib.crc32(payload) if crc32 else 0
+        lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), checksum))
+        payloads.append(payload)
+        owned.append(tensor)
+    return WeightImage(msgspec.msgpack.encode(lines), payloads, owned)
+
+
+# -- changes between versions (`weights.deltas`) ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The elements of one tensor that differ, bit for bit, from the version before.
+
+    A step of 1e-6 moves few weights far enough to become another 16-bit number. Where changes are fewer bytes than the
+    tensor, they are sent instead of it. Elements are counted in the order of the tensor's memory, and bytes are in the
+    host's order.
+    """
+
+    places: Tensor
+    """(changed,) int32: positions in the flattened tensor."""
+    elements: Tensor
+    """(changed,) integers: bit patterns of the new elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that travel."""
+        return self.places.nbytes + self.elements.nbytes
+
+
+def find_changes(before: Tensor, after: Tensor) -> Changes | None:
+    """Return the changes between two contiguous tensors of one shape and dtype; None if `after` has no more bytes."""
+    if not 0 < after.numel() <= MAX_CHANGED_ELEMENTS:
+        return None
+    bits = _BITS[after.itemsize]
+    new = after.view(-1).view(bits)
+    differs = before.view(-1).view(bits) != new
+    # Counted before places are listed: torch's places are 64 bits wide, so that a list of all of them would take
+    # several times the tensor's memory.
+    if int(differs.count_nonzero()) * (torch.int32.itemsize + after.itemsize) >= after.nbytes:
+        return None
+    places = differs.nonzero().view(-1)
+    return Changes(places.int(), new[places])
+
+
+def empty_changes(count: int, itemsize: int) -> Changes:
+    """Return memory for `count` changes of elements of `itemsize` bytes."""
+    return Changes(torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=_BITS[itemsize]))
+
+
+def apply_changes(flat: Tensor, changes: Changes) -> None:
+    """Turn the bytes of the version before into the bytes of this one, in place.
+
+    Raises:
+        IndexError: a place is outside the tensor.
+    """
+    flat.view(changes.elements.dtype)[changes.places.long()] = changes.elements
+
+
+# -- an image in pieces (broadcasts) ---------------------------------------------------------------------------------
+
+
+def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the bytes of an image in pieces, beginning with piece number `first`. The last one may be shorter."""
+    skip = first * piece_bytes
+    left = sum(map(len, image.payloads)) - skip
+    piece, filled = torch.empty(min(piece_bytes, left), dtype=torch.uint8, device=device), 0
+    for payload in image.payloads:
+        start = min(skip, len(payload))
+        skip -= start
+        while start < len(payload):
+            count = min(len(payload) - start, len(piece) - filled)
+            piece[filled : filled + count] = torch.frombuffer(payload, dtype=torch.uint8, count=count, offset=start)
+            start, filled = start + count, filled + count
+            if filled == len(piece):
+                yield piece
+                left -= filled
+                piece, filled = torch.empty(min(piece_bytes, left), dtype=torch.uint8, device=device), 0
+
+
+def join_pieces(
+    lines: Iterable[TensorMeta], pieces: Iterator[Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a manifest, by name, from the pieces of all their bytes."""
+    piece = torch.empty(0, dtype=torch.uint8, device=device)
+    for line in lines:
+        flat, filled = torch.empty(line.nbytes, dtype=torch.uint8, device=device), 0
+        while filled < line.nbytes:
+            if not len(piece):
+                piece = next(pieces)
+            count = min(line.nbytes - filled, len(piece))
+            flat[filled : filled + count] = piece[:count]
+            filled, piece = filled + count, piece[count:]
+        yield line.name, line.tensor(flat)

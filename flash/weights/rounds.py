@@ -1,0 +1,114 @@
+"""Rounds: which engine workers a version is broadcast to together, and when. Pure state of the broadcast backends.
+
+A worker requests a version when its engine has paused for it. A *round* sends one version to all workers that have
+requested it. It begins as soon as every known worker that lacks the version has requested it, or `gather_s` seconds
+after the first request. A known worker that has not requested it by then is gone or busy: rounds do not wait for it
+again before it has received a version.
+
+Rounds with the same members share an *epoch*, that is, one process group of torch. Other members begin a new epoch, and
+so does the round after one that failed.
+
+Laws: the members of an epoch never change. A worker that requests a version becomes a member of a round, or is removed.
+No worker waits for another one longer than `gather_s` and the round that is running.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class Round(msgspec.Struct, frozen=True):
+    """A version, sent to some workers at once."""
+
+    epoch: int
+    version: int
+    members: tuple[str, ...]
+    """Names of the workers. Their ranks in the process group are 1, 2, …; the trainer is rank 0."""
+    first: int
+    """Number of the first piece that is sent: some member lacks it, and all members have the pieces before it."""
+
+
+class _WaitingRequest(msgspec.Struct, frozen=True):
+    """The request of a worker that is not yet a member of a round."""
+
+    version: int
+    held: int
+    """Pieces of the version that the worker has already."""
+    since: float
+
+
+class RoundPlanner:
+    """Plans the rounds; see the module's docstring. Times are seconds on the caller's clock."""
+
+    def __init__(self, gather_s: float) -> None:
+        self._gather_s = gather_s
+        self._requests: dict[str, _WaitingRequest] = {}
+        """Requests of the waiting workers, oldest first."""
+        self._known: dict[str, int] = {}
+        """Newest version of each worker that is expected to request the next one."""
+        self._group: tuple[str, ...] = ()
+        """Members of the current epoch; empty after a round that failed."""
+        self._epoch = 0
+        self._version = -1
+        self.unfinished: set[str] = set()
+        """Members of the running round that have not reported yet how it ended for them; empty if no round runs."""
+        self.failed = False
+        """True if the running round cannot succeed for all members. The unfinished ones have to leave the group."""
+
+    def request(self, member: str, version: int, held: int, now: float) -> None:
+        """Note that a worker waits for `version` and has `held` of its pieces.
+
+        A member of the running round that requests again has left the round, which therefore failed.
+        """
+        self._leave_round(member)
+        self._requests[member] = _WaitingRequest(version, held, now)
+
+    def finish(self, member: str) -> None:
+        """Note that a worker has received all of the version, or does not want it any more."""
+        self._requests.pop(member, None)
+        if member in self.unfinished:
+            self.unfinished.discard(member)
+            self._known[member] = self._version
+
+    def remove(self, member: str) -> None:
+        """Forget a worker that is gone, or that is not waited for any more."""
+        self._leave_round(member)
+        self._requests.pop(member, None)
+        self._known.pop(member, None)
+
+    def fail(self) -> None:
+        """Note that the running round cannot go on. The next one begins a new epoch."""
+        self.failed = True
+        self._group = ()
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until a round may begin if nothing else happens; infinity if that needs another event."""
+        if self.unfinished or not self._requests:
+            return math.inf
+        first = next(iter(self._requests.values()))
+        lacking = (member for member, version in self._known.items() if version < first.version)
+        if all(self._requested(member, first.version) for member in lacking):
+            return 0.0
+        return max(0.0, first.since + self._gather_s - now)
+
+    def begin(self) -> Round:
+        """Begin the round of the oldest request, with all workers that have requested the same version."""
+        version = self._version = next(iter(self._requests.values())).version
+        members = tuple(sorted(member for member in self._requests if self._requested(member, version)))
+        first = min(self._requests.pop(member).held for member in members)
+        # A known worker that lacks the version and did not come in time is forgotten: no later round waits for it.
+        self._known = {name: has for name, has in self._known.items() if has >= version or name in members}
+        if members != self._group:
+            self._epoch += 1
+        self._group, self.unfinished, self.failed = members, set(members), False
+        return Round(self._epoch, version, members, first)
+
+    def _requested(self, member: str, version: int) -> bool:
+        return member in self._requests and self._requests[member].version == version
+
+    def _leave_round(self, member: str) -> None:
+        if member in self.unfinished:
+            self.unfinished.discard(member)
+            self.fail()

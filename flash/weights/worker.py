@@ -1,0 +1,158 @@
+"""The receiving end inside vLLM's workers: how a version is loaded, and what the node loop asks a worker about it.
+
+The node loop (`flash.rollout.vllm.engine`) has vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
+start → receive → finish. `receive_weights` pulls the version (`flash.weights.tcp`, `flash.weights.broadcast`) and gives
+its tensors to vLLM's layerwise reload, which keeps the storage that compiled graphs point into. Then the node loop
+calls `WorkerExtension`, whose methods vLLM adds to its worker class: was there a failure, and which weights does it
+hold?
+
+With ipc, vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
+
+A version that cannot be pulled is reported as a `LoadFailure`, and is not raised. vLLM would print the traceback of an
+exception twice, and a trainer that dies in the middle of a pull is an expected event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from flash.errors import FlashError
+from flash.foreign.vllm_worker import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    begin_reload,
+    end_reload,
+    held_adapter,
+    put_adapter,
+)
+from flash.weights.broadcast import BroadcastReceiver
+from flash.weights.image import Fingerprint
+from flash.weights.tcp import TcpReceiver, WeightSource, pull
+from flash.weights.versions import LoadFailure
+
+LayerSums = WeakKeyDictionary[nn.Module, list[int]]
+"""Fingerprints of layers as they were loaded, before the CPU's kernels packed their weights."""
+
+
+@dataclass
+class ReceiverInitInfo(WeightTransferInitInfo):
+    """Empty: every pull opens a connection of its own."""
+
+
+@dataclass
+class ReceiverUpdateInfo(WeightSource, WeightTransferUpdateInfo):
+    """A `WeightSource`, in the class that vLLM expects."""
+
+
+class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo]):
+    """Pulls a version and loads it while it arrives (tcp, gloo, nccl). vLLM makes one per worker."""
+
+    init_info_cls = ReceiverInitInfo
+    update_info_cls = ReceiverUpdateInfo
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._broadcasts = BroadcastReceiver(self.device)
+        self._tcp = TcpReceiver()
+        self.failure: LoadFailure | None = None
+        """Reason why the last version could not be pulled; None if it could."""
+        self.layer_sums: LayerSums = WeakKeyDictionary()
+
+    def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
+        """Do nothing: there is no rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Make the layers expect new tensors."""
+        self.failure = None
+        begin_reload(self.model, self.device, self._note_sums)
+
+    def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
+        """Load each tensor as it arrives. A failed pull is left in `failure`."""
+        receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
+        try:
+            self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]
+        except FlashError as error:
+            self.failure = LoadFailure.of(error)
+        except BaseException:
+            # Layers count the tensors that they are given. Without this the next version would be loaded on top of the
+            # half that this one has loaded.
+            self.finish_weight_update()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the new tensors in place, in every form in which the model keeps them."""
+        end_reload(self.model, self.model_config, self.device)
+
+    def shutdown(self) -> None:
+        """Leave the group of the last broadcast, if any."""
+        self._broadcasts.leave()
+
+    def _note_sums(self, layer: nn.Module) -> None:
+        """Keep the fingerprint of a layer whose new weights are about to be packed, after which none can be taken."""
+        fingerprint = Fingerprint()
+        for parameter in layer.parameters(recurse=False):
+            fingerprint.add(parameter)
+        self.layer_sums[layer] = fingerprint.sums
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class, for `collective_rpc`.
+
+    vLLM refuses names that its workers have, hence the prefix. `self` is vLLM's worker.
+    """
+
+    def flash_fingerprint(self, adapter: int) -> list[int]:
+        """Return the fingerprint of the weights that this worker holds, or of adapter number `adapter` if it is not
+        0."""
+        worker: Any = self
+        if not adapter:
+            receiver = worker.weight_transfer_engine
+            layer_sums = receiver.layer_sums if isinstance(receiver, WeightReceiver) else WeakKeyDictionary()
+            return model_sums(worker.get_model(), layer_sums)
+        fingerprint = Fingerprint()
+        for tensor in held_adapter(worker, adapter):
+            fingerprint.add(tensor)
+        return fingerprint.sums
+
+    def flash_put_adapter(self, source: dict[str, Any], number: int, dropped: list[int]) -> dict[str, str] | None:
+        """Pull a version of the adapters and hold it as adapter `number`, in place of the adapters `dropped`.
+
+        Returns:
+            None, or the `LoadFailure` as plain data.
+        """
+        try:
+            tensors = dict(pull(WeightSource(**source)))
+        except FlashError as error:
+            return LoadFailure.of(error).to_plain()
+        put_adapter(self, number, tensors, dropped)
+        return None
+
+    def flash_load_failure(self) -> dict[str, str] | None:
+        """Return the reason why this worker could not pull the last version, as plain data; None if it could."""
+        worker: Any = self
+        receiver = worker.weight_transfer_engine
+        failure = receiver.failure if isinstance(receiver, WeightReceiver) else None
+        return None if failure is None else failure.to_plain()
+
+
+def model_sums(model: nn.Module, layer_sums: LayerSums) -> list[int]:
+    """Return the fingerprint of all weights that a model holds, each counted once.
+
+    Layers in `layer_sums` have packed weights: their sums are taken from there. They come first, so that a parameter
+    which another layer shares with them is not counted again.
+    """
+    fingerprint, seen = Fingerprint(), set[int]()
+    for layer in sorted(model.modules(), key=lambda layer: layer not in layer_sums):
+        parameters = [one for one in layer.parameters(recurse=False) if id(one) not in seen]
+        seen.update(map(id, parameters))
+        if layer in layer_sums:
+            fingerprint.add_sums(layer_sums[layer])
+            continue
+        for parameter in parameters:
+            fingerprint.add(parameter)
+    return fingerprint.sums
