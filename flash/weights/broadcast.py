@@ -2,7 +2,8 @@
 
 The trainer's rank 0 is rank 0 of each group and sends from immutable host copies, as tcp does. A worker connects for
 each version, over tcp and with the proof of the token. The connection carries the messages below; the version's bytes
-come by broadcast, in pieces. `flash.weights.rounds` decides who is in which round.
+come by broadcast, in pieces. `flash.weights.rounds` decides which workers are in a round. nccl's pieces lie on the GPUs
+(it was not run there yet), gloo's in host memory.
 
     worker → trainer   JoinRequest: a version; again after its group failed, with the number of pieces that it has
     trainer → worker   VersionManifest, once; or VersionRefused
@@ -11,14 +12,11 @@ come by broadcast, in pieces. `flash.weights.rounds` decides who is in which rou
     worker → trainer   VersionReceived
 
 Checksums: the manifest's SHA-256, then the fingerprint of all tensors once they have arrived.
-
 Who waits for whom: a round waits at most `GATHER_S` for workers that are expected. A broadcast waits for all its
 members. If a member dies, hangs or leaves in the middle, the round fails for all: they leave the group and request
 again, and a new group sends the pieces that some member lacks. The trainer holds the version and a worker keeps its
 pieces, so nothing is lost. A late joiner gets the next round. A broadcast cannot deadlock with the trainer's own
 collectives: it begins when all its members wait for it, and they wait for nothing else.
-
-nccl keeps pieces on the GPUs, gloo in host memory. nccl was not run on GPUs yet.
 """
 
 from __future__ import annotations

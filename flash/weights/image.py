@@ -183,7 +183,11 @@ class Changes:
 
 
 def find_changes(before: Tensor, after: Tensor) -> Changes | None:
-    """Return the changes between two contiguous tensors of one shape and dtype; None if `after` has no more bytes."""
+    """Return the changes between two contiguous tensors of one shape and dtype.
+
+    Returns:
+        None if the changes would be as many bytes as `after` itself, or more.
+    """
     if not 0 < after.numel() <= MAX_CHANGED_ELEMENTS:
         return None
     bits = _BITS[after.itemsize]

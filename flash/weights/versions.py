@@ -58,7 +58,7 @@ class LoadFailure(msgspec.Struct, frozen=True):
     kind: Literal["gone", "damaged", "failed"]
     """`gone`: the trainer holds newer versions only, so the engine is too late and has to start again. `damaged`: the
     bytes are not those that were published, for this engine as for all others. `failed`: anything else, such as a lost
-    connection; another try may succeed."""
+    connection; it says nothing about other engines."""
     message: str
 
     @staticmethod
