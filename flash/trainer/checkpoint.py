@@ -188,13 +188,13 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
 
     from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights
-    from flash.trainer.model.model import kept_buffers, named_full_tensors, trained
+    from flash.trainer.model.model import kept_buffers, named_full_tensors, trained_parameters
 
     if (adapters := described_in(model)) is not None:
         _export_adapters(model, adapters, tokenizer, folder)
         return
     first, aside = dist.get_rank() == 0, temporary_of(folder)
-    named: chain[tuple[str, Tensor]] = chain(trained(model), kept_buffers(model))
+    named: chain[tuple[str, Tensor]] = chain(trained_parameters(model), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
     files = _weight_files(sizes, most_bytes)
     tensors = chain(named_full_tensors(model), kept_buffers(model))

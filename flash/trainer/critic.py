@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.mesh import TrainerMesh, to_device
-from flash.trainer.model.model import load_sharded, recomputed, reshard
+from flash.trainer.model.model import load_sharded, recompute_mode, reshard
 from flash.trainer.model.packed import PackedRow, model_inputs, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
@@ -233,7 +233,7 @@ def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
     path = config.critic.path or config.model.path
     model = msgspec.structs.replace(config.model, path=path)
     try:
-        return load_sharded(model, mesh, recompute=recomputed(config.train), backbone=True)
+        return load_sharded(model, mesh, recompute=recompute_mode(config.train), backbone=True)
     except ConfigError as error:
         if config.critic.path is None:
             raise

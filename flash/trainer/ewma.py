@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash.trainer.model.model import device_of, reshard, trained
+from flash.trainer.model.model import device_of, reshard, trained_parameters
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
     """The average at version 0: a copy of the trained parameters, sharded alike, by name."""
-    return {name: parameter.detach().clone() for name, parameter in trained(model)}
+    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
 
 
 @torch.no_grad()
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
     """Take in the weights of `version`, the next after those that the average holds."""
     share = (1 - decay) / (1 - decay ** (version + 1))
-    for name, parameter in trained(model):
+    for name, parameter in trained_parameters(model):
         _local(average[name]).lerp_(_local(parameter), share)
 
 
@@ -53,7 +53,7 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
     if device_of(model).type == "cuda":
         # The GPU may still have to copy weights from the host, which waits for nothing.
         torch.cuda.synchronize()
-    for name, parameter in trained(model):
+    for name, parameter in trained_parameters(model):
         mine, other = _local(parameter), _local(average[name])
         held = mine.clone()
         mine.copy_(other)

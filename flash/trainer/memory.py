@@ -24,7 +24,7 @@ from flash.foreign.transformers import layer_count, layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import Recompute, empty_model, recomputed, shard_model
+from flash.trainer.model.model import Recompute, empty_model, recompute_mode, shard_model
 from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.prefixes import in_one_row
@@ -97,7 +97,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
 
 def _inputs(config: Config, policy: PreTrainedModel) -> int:
     """Bytes of the inputs of all decoder layers, where they wait on the host."""
-    if not isinstance(recomputed(config.train), str):
+    if not isinstance(recompute_mode(config.train), str):
         return 0
     tokens = config.train.max_tokens_per_microbatch // config.parallel.context
     width = policy.config.get_text_config().hidden_size * getattr(torch, config.model.dtype).itemsize
@@ -131,7 +131,7 @@ def _step(config: Config, mesh: TrainerMesh, layers: int) -> int:
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(keep_T))
-    model = _policy(config, mesh, recompute=recomputed(config.train, ABSENT), layers=layers)
+    model = _policy(config, mesh, recompute=recompute_mode(config.train, ABSENT), layers=layers)
     with counted() as count:
         model.to_empty(device="cpu")
         # Moments, and gradients of a micro-batch before, are there when the one that is counted begins.

@@ -41,7 +41,7 @@ from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
-from flash.trainer.model.model import load_plain, load_sharded, recomputed, reshard, shard_model
+from flash.trainer.model.model import load_plain, load_sharded, recompute_mode, reshard, shard_model
 from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
 from flash.trainer.objective import make_objective, method_of
@@ -71,7 +71,7 @@ class Trainer:
         self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective, offloads=offloads)
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
-        recompute = recomputed(config.train)
+        recompute = recompute_mode(config.train)
         policy = empty_policy(config)
         self._arithmetic = ModelArithmetic.of(policy)
         self.model = shard_model(policy, mesh, config.model, recompute=recompute)

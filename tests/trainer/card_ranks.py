@@ -21,7 +21,7 @@ from flash.trainer.memory import rank_memory
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.adapters import empty_policy, engine_tensors
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import recomputed, shard_model
+from flash.trainer.model.model import recompute_mode, shard_model
 from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.optimizer import make_optimizer
 from tests.trainer.trainer_cases import local, make_config
@@ -95,7 +95,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
             for module in empty.modules():
                 for name, one in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.empty(one.shape, dtype=one.dtype, device=CARD)
-            model = shard_model(empty, mesh, config.model, recompute=recomputed(config.train))
+            model = shard_model(empty, mesh, config.model, recompute=recompute_mode(config.train))
             fill(model, mesh.weight_device)
             optimizer, waiting = make_optimizer(model, config.train), count.now
             for _ in range(2):

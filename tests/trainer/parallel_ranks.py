@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from flash.config.tree import Config
 from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.memory import rank_memory
-from flash.trainer.model.model import DIVIDED, MIXTURES, named_full_tensors
+from flash.trainer.model.model import EXPERT_COUNTS, TENSOR_PARALLEL_KINDS, named_full_tensors
 from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import (
     Trainer,
@@ -42,12 +42,14 @@ class Layout(NamedTuple):
 UNDIVIDED = Layout(1, {}, ())
 DRAWN = "drawn"
 """A llama, some of whose tokens were drawn from some tokens."""
-DENSE = tuple(kind for kind in DIVIDED if kind not in MIXTURES)
+DENSE = tuple(kind for kind in TENSOR_PARALLEL_KINDS if kind not in EXPERT_COUNTS)
 LAYOUTS = {
     "tensor": Layout(2, {"tensor": 2}, DENSE),
     "context": Layout(2, {"context": 2}, (DRAWN, "qwen3", "qwen3_moe")),
-    "expert": Layout(2, {"expert": 2}, tuple(MIXTURES)),
-    "tensor and expert": Layout(2, {"tensor": 2, "expert": 2}, tuple(kind for kind in DIVIDED if kind in MIXTURES)),
+    "expert": Layout(2, {"expert": 2}, tuple(EXPERT_COUNTS)),
+    "tensor and expert": Layout(
+        2, {"tensor": 2, "expert": 2}, tuple(kind for kind in TENSOR_PARALLEL_KINDS if kind in EXPERT_COUNTS)
+    ),
     # Of more ranks, which cost more, kinds whose layers have norms between divided parts.
     "tensor, of 4": Layout(4, {"tensor": 2}, ("qwen3",)),
     "context, of 4": Layout(4, {"context": 2}, ("qwen3",)),

@@ -174,14 +174,15 @@ def model_described(config: Config) -> str:
     """
     from flash.trainer.critic import check_tokenizer
     from flash.trainer.model.adapters import empty_policy
-    from flash.trainer.model.model import check_divisible, trained
+    from flash.trainer.model.model import check_divisible, trained_parameters
 
     made = empty_policy(config)
     check_divisible(made.config, config.parallel)
     for key, path in other_models(config).items():
         if Path(path).is_dir() or is_hub_id(path):  # else it is still to be made
             check_tokenizer(config, key, path)
-    size, own = (sum(one.numel() for one in some) for some in (made.parameters(), dict(trained(made)).values()))
+    size = sum(weight.numel() for weight in made.parameters())
+    own = sum(weight.numel() for _, weight in trained_parameters(made))
     part = "" if config.lora is None else f", {own / 1e6:.3g}M of them in adapters"
     return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters{part}"
 

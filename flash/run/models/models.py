@@ -226,7 +226,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.model.adapters import add_adapters, merge, write_adapters
-    from flash.trainer.model.model import empty_model, load_model, trained
+    from flash.trainer.model.model import empty_model, load_model, trained_parameters
 
     make_fetched(config)
     tokenizer = HfTokenizer(config.model)
@@ -246,7 +246,10 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             model.save_pretrained(folder)
         else:
             adapted = add_adapters(empty_model(config.model), config.model, config.lora)
-            tensors = {name: parameter.new_zeros(parameter.shape, device="cpu") for name, parameter in trained(adapted)}
+            tensors = {
+                name: parameter.new_zeros(parameter.shape, device="cpu")
+                for name, parameter in trained_parameters(adapted)
+            }
             _read(checkpoint, tensors, config)
             if merged:
                 model = load_model(config.model)

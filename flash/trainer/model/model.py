@@ -1,12 +1,13 @@
-"""The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
+"""The policy as the trainer holds it: a Hugging Face causal language model, sharded by FSDP2, run on packed rows.
 
-Where ranks divide layers or experts, they do so by transformers' own plans, below FSDP, which shards over the others.
+A rank never holds a whole model. The model is created on the meta device, without memory for its weights
+(`empty_model`), then sharded (`shard_model`), and then each rank reads its own part of one tensor after another
+(`load_sharded`). `flash.trainer.step` loads the policy and its reference models, `flash.trainer.critic` the critics.
 
-Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of
-`flash.trainer.model.packed`. Everything that touches parameters is a collective: all ranks call it together.
+Invariants: master weights are float32, while the forward pass runs in the configured dtype. Dropout is off. Every
+function that touches parameters is a collective: all ranks call it together.
 
-A trainer rank never holds a whole model: it is made without memory for its weights, sharded, and then each rank reads
-its own part of one tensor after the other.
+Tensor and expert parallelism follow transformers' own plans, below FSDP, which shards over the remaining ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ from flash.trainer.model.fused import can_fuse, fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, takes_packed_rows
 
-DIVIDED = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Kinds of models whose gradients are, their layers divided, those of one process: `tests/trainer/test_parallel.py`
-shows it, as of those below."""
-MIXTURES = {
+TENSOR_PARALLEL_KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Kinds of models whose gradients under tensor parallelism equal those of one process, as
+`tests/trainer/test_parallel.py` shows. Other kinds are refused."""
+EXPERT_COUNTS = {
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
     "mixtral": "num_local_experts",
@@ -64,26 +65,27 @@ MIXTURES = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""Kinds whose experts may be divided, and what says how many they are."""
-
+"""Kinds of models whose experts may be divided (shown by the same test), and the key of their config.json that holds
+the number of experts."""
 
 Recompute = bool | str
-"""Whether decoder layers run again in the backward pass, or the device on which their inputs wait until then."""
+"""Activation checkpointing of decoder layers: False for none, True to run each layer again in the backward pass, or
+the device on which the inputs of the layers wait until then."""
 
 
-def recomputed(train: TrainConfig, host: str = "cpu") -> Recompute:
-    """What `[train]` says of it."""
+def recompute_mode(train: TrainConfig, host: str = "cpu") -> Recompute:
+    """Return the activation checkpointing that `[train]` asks for; `host` is the device for offloaded inputs."""
     return train.activation_checkpointing and (host if "activations" in train.offload else True)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The whole model on the CPU, in float32, ready for `shard_model`.
+    """Return the whole model on the CPU, in float32, ready for `shard_model`.
 
     Raises:
         ConfigError: the folder or hub id holds no causal language model that can be loaded, or a quantized one.
     """
     try:
-        _described(config)
+        _check_unquantized(config)
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=torch.float32,
@@ -96,15 +98,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedModel:
-    """The same with parameters on the meta device, which take no memory; buffers are as they should be.
+    """Return the model with parameters on the meta device, which take no memory. Buffers have their values.
 
-    With `layers`, it has the first so many of its decoder layers.
+    With `layers`, the model has only this many of its decoder layers, the first ones.
 
     Raises:
-        ConfigError: as `load_model`.
+        ConfigError: the folder or hub id holds no causal language model that can be loaded, or a quantized one.
     """
     try:
-        _described(config)
+        _check_unquantized(config)
         model = without_weights(config.path, trusted=config.trust_remote_code, layers=layers)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
@@ -115,14 +117,15 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     return model
 
 
-def _described(config: ModelConfig) -> PreTrainedConfig:
-    """Raises ValueError: the weights are quantized, in which form an engine would also wait for each version."""
+def _check_unquantized(config: ModelConfig) -> None:
+    """Raise ValueError if the weights are quantized: an engine would expect each version in the quantized form too."""
     described = AutoConfig.from_pretrained(
         config.path, local_files_only=Path(config.path).is_dir(), trust_remote_code=config.trust_remote_code
     )
     if getattr(described, "quantization_config", None) is not None:
-        raise ValueError("its config.json has a quantization_config: expected whole weights, such as bfloat16 ones")
-    return described
+        raise ValueError(
+            "its config.json has a quantization_config: expected weights that are not quantized, such as bfloat16 ones"
+        )
 
 
 def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
@@ -132,38 +135,43 @@ def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
 def load_sharded(
     config: ModelConfig, mesh: TrainerMesh, *, recompute: Recompute = False, backbone: bool = False
 ) -> PreTrainedModel:
-    """What `shard_model` makes of the model at `config.path`, or of its `backbone`, all but the output layer.
+    """Return the model at `config.path`, sharded by `shard_model` and with its weights. A collective.
+
+    With `backbone`, return the model without its output layer.
 
     Raises:
-        ConfigError: as `load_model` and `shard_model`.
+        ConfigError: the model cannot be loaded, its output layer cannot be replaced, or its layers cannot be divided.
     """
     whole = empty_model(config)
     model: Any = whole.base_model if backbone else whole
     names = {id(tensor): name for name, tensor in _named_weights(whole)}
     stored = [names[id(tensor)] for _, tensor in _named_weights(model)]
-    tensors = _Stored(config, whole)
+    tensors = _StoredWeights(config, whole)
     shard_model(model, mesh, config, recompute=recompute)
     return _fill(model, tensors, stored, mesh.weight_device)
 
 
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
-    """The model as transformers makes it, in float32 with its own attention and output layer, only sharded.
+    """Return the model as transformers makes it, in float32 with its own attention and output layer, only sharded.
 
-    Its `state_dict` fits what `shard_model` makes of an `empty_model` of this configuration.
+    A collective. The state dict fits an `empty_model` of this configuration after `shard_model`.
 
     Raises:
-        ConfigError: as `load_model`, or its layers cannot be divided.
+        ConfigError: the model cannot be loaded, or its layers cannot be divided.
     """
     model = empty_model(config)
     if takes_attention(model):
         model.set_attn_implementation(default_attention(model))
-    names, tensors = [name for name, _ in _named_weights(model)], _Stored(config, model)
+    names, tensors = [name for name, _ in _named_weights(model)], _StoredWeights(config, model)
     _shard(model, mesh, MixedPrecisionPolicy(), recompute=False)
     return _fill(model, tensors, names, mesh.weight_device)
 
 
-class _Stored:
-    """The weights at `model.path`, by the model's own names. What cannot be read by tensor each rank loads whole."""
+class _StoredWeights:
+    """The weights at `model.path`, by the model's own names.
+
+    They are read one tensor at a time. Where the files do not allow that, each rank loads all of them into memory.
+    """
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
         self._path = config.path
@@ -175,10 +183,10 @@ class _Stored:
         self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
     def read(self, name: str) -> Tensor:
-        """In the dtype of its file.
+        """Return a whole tensor, in the dtype of its file.
 
         Raises:
-            ConfigError: a part of it is missing.
+            ConfigError: a part of the tensor is missing, or it has another shape than the model's.
         """
         try:
             tensor, shape = self._read(name), self._shapes[name]
@@ -191,36 +199,39 @@ class _Stored:
         return tensor
 
 
-def _fill(model: PreTrainedModel, stored: _Stored, names: Sequence[str], home: str) -> PreTrainedModel:
-    """Give each weight, in their order, this rank's part of what is stored under its name, to be kept at `home`."""
-    found: dict[str, Tensor] = {}
+def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], device: str) -> PreTrainedModel:
+    """Give each weight of the model this rank's part of a stored tensor, on `device`.
+
+    `names` are the names of the stored tensors, in the order of the model's weights.
+    """
+    state: dict[str, Tensor] = {}
     for (own, tensor), name in zip(_named_weights(model), names, strict=True):
         whole = stored.read(name)
         if isinstance(tensor, DTensor):
             # No rank sends: each cuts its own part, as a copy, so that no more than one tensor is whole at a time.
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            found[own] = local.to(home, torch.float32, copy=True)
+            state[own] = local.to(device, torch.float32, copy=True)
         elif isinstance(tensor, nn.Parameter):
-            found[own] = whole.to(torch.float32, copy=True)
+            state[own] = whole.to(torch.float32, copy=True)
         else:
-            found[own] = whole.to(tensor, copy=True)
-    model.load_state_dict(found, strict=False, assign=True)
+            state[own] = whole.to(tensor, copy=True)
+    model.load_state_dict(state, strict=False, assign=True)
     return model.eval()
 
 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What its files hold: parameters, and buffers that are no mere tables."""
+    """Return the tensors that a model's files hold: parameters, and buffers that cannot be computed anew."""
     return [*model.named_parameters(), *kept_buffers(model)]
 
 
 def shard_model(
     model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: Recompute = False
 ) -> PreTrainedModel:
-    """Divide and shard in place, as a model of this kind: each decoder layer, then the rest.
+    """Prepare a model for training, in place, and shard it: each decoder layer, then the rest.
 
-    Also selects packed attention where it can be replaced, lets the output layer answer with log-probs, and turns
-    dropout off. With `recompute` a decoder layer's activations are not kept for the backward pass (Chen et al. 2016,
-    arXiv 1604.06174).
+    Selects packed attention if the model's attention can be replaced, puts an `OutputLayer` in the place of the output
+    layer, fuses layers on a GPU, and turns dropout off. With `recompute`, the activations of decoder layers are not
+    kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
         ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
@@ -233,7 +244,7 @@ def shard_model(
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
         fuse_layers(model, whole=takes_packed_rows(model) and not runs_on(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
-    # Dropout stays off: the trained log-probs are those of the policy that acts.
+    # Dropout stays off in training too: log-probs must be those of the policy that samples.
     return model.eval()
 
 
@@ -243,24 +254,25 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     if mesh.tensor is not None or mesh.experts is not None:
         from flash.foreign.dividing import divide_layers
 
-        # Embedding and output layer stay whole, and their gradients are computed on each rank of a tensor group.
+        # Embedding and output layer stay whole: each rank of a tensor group computes their whole gradients.
         experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
-    # With one rank there is nothing to free between forward and backward; resharding would only copy. But from a host
-    # each layer is to be there alone.
+    # With one rank, resharding between forward and backward pass frees nothing and only copies. But with weights
+    # offloaded to the host, only one layer at a time may be on the device.
     ranks = mesh.fsdp.size()
     reshard = ranks > 1 or mesh.offloads
     for module in experts:
         _shard_experts(module, mesh, policy)
 
-    def along(parameter: nn.Parameter) -> Shard | None:
-        # Of experts that are not divided whole most ranks would have none, and all would gather as many as ranks.
-        return None if parameter.dim() < 3 else _dividing(parameter, ranks)
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # Experts lie in tensors of three dimensions, which FSDP shards by expert unless told otherwise. With fewer
+        # experts than ranks, most ranks would have none, and all would gather padding up to one expert per rank.
+        return None if parameter.dim() < 3 else _even_shard(parameter, ranks)
 
-    whole, within = layer_types(model), set[nn.Module]()
+    layers, inside = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
-        # Of some models a part of a layer is named, too.
-        if type(module).__name__ in whole and module not in within:
-            within.update(module.modules())
+        # Some models list the class of a part of a layer among their layers' classes: it is sharded with its layer.
+        if type(module).__name__ in layers and module not in inside:
+            inside.update(module.modules())
             if recompute:
                 checkpoint(module)
             if isinstance(recompute, str):
@@ -271,7 +283,7 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
                 mp_policy=policy,
                 offload_policy=mesh.offload_policy,
                 reshard_after_forward=reshard,
-                shard_placement_fn=along,
+                shard_placement_fn=placement,
             )
     fully_shard(
         model, mesh=mesh.fsdp, mp_policy=policy, offload_policy=mesh.offload_policy, reshard_after_forward=False
@@ -279,43 +291,44 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 
 
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard what this rank has of a layer's experts over those that have the same.
+    """Shard this rank's experts of a layer over the ranks that hold the same experts.
 
-    They are given the tokens of all ranks that have others, so their gradient is a sum over these.
+    The experts receive the tokens of all ranks that hold other experts, so their gradient is a sum over these ranks.
     """
     assert mesh.experts is not None
-    others = mesh.experts["fsdp"]
+    holders = mesh.experts["fsdp"]
 
-    def along(parameter: nn.Parameter) -> Shard:
-        if (found := _dividing(parameter, others.size())) is None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        if (shard := _even_shard(parameter, holders.size())) is None:
             shape = tuple(parameter.shape)
-            raise ConfigError(f"parallel.expert: {others.size()} ranks cannot divide weights of {shape} of experts")
-        return found
+            raise ConfigError(f"parallel.expert: {holders.size()} ranks cannot divide expert weights of shape {shape}")
+        return shard
 
     sharded: Any = fully_shard(
         module,
-        mesh=others,
+        mesh=holders,
         mp_policy=replace(policy, cast_forward_inputs=False),
         offload_policy=mesh.offload_policy,
-        reshard_after_forward=others.size() > 1 or mesh.offloads,
-        shard_placement_fn=along,
+        reshard_after_forward=holders.size() > 1 or mesh.offloads,
+        shard_placement_fn=placement,
     )
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
-    # Only nccl divides on the way. One rank has nothing to reduce, and would divide twice.
-    sharded.set_force_sum_reduction_for_comms(others.size() > 1)
+    # Only nccl can divide during the reduction, so sums are forced for every backend. A single rank reduces nothing:
+    # with forced sums it would divide twice.
+    sharded.set_force_sum_reduction_for_comms(holders.size() > 1)
 
 
-def _dividing(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """The first dimension that is divided evenly: FSDP divides no width otherwise."""
+def _even_shard(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Return a shard along the first dimension that `ranks` divides, since FSDP shards other dimensions only evenly."""
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return next((Shard(dim) for dim, size in enumerate(own.shape) if size % ranks == 0), None)
 
 
 def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> None:
-    """Whether ranks can divide the layers, rows and experts of a model of this configuration.
+    """Check that ranks can divide the layers, rows and experts of a model of this configuration.
 
     Raises:
-        ConfigError: a count does not divide, or nothing has shown that it is exact for a model of this kind.
+        ConfigError: a count is not divisible, or no test has shown that dividing a model of this kind is exact.
     """
     described = described.get_text_config()
     if parallel.tensor > 1 or parallel.expert > 1:
@@ -328,13 +341,13 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
                 f"another way ({error}); install transformers 5.19"
             ) from error
     kind, tensor, context, expert = described.model_type, parallel.tensor, parallel.context, parallel.expert
-    for key, ranks, exact in (("tensor", tensor, DIVIDED), ("expert", expert, MIXTURES)):
+    for key, ranks, exact in (("tensor", tensor, TENSOR_PARALLEL_KINDS), ("expert", expert, EXPERT_COUNTS)):
         if ranks > 1 and kind not in exact:
             known = ", ".join(exact)
             raise ConfigError(
                 f"parallel.{key}: expected 1 for a {kind}; it is known to be exact for {known} alone, got {ranks}"
             )
-    if tensor > 1 and expert == 1 and kind in MIXTURES:
+    if tensor > 1 and expert == 1 and kind in EXPERT_COUNTS:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
     if context > 1 and (running := running_layers(described)):
         raise ConfigError(
@@ -347,7 +360,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
             f"sequence is, got {context}"
         )
     wanted = [("tensor", tensor, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
-    wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, MIXTURES.get(kind, ""))]
+    wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, EXPERT_COUNTS.get(kind, ""))]
     for key, ranks, name in wanted:
         if ranks == 1:
             continue
@@ -359,9 +372,9 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered parameters after a forward pass that no backward pass follows.
+    """Free gathered parameters after a forward pass without a backward pass.
 
-    They would stay gathered, and the next forward pass would not see an update of the sharded ones.
+    Otherwise they would stay gathered, and the next forward pass would not see an update of the sharded ones.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -369,28 +382,31 @@ def reshard(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes. Its weights may be elsewhere: on the host, but for those that are gathered."""
-    one = next(model.parameters())
-    return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
+    """Return the device on which a model computes. With offloading, its weights are on the host until gathered."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that belong to a model's files, such as what biases the choice of experts. Nothing trains them."""
+    """Return the buffers that a model's files hold, such as a bias of the choice of experts. They are not trained."""
     kept = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name in the model and full float32 tensor of each parameter of a version, on every rank's device, one at a time.
+    """Yield name and full float32 tensor of each parameter of a version, on every rank's device, one at a time.
 
-    A tied output layer is the input embedding and is not repeated.
+    A collective. A tied output layer is the input embedding and is not repeated.
     """
-    for name, parameter in trained(model):
+    for name, parameter in trained_parameters(model):
         value = parameter.detach()
         yield name, gather_full(value) if isinstance(value, DTensor) else value
 
 
-def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a version is: all, or those of its adapters. Some models hold one still themselves."""
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a version consists of: all, or those of the adapters.
+
+    Without adapters, parameters that the model itself freezes are part of a version too.
+    """
     adapted = described_in(model) is not None
-    return [(name, one) for name, one in model.named_parameters() if one.requires_grad or not adapted]
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad or not adapted]
