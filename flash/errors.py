@@ -1,42 +1,42 @@
-"""Every error Flash raises on purpose.
+"""Errors: every error that Flash raises on purpose.
 
     FlashError
-    ├── ConfigError          wrong input, found before anything starts
+    ├── ConfigError          the input is wrong, and nothing was started
     ├── CheckpointError      a checkpoint cannot be written or read
     ├── RunDirectoryError    metrics, samples or plots cannot be written, or another launch writes them
     ├── RecordingError       recorded batches are missing or damaged
-    ├── RequeueError         SLURM requeues the job, and it gets nowhere
+    ├── RequeueError         SLURM has requeued the job again and again without any progress
     ├── WeightsError         a published version is damaged or was loaded wrongly
     │   └── VersionGoneError   the trainer does not hold the version any more
-    ├── ContractError        an invariant of the run was broken: a bug, the run stops
-    ├── EnvError             an environment broke its interface or raised
+    ├── ContractError        an invariant of the run does not hold: this is a bug, and the run stops
+    ├── EnvError             an environment raised an error or broke its interface
     │   ├── PromptTooLongError  a prompt leaves no room for an answer
-    │   ├── RewardError      the reward is missing, not a number, or its verifier failed
-    │   └── SandboxError             a sandbox cannot do what was asked
+    │   ├── RewardError      the reward is missing or not a number, or its verifier failed
+    │   └── SandboxError             a sandbox cannot do what was requested
     │       ├── SandboxStartError    it could not be made or started
-    │       ├── SandboxLostError     it is gone with what was in it, or its channel broke
-    │       ├── SandboxClosedError   it was closed, by its owner or by a limit on its life
+    │       ├── SandboxLostError     it is gone with its contents, or its connection broke
+    │       ├── SandboxClosedError   it was closed, by its owner or because a time limit has passed
     │       ├── SandboxTimeoutError  it did not answer in time (also a TimeoutError)
-    │       ├── SandboxBusyError     no room for it now, or its name is taken
-    │       ├── SandboxLimitError    a cap on size or number forbids it
+    │       ├── SandboxBusyError     there is no room for it now, or its name is taken
+    │       ├── SandboxLimitError    a limit on size or number forbids the request
     │       ├── SandboxFileError     a path is not what the call needs
     │       └── SandboxRefusedError  the request is wrong, or not allowed here
     ├── EngineError          an engine cannot serve a request
-    │   ├── EngineRefusal    the request is wrong, and the engine well
-    │   ├── PoisonError      the request has killed engines, one after the other
-    │   └── EngineDeadError  an engine is gone and takes its requests with it
-    ├── BreakerError         the run only fails: too many samples given up in a row
+    │   ├── EngineRefusal    the request is wrong, and the engine is well
+    │   ├── PoisonError      several engines died under the same request
+    │   └── EngineDeadError  an engine process is gone, and its requests with it
+    ├── BreakerError         too many samples in a row were given up
     ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
-        │   ├── IncarnationOverError  the trainer ranks that one belongs to are given up
-        │   └── RanksGoneError   the trainer ranks of a node are gone, and do not start again
-        ├── CollectiveError  a trainer rank lost another one in the middle of a collective
-        ├── ProtocolError    a peer said what it may not, and was disconnected
-        └── DeadlineError    a wait outlived its deadline (also a TimeoutError)
+        │   ├── IncarnationOverError  the hub has given up the trainer ranks that this rank belongs to
+        │   └── RanksGoneError   the trainer ranks of a node are gone and will not be restarted
+        ├── CollectiveError  a trainer rank lost another rank during a collective
+        ├── ProtocolError    a peer sent what the protocol does not allow, and was disconnected
+        └── DeadlineError    a wait took longer than its deadline (also a TimeoutError)
 
-A message says what was wrong, what was expected and what to do; it can be sent and printed, whatever it quotes. `fatal`
-tells the launcher whether a restart can help: a wrong config stays wrong, a lost peer may come back.
+A message says what was wrong, what was expected and what to do. It can be sent and printed, whatever text it quotes.
+`fatal` tells the launcher whether a restart can help: a wrong configuration stays wrong, a lost peer may come back.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ from typing import ClassVar
 
 
 def encodable(text: str) -> str:
-    """A text without lone surrogates, which can be neither sent nor printed: bytes of a file's name that are no UTF-8
-    become some in Python."""
+    """Return a text with lone surrogates escaped, since they can be neither sent nor printed.
+
+    Python uses them for bytes of a file's name that are not UTF-8.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class FlashError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors that Flash raises on purpose."""
 
     fatal: ClassVar[bool] = True
-    """True when restarting the processes cannot help."""
+    """True if restarting the processes cannot help."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(encodable(arg) if isinstance(arg, str) else arg for arg in args))
@@ -70,7 +72,7 @@ class CheckpointError(FlashError):
 
 
 class RunDirectoryError(FlashError):
-    """The run directory cannot be written, or another launch writes it."""
+    """The run directory cannot be written, or another launch writes to it."""
 
 
 class RecordingError(FlashError):
@@ -78,7 +80,7 @@ class RecordingError(FlashError):
 
 
 class RequeueError(FlashError):
-    """A requeued job is stopped again and again before it has got any further."""
+    """A requeued job was stopped again and again before it made any progress."""
 
 
 class WeightsError(FlashError):
@@ -90,7 +92,7 @@ class VersionGoneError(WeightsError):
 
 
 class ContractError(FlashError):
-    """One of the run's own invariants does not hold."""
+    """An invariant of the run does not hold. This is a bug."""
 
 
 class EnvError(FlashError):
@@ -106,39 +108,39 @@ class RewardError(EnvError):
 
 
 class SandboxError(EnvError):
-    """A sandbox cannot do what was asked. Never a statement about the program that was to run in it."""
+    """A sandbox cannot do what was requested. It says nothing about the program that was to run in the sandbox."""
 
 
 class SandboxStartError(SandboxError):
-    """A sandbox could not be made or started; nothing of it is left."""
+    """A sandbox could not be made or started. Nothing of it is left."""
 
     fatal = False
 
 
 class SandboxLostError(SandboxError):
-    """A sandbox is gone without being asked to, or cannot be reached. The call may or may not have been carried out."""
+    """A sandbox has ended without a request, or cannot be reached. The call may or may not have been carried out."""
 
     fatal = False
 
 
 class SandboxClosedError(SandboxError):
-    """A sandbox was closed, by its owner or because its life or its idle time was over."""
+    """A sandbox was closed: by its owner, or because its lifetime or idle time has passed."""
 
 
 class SandboxTimeoutError(SandboxError, TimeoutError):
-    """A sandbox, or a job in it, did not end a wait in time."""
+    """A sandbox, or a job in it, did not answer or end in time."""
 
     fatal = False
 
 
 class SandboxBusyError(SandboxError):
-    """There is no room now, or the name is taken; later it may work."""
+    """There is no room now, or the name is taken. Later it may work."""
 
     fatal = False
 
 
 class SandboxLimitError(SandboxError):
-    """More bytes, entries, processes or time than is allowed."""
+    """A request needs more bytes, entries, processes or time than is allowed."""
 
 
 class SandboxFileError(SandboxError):
@@ -146,7 +148,7 @@ class SandboxFileError(SandboxError):
 
 
 class SandboxRefusedError(SandboxError):
-    """The request is wrong, or asks for what this engine or this configuration does not give."""
+    """The request is wrong, or this container engine or configuration does not offer what it needs."""
 
 
 class EngineError(FlashError):
@@ -154,11 +156,11 @@ class EngineError(FlashError):
 
 
 class EngineRefusal(EngineError):
-    """A request is wrong: too long, or with a token that the model does not have. Others are served."""
+    """A request is wrong: too long, or with a token that the model does not have. The engine serves other requests."""
 
 
 class PoisonError(EngineError):
-    """Engines died under a request, one after the other: it is given to no other one."""
+    """Several engines died under the same request, one after the other. It is given to no other engine."""
 
 
 class EngineDeadError(EngineError):
@@ -168,15 +170,15 @@ class EngineDeadError(EngineError):
 
 
 class AlarmError(FlashError):
-    """An alarm of `alarms.stop` was given; the run has left a checkpoint, and can be resumed."""
+    """An alarm of `alarms.stop` was raised. The run has left a checkpoint and can be resumed."""
 
 
 class BreakerError(FlashError):
-    """So many samples failed in a row that going on would only waste compute."""
+    """Too many samples failed in a row: to continue would only waste compute."""
 
 
 class TransportError(FlashError):
-    """A peer cannot be reached, does not prove the token, or sends what we cannot read."""
+    """A peer cannot be reached, does not prove that it has the token, or sends what cannot be read."""
 
 
 class PeerLostError(TransportError):
@@ -186,29 +188,32 @@ class PeerLostError(TransportError):
 
 
 class IncarnationOverError(PeerLostError):
-    """The hub listens no more to the trainer ranks that this one has started with: it has to end."""
+    """The hub has given up the trainer ranks that this rank was started with, so the rank has to end."""
 
 
 class RanksGoneError(PeerLostError):
-    """The trainer ranks of a node are gone and do not start again, so no node loop has anything to wait for."""
+    """The trainer ranks of a node are gone and will not be restarted, so its node loop has nothing to wait for."""
 
     fatal = True
 
 
 class CollectiveError(TransportError):
-    """A collective of the trainer ranks failed: mostly the echo of another rank's end."""
+    """A collective of the trainer ranks failed, mostly because another rank has ended."""
 
     fatal = False
 
 
 class ProtocolError(TransportError):
-    """A peer said what no peer of this run says; its connection is closed."""
+    """A peer sent what the protocol does not allow. Its connection is closed."""
 
 
 class DeadlineError(TransportError, TimeoutError):
-    """A wait outlived its deadline.
+    """A wait took longer than its deadline.
 
-    Built from what was waited for, how long, and where to look.
+    Args:
+        waited_for: what was waited for, as a noun phrase.
+        seconds: the deadline.
+        look_at: where the user can find the cause.
     """
 
     fatal = False
@@ -221,7 +226,7 @@ HINTS = {
     signal.SIGKILL: ", perhaps because memory ran out: see dmesg",
     signal.SIGABRT: ", perhaps as no thread could be started: see its output, `ulimit -u` and the cgroup's pids.max",
 }
-"""Usual causes of signals that nobody has sent on purpose. Libraries abort when a thread cannot be started."""
+"""Usual causes of signals that were not sent on purpose. Libraries abort if a thread cannot be started."""
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -234,11 +239,11 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def error_of(name: str, message: str) -> FlashError | None:
-    """The error that another process raised, by the name of its class; None where that is no class of this tree."""
+    """Rebuild the error that another process raised, from the name of its class. None: there is no such class here."""
     kind = globals().get(name)
     if not isinstance(kind, type) or not issubclass(kind, FlashError):
         return None
-    # Past __init__, whose arguments differ between the classes and are part of the message already.
+    # __init__ is left out: its arguments differ between the classes, and are part of the message already.
     error = kind.__new__(kind)
     error.args = (message,)
     return error

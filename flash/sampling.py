@@ -1,8 +1,9 @@
-"""How tokens are drawn, and which could have been.
+"""Sampling: how tokens are drawn, and which other tokens could have been drawn.
 
-Law: a token's log-prob, the engine's and the trainer's, is that of the distribution it was drawn from. Where tokens are
-left out, those that were not, the *kept set*, travel with each that was drawn: the trainer renormalises over them.
-Where a mixture's experts are chosen for a token, so can those that the engine chose: the trainer takes them.
+Law: the log-prob of a token, the engine's and the trainer's, is that of the distribution from which it was drawn. Where
+sampling settings leave tokens out of the distribution, the tokens that were kept, the *kept set*, travel with each
+drawn token, and the trainer normalises over them. Where a model is a mixture of experts, the experts that the engine
+chose for each token can travel as *routes*, and the trainer uses the same ones.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What makes of the policy's logits the distribution that a sample's tokens are drawn from, and where it ends.
+    """Settings that turn the policy's logits into the distribution of a sample's tokens, and that end its responses.
 
-    It goes with the sample: the engine draws from this distribution, and the trainer takes log-probs under it. Fields
-    have the names that vLLM has for them; new ones come last.
+    They travel with the sample: the engine draws tokens from this distribution, and the trainer computes log-probs
+    under it. Fields have the names that vLLM gives them. The encoding has no names, so new fields come last.
     """
 
     temperature: float = 1.0
-    """Logits are divided by it. 0 is greedy, of which nothing can be trained."""
+    """Divisor of the logits. 0 is greedy; greedy tokens cannot be trained."""
     top_k: int = 0
-    """Only so many of the likeliest tokens are kept, and those as likely as the last; 0: all."""
+    """Keep only this many of the most likely tokens, and those as likely as the last of them. 0: keep all."""
     top_p: float = 1.0
-    """Of these the likeliest whose probabilities add up to it."""
+    """Nucleus sampling: of these, keep the most likely tokens whose probabilities sum to `top_p`."""
     min_p: float = 0.0
-    """And none less likely than this share of the likeliest's probability."""
+    """Drop tokens less probable than `min_p` times the most likely token."""
     min_tokens: int = 0
-    """A response does not end by itself before it has so many."""
+    """Number of tokens before which the model cannot end a response."""
     stop: tuple[str, ...] = ()
-    """Texts of which the first ends a response; its tokens are the last."""
+    """Texts that end a response. The tokens of the text are the last ones of the response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that do, beside the model's own."""
+    """Tokens that end a response, beside the model's own end tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of tokens, before all else."""
+    """Values that are added to the logits of tokens, before everything else."""
     repetition_penalty: float = 1.0
-    """Then the logits of all tokens that the context has, prompt and responses, are divided by it where they are
-    positive, and multiplied where not."""
+    """Penalty of all tokens that the context has, in the prompt or in responses. Their logits are divided by it if they
+    are positive, and multiplied by it if not, after `logit_bias`."""
 
     @property
     def keeps(self) -> bool:
-        """Whether tokens are left out, so that each that is drawn comes with those that were not."""
+        """True if tokens are left out, so that each drawn token comes with its kept set."""
         return self.top_k > 0 and self.temperature > 0
 
 
@@ -54,40 +55,40 @@ PLAIN = Sampling()
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of each of some sampled tokens, the others that could have been drawn in its place: ragged."""
+    """Kept sets: for each of some sampled tokens, the other tokens that could have been drawn in its place."""
 
     ids: bytes = b""
-    """int32: those of the first token, then those of the next one, and so on."""
+    """int32: the tokens of the first set, then those of the second one, and so on."""
     counts: bytes = b""
-    """int32: how many each has."""
+    """int32: number of tokens in each set."""
 
     @classmethod
     def of(cls, ids: Sequence[int] | Int32Array, counts: Sequence[int] | Int32Array) -> Kept:
-        """From numbers."""
+        """Encode the tokens of all sets and the size of each set."""
         return cls(np.asarray(ids, dtype="<i4").tobytes(), np.asarray(counts, dtype="<i4").tobytes())
 
     @property
     def tokens(self) -> int:
-        """How many sampled tokens these are of."""
+        """Number of sampled tokens, each of which has one set."""
         return len(self.counts) // 4
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return len(self.ids) + len(self.counts)
 
     def numbers(self) -> tuple[Int32Array, Int32Array]:
-        """Ids and counts: views."""
+        """Return `ids` and `counts` as int32 arrays, which are views."""
         return np.frombuffer(self.ids, dtype="<i4"), np.frombuffer(self.counts, dtype="<i4")
 
     def part(self, start: int, stop: int) -> Kept:
-        """Those of the tokens [start, stop)."""
+        """Return the sets of the sampled tokens [start, stop)."""
         counts = self.numbers()[1]
         begin, end = int(counts[:start].sum()), int(counts[:stop].sum())
         return Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
 
     def parts(self, sizes: Iterable[int]) -> Iterator[Kept]:
-        """Those of the first so many tokens, of the next ones, and so on."""
+        """Yield the sets of the first `sizes[0]` sampled tokens, of the next `sizes[1]`, and so on."""
         counts = self.numbers()[1]
         start = begin = 0
         for size in sizes:
@@ -97,7 +98,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
             start, begin = stop, end
 
     def fault(self, tokens: int) -> str | None:
-        """Why it cannot be that of so many sampled tokens."""
+        """Return why these cannot be the kept sets of `tokens` sampled tokens; None if they can."""
         if len(self.ids) % 4 or len(self.counts) % 4:
             return "kept sets with parts of numbers"
         ids, counts = self.numbers()
@@ -106,28 +107,30 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return "a kept token below 0" if (ids < 0).any() else None
 
 
-def together(parts: Iterable[Kept]) -> Kept:
-    """The sets of some tokens, then those of later ones."""
+def join_kept(parts: Iterable[Kept]) -> Kept:
+    """Join the kept sets of consecutive sampled tokens."""
     parts = list(parts)
     return Kept(b"".join(part.ids for part in parts), b"".join(part.counts for part in parts))
 
 
 class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of each of some tokens, the experts that its engine chose in each decoder layer.
+    """Routes: for each of some tokens, the experts that its engine chose in each decoder layer.
 
-    Layers without experts, and tokens of which the engine told nothing, have the number of which all bits are set.
+    Where a layer has no experts, or the engine has not reported them, all bits of the number are set.
     """
 
     ids: bytes
-    """uint8 or uint16, [tokens, layers, experts of a token]."""
+    """uint8 or uint16 [tokens, layers, each]: numbers of experts."""
     layers: int
+    """Number of decoder layers."""
     each: int
-    """Experts of a token."""
+    """Number of experts chosen for a token in a layer."""
     bits: int = 8
+    """Bits of one number: 8 or 16."""
 
     @classmethod
     def of(cls, chosen: npt.NDArray[np.integer]) -> Routes:
-        """From numbers, [tokens, layers, experts of a token]; negative ones are not known."""
+        """Encode an array [tokens, layers, each]. Negative numbers mean that the expert is not known."""
         _, layers, each = chosen.shape
         bits = 8 if chosen.max(initial=0) < 255 else 16
         wide = np.where(chosen < 0, (1 << bits) - 1, chosen).astype(f"<u{bits // 8}")
@@ -135,41 +138,47 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """How many tokens these are of."""
-        return len(self.ids) // self._row
+        """Number of tokens."""
+        return len(self.ids) // self._row_bytes
 
     @property
-    def _row(self) -> int:
+    def _row_bytes(self) -> int:
+        """Bytes for one token."""
         return self.layers * self.each * self.bits // 8
 
     def numbers(self) -> Int32Array:
-        """[tokens, layers, experts of a token]; -1: not known."""
+        """Return int32 [tokens, layers, each]. Experts that are not known are -1."""
         flat = np.frombuffer(self.ids, dtype=f"<u{self.bits // 8}").astype(np.int32)
         flat[flat == (1 << self.bits) - 1] = -1
         return flat.reshape(-1, self.layers, self.each)
 
     def part(self, start: int, stop: int) -> Routes:
-        """Those of the tokens [start, stop)."""
-        return msgspec.structs.replace(self, ids=self.ids[self._row * start : self._row * stop])
+        """Return the routes of the tokens [start, stop)."""
+        return msgspec.structs.replace(self, ids=self.ids[self._row_bytes * start : self._row_bytes * stop])
 
     def padded(self, tokens: int) -> Routes:
-        """With tokens that nothing is known of, up to so many."""
-        return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row * tokens - len(self.ids)))
+        """Return routes of `tokens` tokens: these, then tokens whose experts are not known."""
+        return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row_bytes * tokens - len(self.ids)))
 
     def fault(self, tokens: int) -> str | None:
-        """Why it cannot be that of so many tokens."""
-        if self.bits not in (8, 16) or self.layers < 1 or self.each < 1 or len(self.ids) != tokens * self._row:
+        """Return why these cannot be the routes of `tokens` tokens; None if they can."""
+        if self.bits not in (8, 16) or self.layers < 1 or self.each < 1 or len(self.ids) != tokens * self._row_bytes:
             return f"{tokens} tokens, and {len(self.ids)} bytes of experts of {self.layers} layers, {self.each} each"
         return None
 
 
-def routed(parts: Sequence[Routes | None], tokens: Sequence[int]) -> Routes | None:
-    """The routes of some tokens, then those of later ones, `tokens` by part; None where no part has any."""
+def join_routes(parts: Sequence[Routes | None], tokens: Sequence[int]) -> Routes | None:
+    """Join the routes of consecutive tokens; None if no part has any.
+
+    Args:
+        parts: routes of each part. None if they are not known.
+        tokens: number of tokens of each part.
+    """
     first = next((part for part in parts if part is not None), None)
     if first is None:
         return None
     empty = msgspec.structs.replace(first, ids=b"")
-    whole = [(empty if part is None else part).padded(count) for part, count in zip(parts, tokens, strict=True)]
-    if any(part.bits != first.bits for part in whole):
-        return Routes.of(np.concatenate([part.numbers() for part in whole]))
-    return msgspec.structs.replace(first, ids=b"".join(part.ids for part in whole))
+    padded = [(empty if part is None else part).padded(count) for part, count in zip(parts, tokens, strict=True)]
+    if any(part.bits != first.bits for part in padded):
+        return Routes.of(np.concatenate([part.numbers() for part in padded]))
+    return msgspec.structs.replace(first, ids=b"".join(part.ids for part in padded))

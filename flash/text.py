@@ -1,8 +1,8 @@
-"""Foreign text made harmless for terminals and logs.
+"""Foreign text: text of guests, models, files and other services, made harmless for terminals and logs.
 
-Guests, models, files and other services write anything: escape sequences that move the cursor or rename the window,
-line breaks that look like a line of ours, marks that reverse the direction of reading. Whatever a command prints or a
-log records of them passes through here.
+Such text may contain anything: escape sequences that move the cursor or rename the window, line breaks that imitate a
+line of ours, marks that reverse the reading direction. Everything of it that a command prints or a log records passes
+through this module.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TOOL = "tool"
 
 
 class Outcome(StrEnum):
-    """How a sample ended. Every outcome but `OK` and `TRUNCATED` is a failure and carries no reward."""
+    """The end of a sample. Every outcome but `OK` and `TRUNCATED` is a failure and carries no reward."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -72,7 +72,7 @@ again. One whose prompt is too long never is: it would fail again, as would all 
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
-    """One sample to make: member `sample_index` of group `group_id`."""
+    """A sample to make: member `sample_index` of group `group_id`."""
 
     task_id: int
     """Number of the task, unique in a run and split."""
@@ -132,8 +132,8 @@ class Completion(msgspec.Struct, frozen=True):
     versions: list[VersionRun]
     """Policy version of each token."""
     finish: Literal["stop", "length", "text"]
-    """Why the response ended. `stop`: the model ended it. `length`: it reached the token limit. `text`: it contains one
-    of the texts or tokens of `Sampling.stop` or `stop_token_ids`, whose tokens are its last."""
+    """Reason for the end of the response. `stop`: the model ended it. `length`: it reached the token limit. `text`: it
+    ends with one of the texts or tokens of `Sampling.stop` or `stop_token_ids`."""
     kept: Kept | None = None
     """Kept set of each token. None if the sampling settings keep all tokens."""
     routes: Routes | None = None
@@ -142,7 +142,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One response, and the step of the environment after it."""
+    """A response, and the step of the environment after it."""
 
     observation: str
     """Text that was shown before the response."""
@@ -164,7 +164,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """One finished sample: the tokens exactly as they were sampled, and the rewards.
+    """A finished sample: the tokens exactly as they were sampled, and the rewards.
 
     The tokens are one sequence, to which later turns append. If the history of the episode has branches, they are
     several sequences, one behind the other. Each branch has a prompt of its own and is trained as a sequence of its
@@ -315,7 +315,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ShardSample(msgspec.Struct, frozen=True, gc=False):
-    """One sample dealt to a rank."""
+    """A sample dealt to a rank."""
 
     index: int
     """Index of the sample in `Shard.batch`."""
@@ -323,7 +323,7 @@ class ShardSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One trainer rank's part of a batch, and the facts that it needs about the whole batch."""
+    """The part of a batch that one trainer rank trains, and the facts that it needs about the whole batch."""
 
     step: int
     """Policy version that the trainer holds. Training on this batch makes version step + 1."""
@@ -342,7 +342,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class TokenUse(IntEnum):
-    """What the loss did with an action token."""
+    """Use of an action token in the loss."""
 
     TRAINED = 0
     CLIPPED = 1
@@ -410,7 +410,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """One call of a function in a message of the model."""
+    """A call of a function in a message of the model."""
 
     id: str
     name: str
@@ -435,7 +435,7 @@ set them."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message of a prompt."""
+    """A chat message of a prompt."""
 
     role: str
     content: str
@@ -456,19 +456,19 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 Observation = str | list[Message]
-"""What an environment shows to the model: plain text, or messages for the model's chat template."""
+"""Content that an environment shows to the model: plain text, or messages for the model's chat template."""
 
 
 # -- observation of a run --------------------------------------------------------------------------------------------
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """One bar of the run's timeline."""
+    """A bar of the run's timeline."""
 
     lane: str
     """Worker, such as `trainer 0`."""
     name: str
-    """What the worker did."""
+    """Name of what the worker did, such as `generate`."""
     start: float
     """Unix seconds."""
     stop: float

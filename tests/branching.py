@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 
 from msgspec.structs import replace
 
-from flash.sampling import routed, together
+from flash.sampling import join_kept, join_routes
 from flash.types import Span, Trajectory, VersionRun, append_versions
 
 
@@ -33,6 +33,6 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         turns=turns,
         reward=math.fsum(turn.reward for turn in turns),
         branches=begins,
-        kept=together(part.kept for part in parts if part.kept is not None) if parts[0].kept else None,
-        routes=routed([part.routes for part in parts], [part.length for part in parts]),
+        kept=join_kept(part.kept for part in parts if part.kept is not None) if parts[0].kept else None,
+        routes=join_routes([part.routes for part in parts], [part.length for part in parts]),
     )

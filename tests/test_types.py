@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flash.branches import branch_tokens, count_trained_branches, divide_versions, sequences, spans_by_turn
-from flash.sampling import Kept, Routes, together
+from flash.sampling import Kept, Routes, join_kept
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
 from tests.samples.cases import trajectory
@@ -79,7 +79,7 @@ def test_kept_sets_that_were_divided_are_the_whole_again(counts: list[int], data
     whole = Kept.of(range(sum(counts)), counts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(counts)), max_size=4)))
     parts = [whole.part(start, stop) for start, stop in pairwise((0, *cuts, len(counts)))]
-    assert together(parts) == whole
+    assert join_kept(parts) == whole
     assert all(part.fault(part.tokens) is None for part in parts)
     assert whole.size == 4 * (len(counts) + sum(counts))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from flash.branches import divide_versions
 from flash.rollout.engine import Progress, ResponseRequest
-from flash.sampling import Kept, together
+from flash.sampling import Kept, join_kept
 from flash.types import Completion, VersionRun, append_versions
 
 
@@ -65,9 +65,9 @@ class Response:
         (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
         before = self._kept_until(at)
-        kept = None if before is None or last.kept is None else together((before, last.kept))
+        kept = None if before is None or last.kept is None else join_kept((before, last.kept))
         # The last engine has computed all of it.
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
-        return together(self._kept).part(0, tokens) if self._kept else None
+        return join_kept(self._kept).part(0, tokens) if self._kept else None

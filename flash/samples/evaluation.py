@@ -152,7 +152,7 @@ class Evaluations:
 
     @property
     def progress(self) -> str:
-        """How much of the running round is done, for the console; empty while none runs."""
+        """Progress of the running round, for the console; empty while none runs."""
         if self._round is None:
             return ""
         return f"{self._round.finished} of {self._config.problems * self._config.samples} answers"

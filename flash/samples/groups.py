@@ -35,7 +35,7 @@ MemberState = Literal["queued", "leased", "done", "lost", "beaten", "trained"]
 
 
 class Member(msgspec.Struct, gc=False):
-    """One task of a group."""
+    """A task of a group, from its issue to its end."""
 
     task: Task
     state: MemberState = "queued"
@@ -264,7 +264,7 @@ class GroupPool:
 
 
 class GroupCount(NamedTuple):
-    """What one group adds to the counts over all groups."""
+    """Counts of one group, which `Census` sums up."""
 
     alive: int
     """Members that may still be trained."""

@@ -77,7 +77,7 @@ class Revoked(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Tidied(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """One slice of the backlog was worked off."""
+    """A slice of the backlog was worked off."""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -50,7 +50,7 @@ class LeaseTable:
         self.out: dict[int, Member] = {}
         """Tasks that nodes are working on, by the number of the lease."""
         self.reasons: dict[int, Outcome] = {}
-        """Why leases were withdrawn, until their nodes report."""
+        """Reasons why leases were withdrawn, by lease, until their nodes report."""
         self.withdrawn: list[int] = []
         """Leases to cancel on their nodes. The owner empties the list."""
 

@@ -100,7 +100,7 @@ class BufferState(msgspec.Struct):
     formed: list[FormedGroup] = msgspec.field(default_factory=list[FormedGroup], name="again")
     """Groups in batches that were formed and are not trained yet."""
     withdrawn: dict[int, Outcome] = {}
-    """Why leases were withdrawn whose nodes have not reported yet."""
+    """Reasons why leases were withdrawn, by lease, of which the nodes have not reported yet."""
     streaks: Streaks = msgspec.field(default_factory=Streaks)
     domain_totals: DomainTotals | None = msgspec.field(default=None, name="shared")
 

@@ -26,7 +26,7 @@ from flash.ages import recent
 from flash.branches import Int64Array, sequences, sort_by_prefix
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
-from flash.sampling import PLAIN, Routes, Sampling, routed
+from flash.sampling import PLAIN, Routes, Sampling, join_routes
 from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 from flash.waiting import run_to_end
@@ -366,7 +366,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         kinds_S=tuple(trajectory.task.kind for trajectory in trajectories),
         sampling_S=tuple(trajectory.task.sampling for trajectory in trajectories),
         kept=KeptTokens(*map(np.concatenate, kept_columns)),
-        routes=routed([trajectory.routes for trajectory in trajectories], lengths.tolist()),
+        routes=join_routes([trajectory.routes for trajectory in trajectories], lengths.tolist()),
     )
     _check_behaviour(micro, sequences)
     return micro

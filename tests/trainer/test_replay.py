@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from flash.errors import ConfigError, ContractError
 from flash.foreign.transformers import routers
 from flash.rollout.episode.transcript import EpisodeLimits, Transcript
-from flash.sampling import Routes, routed
+from flash.sampling import Routes, join_routes
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
@@ -243,7 +243,7 @@ def test_routes_of_parts_are_the_whole_again_whatever_their_width() -> None:
     wide[0] = 255
     parts = [Routes.of(narrow), None, Routes.of(wide)]
     assert [part and part.bits for part in parts] == [8, None, 16]
-    whole = routed(parts, [6, 2, 4])
+    whole = join_routes(parts, [6, 2, 4])
     assert whole is not None
     expected = np.concatenate([narrow, np.full((3, 3, 2), -1), wide])
     assert (whole.numbers() == expected).all()
@@ -251,7 +251,7 @@ def test_routes_of_parts_are_the_whole_again_whatever_their_width() -> None:
     assert (whole.part(4, 9).numbers() == expected[4:9]).all()
     assert whole.fault(12) is None
     assert all(one.fault(12) for one in (whole.part(0, 11), replace(whole, bits=7), replace(whole, layers=0)))
-    assert routed([None, None], [1, 2]) is None
+    assert join_routes([None, None], [1, 2]) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "jetmoe"])

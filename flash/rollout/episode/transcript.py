@@ -26,7 +26,7 @@ import numpy as np
 
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
-from flash.sampling import Kept, Routes, routed, together
+from flash.sampling import Kept, Routes, join_kept, join_routes
 from flash.types import (
     TOOL,
     Completion,
@@ -303,7 +303,7 @@ class Transcript:
             # responses were sampled under them.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
-            branch.routes = routed([branch.routes, later], [known, later.tokens])
+            branch.routes = join_routes([branch.routes, later], [known, later.tokens])
         self.last_branch = branch
         self._responses = len(branch.ends)
         self.sampled += len(completion.token_ids)
@@ -339,8 +339,8 @@ class Transcript:
             turns=self.turns,
             lost_tokens=lost_tokens,
             branches=tuple(begins),
-            kept=together(kept) if kept else None,
-            routes=routed([branch.routes for branch in branches], [len(branch.tokens) for branch in branches]),
+            kept=join_kept(kept) if kept else None,
+            routes=join_routes([branch.routes for branch in branches], [len(branch.tokens) for branch in branches]),
         )
 
 

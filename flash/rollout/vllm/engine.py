@@ -45,7 +45,7 @@ from flash.rollout.vllm.requests import (
     version_runs,
 )
 from flash.rollout.vllm.start import configure, engine_environment
-from flash.sampling import Kept, together
+from flash.sampling import Kept, join_kept
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
@@ -206,7 +206,7 @@ class VLLMEngine:
             self._check_alive()
         finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = adapter.labels or [(span.version, span.start) for span in piece.weight_versions or ()]
-        whole = together(kept) if kept else None
+        whole = join_kept(kept) if kept else None
         tells = self._config.rollout.routing_replay
         routes = routes_of(piece, len(request.prompt) + len(token_ids) - 1) if tells else None
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole, routes)
