@@ -95,12 +95,14 @@ class UserTask(Generic[_T]):
         self._task.add_done_callback(lambda _: self._ended())
 
     def _ended(self) -> None:
+        """Set `over` and call `on_end`, the first time that this is called."""
         if not self.over.is_set():
             self.over.set()
             if self._on_end is not None:
                 self._on_end()
 
     async def _run(self) -> None:
+        """Call the code, and keep its result or its exception. The body of the task."""
         try:
             with self._scope:
                 if self._ending:
@@ -274,7 +276,10 @@ def _failure(what: str, error: BaseException) -> EnvError:
     """Return the EnvError that an exception of a user's code becomes."""
     if isinstance(error, asyncio.CancelledError):
         # If it were raised again, the episode would end without a result, and its lease would never be returned.
-        return EnvError(f"environment {what} was cancelled from within{place_of(error)}")
+        return EnvError(
+            f"environment {what} was cancelled from within{place_of(error)}: the code has cancelled its own task; "
+            "raise an error instead"
+        )
     if isinstance(error, EnvError) and (text := _text(error)) and len(text) < MAX_MESSAGE:
         return error
     kind = RewardError if isinstance(error, RewardError) else EnvError

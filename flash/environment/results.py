@@ -241,13 +241,16 @@ def _text(what: str, text: str) -> str:
 def _flag(name: str, value: object) -> bool:
     """Return `terminated` or `truncated` as a plain bool. Raises EnvError."""
     if not isinstance(value, (bool, np.bool_)):
-        raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}")
+        raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}; return bool(…) of it")
     return bool(value)
 
 
 def _info(method: str, value: object) -> Info:
+    """Return the info of a result, which must be a dict. Raises EnvError."""
     if not isinstance(value, dict):
-        raise EnvError(f"info of {method}() must be a dict, but is {shown(value)}")
+        raise EnvError(
+            f"info of {method}() must be a dict, but is {shown(value)}; return {{}} if there is nothing to log"
+        )
     return cast("Info", value)
 
 

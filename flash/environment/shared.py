@@ -163,4 +163,4 @@ def _sharing() -> Sharing:
     try:
         return _here.get()
     except LookupError:
-        raise EnvError("nothing is shared here: run it on a node, or within `flash.environment.sharing`") from None
+        raise EnvError("nothing is shared here: call this on a node, or within `flash.environment.sharing`") from None

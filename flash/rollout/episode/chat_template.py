@@ -161,7 +161,7 @@ class ChatTemplate:
             results += 1
         responses = _responses_with_calls(messages[:results]) if results else [RESPONSE]
         alone, tokens = self._behind_response(responses, messages, tools)
-        # The tokens up to here close the response, whatever comes next; those behind it show the messages.
+        # Tokens up to here close the response in both cases; those behind it show the messages.
         closing = _common_prefix(alone, tokens)
         controls = [at for at in range(closing) if tokens[at] in self._control_ids]
         if end is None:
@@ -182,9 +182,10 @@ class ChatTemplate:
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return the prompt before the last message, which is an assistant's, and the answer that this message is.
+        """Return the tokens of the prompt before the last message, and those of the last message as the answer to it.
 
-        Both are in tokens. The answer ends with a token that ends a turn, whatever the template writes behind it.
+        The last message is an assistant's. The answer ends with a token that ends a turn, even if the template writes
+        none or writes more behind it.
 
         Raises:
             EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
@@ -318,6 +319,7 @@ class ChatTemplate:
         return self._left_out[part]
 
     def _left_out_message(self, part: str) -> str:
+        """Return the text of the error, or of the warning, about a part that the template leaves out."""
         shows_nothing = f"the chat template of {self._path} shows nothing of {PARTS[part].words}"
         if part == "reasoning":
             return f"{shows_nothing}, where a conversation has some: it is neither shown nor learned"
@@ -334,7 +336,7 @@ class ChatTemplate:
     ) -> None:
         """Raise EnvError if the template leaves out a call of the last message; only log it if it is the reasoning.
 
-        Some templates show these parts in one place and not in another, so that a trial does not tell. `shown` are the
+        Some templates show these parts in one place and not in another, so that a trial cannot decide. `shown` are the
         messages as the template takes them, `conversation` is the text of all of them.
         """
         last, calls = shown[-1], messages[-1].tool_calls

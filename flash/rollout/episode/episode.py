@@ -102,7 +102,7 @@ def response_seed(seed: int, task: Task, turn: int) -> int:
     """Return the seed of a response of a task, counted from 0.
 
     Each attempt has other seeds, so that a failure is not repeated. The seed follows from the problem, not from the
-    task's number: groups that replace others get numbers in the order of time, which differs between runs.
+    task's number: a group that replaces another gets the next free number, which depends on timing.
     """
     named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1

@@ -260,7 +260,7 @@ class Transcript:
             forms = ("chat messages", "text") if branch.format.chat else ("text", "chat messages")
             raise EnvError(
                 "an environment shows either text or chat messages throughout an episode: reset() returned "
-                f"{forms[0]}, a later step() {forms[1]}"
+                f"{forms[0]}, a later step() {forms[1]}; return the same form from both"
             )
         end = branch.ends[responses - 1]
         end_token = branch.tokens[end.position - 1] if end.ended else None
@@ -283,7 +283,7 @@ class Transcript:
         self._rendered = None
 
     def add_response(self, completion: Completion) -> None:
-        """Append a response, exactly as it was sampled."""
+        """Append a response, exactly as it was sampled, to the branch to which the last observation was added."""
         branch = self.branches[self.branch]
         start = len(branch.tokens)
         branch.tokens += completion.token_ids
