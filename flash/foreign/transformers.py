@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -145,6 +146,52 @@ def running_layers(described: PreTrainedConfig) -> str:
 def layer_count(model: PreTrainedModel) -> int:
     """Decoder layers."""
     return int(model.config.get_text_config().num_hidden_layers)
+
+
+WITHOUT_ATTENTION = {"conv", "linear_attention", "mamba"}
+"""Names in transformers of kinds of layers that have no attention."""
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names in configurations of transformers for the number of experts of a layer."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+"""Names in configurations of transformers for the number of experts that a token is sent to."""
+
+
+class AttentionLayer(NamedTuple):
+    """The size of one attention layer."""
+
+    window: float
+    """The number of tokens that a token sees at most, itself included; infinite without a window or chunk."""
+    width: int
+    """Numbers in all queries and all values of one token."""
+
+
+def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """Return the size of each attention layer of a model; layers without attention are left out."""
+    described, limits = model.config.get_text_config(), windows(model)
+    count = int(described.num_hidden_layers)
+    # Gemma 4's layers differ, and its configuration refuses to name one size for all of them.
+    each = described.per_layer_config if getattr(described, "is_heterogeneous", False) else [described] * count
+    kinds: list[str] | None = getattr(described, "layer_types", None)
+    layers: list[AttentionLayer] = []
+    for layer, kind in zip(each, kinds or [""] * count, strict=False):
+        heads = getattr(layer, "num_attention_heads", None) or 0
+        if kind in WITHOUT_ATTENTION or not heads:
+            continue
+        bounded = bool(limits) and (not kind or "sliding" in kind or "chunked" in kind)
+        head = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        query, value = (getattr(layer, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+        layers.append(AttentionLayer(float(limits[0]) if bounded else math.inf, heads * (query + value)))
+    return layers
+
+
+def routed_share(model: PreTrainedModel) -> tuple[int, float]:
+    """Return the number of experts of a layer, 0 without experts, and the share of them that a token is sent to."""
+    described = model.config.get_text_config()
+    experts, chosen = (
+        next((count for name in names if (count := getattr(described, name, None))), 0)
+        for names in (EXPERT_COUNTS, EXPERTS_PER_TOKEN)
+    )
+    return experts, chosen / experts if experts and chosen else 1.0
 
 
 ABSORBED = "kv_b_proj"

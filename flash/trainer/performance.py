@@ -11,10 +11,10 @@ Shape legend: U = tokens of a micro-batch that are computed, R = trainer ranks.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
-from flash.foreign.transformers import RUNNING, windows
+from flash.foreign.transformers import AttentionLayer, attention_layers, routed_share
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.packing import DUMMY, MicroBatch
 
@@ -52,9 +52,6 @@ PEAKS: dict[str, float] = {
 
 The numbers are those of NVIDIA's data sheets, which often give the value "with sparsity": twice this number.
 """
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names under which configurations of transformers give the number of experts of a layer."""
-
 TRACES = "profile"
 """Name of the folder inside the run's folder that holds the traces."""
 QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -93,16 +90,13 @@ class ModelArithmetic:
     """Weights of the output layer."""
     output_trained: bool
     """True if the output layer is trained."""
-    windows: tuple[float, ...]
-    """For each attention layer, how many tokens a token sees at most; infinite without a window."""
-    attention_width: int
-    """Numbers in all queries and all values that one token has in a layer."""
+    attention: list[AttentionLayer]
+    """The size of each attention layer."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """Count the weights of a whole model: one that is not divided over ranks yet."""
-        described = model.config.get_text_config()
-        experts = next((count for name in EXPERTS if (count := getattr(described, name, None))), 0)
+        experts, share = routed_share(model)
         output: Any = model.get_output_embeddings()
         # A lookup multiplies nothing. The output layer may share its weights with the embedding, and is counted apart.
         apart = {id(weight) for weight in output.parameters()}
@@ -113,19 +107,13 @@ class ModelArithmetic:
             if weight.dim() < 2 or id(weight) in apart:
                 continue
             routed = experts > 1 and weight.dim() == 3 and weight.shape[0] == experts
-            share = described.num_experts_per_tok / experts if routed else 1.0
-            weights[weight.requires_grad] += share * weight.numel()
-        heads = getattr(described, "num_attention_heads", None) or 0
-        width = getattr(described, "head_dim", None) or described.hidden_size // max(heads, 1)
-        query = getattr(described, "qk_head_dim", None) or width
-        value = getattr(described, "v_head_dim", None) or width
+            weights[weight.requires_grad] += weight.numel() * (share if routed else 1.0)
         return cls(
             trained=weights[True],
             frozen=weights[False],
             output=sum(weight.numel() for weight in output.parameters() if weight.dim() == 2),
             output_trained=any(weight.requires_grad for weight in output.parameters()),
-            windows=_layer_windows(model),
-            attention_width=heads * (query + value),
+            attention=attention_layers(model),
         )
 
     def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
@@ -140,20 +128,10 @@ class ModelArithmetic:
             if backward:
                 total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.keep_T)
             seen_U = micro.position_P[place_U] + 1
-            for window in set(self.windows):
-                seen = float(np.minimum(seen_U, window).sum())
-                total += self.windows.count(window) * 2 * self.attention_width * seen * (3 if backward else 1)
+            for layer, alike in Counter(self.attention).items():
+                seen = float(np.minimum(seen_U, layer.window).sum())
+                total += alike * 2 * layer.width * seen * (3 if backward else 1)
         return total
-
-
-def _layer_windows(model: PreTrainedModel) -> tuple[float, ...]:
-    """Return for each attention layer how many tokens a token sees at most; layers without attention are left out."""
-    described, limits = model.config.get_text_config(), windows(model)
-    window = float(limits[0]) if limits else math.inf
-    kinds: Sequence[str] | None = getattr(described, "layer_types", None)
-    if kinds is None:
-        return (window,) * described.num_hidden_layers
-    return tuple(math.inf if kind == "full_attention" else window for kind in kinds if kind not in RUNNING)
 
 
 class StepMeter:

@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from flash.config.learning import LoraConfig, TrainConfig
+from flash.foreign.transformers import AttentionLayer
 from flash.trainer.model.adapters import add_adapters
 from flash.trainer.packing import DUMMY, MicroBatch
 from flash.trainer.performance import (
@@ -90,10 +99,32 @@ def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to() -> None:
     assert ModelArithmetic.of(model).trained == 2 * layer
 
 
+def test_layers_of_different_sizes_are_counted_one_by_one() -> None:
+    """Gemma 4's windowed layers have smaller heads, and its configuration names no size for all layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING["gemma4_text"](
+                vocab_size=40,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                global_head_dim=16,
+                layer_types=["sliding_attention", "full_attention"],
+                sliding_window=4,
+                hidden_size_per_layer_input=0,
+                num_kv_shared_layers=0,
+            )
+        )
+    assert ModelArithmetic.of(model).attention == [AttentionLayer(4, 4 * 2 * 8), AttentionLayer(math.inf, 4 * 2 * 16)]
+
+
 def test_a_window_bounds_the_tokens_that_are_seen() -> None:
     kinds = ["sliding_attention", "full_attention"]
     found = ModelArithmetic.of(dense(layer_types=kinds, use_sliding_window=True, sliding_window=4))
-    assert sorted(found.windows) == [4, math.inf]
+    assert sorted(layer.window for layer in found.attention) == [4, math.inf]
     seen = sum(range(1, 11)) + (1 + 2 + 3 + 7 * 4)
     without = ModelArithmetic.of(dense())
     difference = without.flops([row(10, 7)]) - found.flops([row(10, 7)])
