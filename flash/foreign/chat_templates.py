@@ -1,8 +1,10 @@
-"""A chat template that tells its own text from what it is given.
+"""Marked chat templates: the text that a template writes itself can be told from the text that it is given.
 
-A template is a program: what of its output it has written itself cannot be seen in the output. So that it can be, each
-text that stands in the template is marked where the template is compiled, and what is only asked of a text is asked
-of it without marks: comparisons, tests, keys, and what a text is searched for.
+A chat template is a program, and its output does not show which parts the template has written itself. So each text in
+the template's source is marked when the template is compiled. Marks are taken away wherever the template only inspects
+a text: in comparisons, tests, keys and searches. The template therefore decides as it would without marks.
+
+`flash.rollout.episode.controls` chooses the marks and uses the result.
 """
 
 from __future__ import annotations
@@ -16,32 +18,32 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
 TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
-"""As in `flash.foreign.vllm`."""
+"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 PLAIN, CUT = "flash_plain", "flash_cut"
-"""The filter that takes marks away, and the function that calls a method which gives parts of a text."""
+"""Names of the filter that takes marks away, and of the function that calls a method which returns parts of a text."""
 
 ASKING = frozenset({"startswith", "endswith", "find", "rfind", "index", "rindex", "count"})
-"""Methods of texts that give none: neither the text nor what is sought in it has marks."""
+"""Methods of texts that return no text. They are called with text and arguments without marks."""
 CUTTING = frozenset(
     {"split", "rsplit", "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
 )
-"""Methods that give parts of a text: they are found without marks, and given with them."""
+"""Methods that return parts of a text. The parts are found without marks, and returned with them."""
 REPLACE, GET = "replace", "get"
-"""Those that seek their first argument alone; the second one is given."""
+"""Methods that search for their first argument, and may return the second one."""
 GIVING = frozenset({"join", "default", "d"})
-"""Filters whose arguments are in what they give."""
+"""Filters whose result contains their arguments, which therefore keep their marks."""
 FORMATTING = frozenset({"strftime_now", "raise_exception"})
-"""Functions that read their arguments."""
+"""Functions that interpret their arguments, which therefore must not have marks."""
 
 
 def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str], str]) -> Template:
-    """A chat template as transformers compiles it, with marks on all that it writes itself.
+    """Return a chat template, compiled as transformers does it, that marks all text that it writes itself.
 
     Args:
-        source: of the template.
-        mark: marks a text.
-        plain: takes the marks away from one.
+        source: source of the template.
+        mark: returns a text with marks.
+        plain: returns a text without its marks.
     """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -56,7 +58,7 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
 
 
 def arguments_of(source: str) -> frozenset[str]:
-    """Return the names that a chat template reads and does not define; none of one that cannot be read."""
+    """Return the names that a chat template reads and does not define; empty if the template cannot be parsed."""
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     )
@@ -65,12 +67,12 @@ def arguments_of(source: str) -> frozenset[str]:
         compiled: Any = _compile_jinja_template(source)
         environment = compiled.environment
         return frozenset(find_undeclared_variables(environment.parse(source)) - set(environment.globals))
-    except Exception:  # a template is code of the model's author; rendering says what is wrong with it
+    except Exception:  # a template is code of the model's author; rendering it reports the error
         return frozenset()
 
 
 def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more: Any) -> Any:
-    """What a method of `CUTTING` gives: the parts of a marked text that it gives of the one without marks."""
+    """Return the parts of a marked text that a method of `CUTTING`, or `replace`, finds in the text without marks."""
     whole: Any = _without(text, plain)
     if method == REPLACE:
         old, new = args
@@ -92,7 +94,7 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
 
 
 def _without(value: Any, plain: Callable[[str], str]) -> Any:
-    """A value without marks, in lists too."""
+    """Return a value without marks; in a list, each of its values."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, (list, tuple)):
@@ -101,7 +103,7 @@ def _without(value: Any, plain: Callable[[str], str]) -> Any:
 
 
 class _Marking(NodeTransformer):
-    """Marks what a template writes, and takes the marks away where it asks."""
+    """Marks the texts in a template's source, and takes marks away where the template inspects a text."""
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
@@ -167,17 +169,19 @@ class _Marking(NodeTransformer):
 
 
 def _plain(node: nodes.Expr) -> nodes.Expr:
+    """Return an expression with the value of `node` without marks."""
     return nodes.Filter(node, PLAIN, [], [], None, None, lineno=node.lineno)
 
 
 def _cutting(text: nodes.Expr, method: str, node: nodes.Call | nodes.Filter) -> nodes.Call:
-    """The call of `_cut` for a method of a text, with the arguments of a node."""
+    """Return a call of `_cut` for a method of a text, with the arguments of a node."""
     cut, name = nodes.Name(CUT, "load", lineno=node.lineno), nodes.Const(method, lineno=node.lineno)
     args = [_plain(node.args[0]), *node.args[1:]] if method == REPLACE else node.args
     return nodes.Call(cut, [text, name, *args], node.kwargs, None, None, lineno=node.lineno)
 
 
 def _plain_all(node: nodes.Call | nodes.Filter | nodes.Test) -> None:
+    """Take the marks away from all arguments of a node."""
     node.args = [_plain(arg) for arg in node.args]
     for keyword in node.kwargs:
         keyword.value = _plain(keyword.value)

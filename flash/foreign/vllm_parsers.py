@@ -1,7 +1,7 @@
-"""vLLM's parsers of what a model says: its reasoning, its text, and the functions that it calls.
+"""vLLM's parsers of responses: they separate the reasoning, the text, and the calls of functions.
 
-They are named as for `vllm serve --tool-call-parser` and `--reasoning-parser`. vLLM is imported where it is used, which
-takes seconds; the names that there are can be had without.
+Parsers have the names of `vllm serve --tool-call-parser` and `--reasoning-parser`. `HfTokenizer` uses `Parsers`. A new
+`Parsers` imports vLLM, which takes seconds; `names` lists the parsers without that.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ TOUCHED = (
     "vllm.tool_parsers:_TOOL_PARSERS_TO_REGISTER",
     "vllm.reasoning:_REASONING_PARSERS_TO_REGISTER",
 )
-"""As in `flash.foreign.vllm`."""
+"""Attributes of vLLM that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 HARMONY = ("openai", "openai_gptoss")
-"""Parsers of the one format that vLLM reads from tokens, whatever else is chosen."""
+"""Names of the parsers of GPT-OSS's Harmony format. If either parser has such a name, vLLM reads the whole response in
+this format, from its tokens and not from its text."""
 
 BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
-"""Where parsers keep the mark that a call begins with."""
+"""Attributes in which parsers keep the text with which a call begins."""
 TERMINALS = ("TOOL_START", "TOOL_CALLS", "TOOL_SECTION_START")
-"""What the declarative ones call it."""
+"""Names under which declarative parsers keep that text."""
 
 Package = Literal["tool_parsers", "reasoning"]
 
@@ -50,23 +51,23 @@ class Called(NamedTuple):
     """A call of a function."""
 
     id: str
-    """The parser's, where it reads or makes one."""
+    """Id that the parser has read or made; empty if it has none."""
     name: str
     arguments: str
 
 
 class Parsed(NamedTuple):
-    """What a response says."""
+    """The parts of a response."""
 
     reasoning: str
     content: str
     calls: list[Called]
     malformed: bool
-    """A call begins in it, and none could be read: it is part of the content."""
+    """True if a call begins in the response and none could be read. It is then part of the content."""
 
 
 def names(package: Package) -> list[str]:
-    """The parsers that there are, sorted; none where vLLM is not installed. Imports nothing."""
+    """Return the names of all parsers, sorted; empty if vLLM is not installed. Does not import vLLM."""
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return []
@@ -77,20 +78,20 @@ def names(package: Package) -> list[str]:
                 return sorted(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
             case _:
                 pass
-    raise LookupError(f"the installed vLLM lists its {package} elsewhere: mend flash/foreign/vllm_parsers.py")
+    raise LookupError(f"the installed vLLM lists its {package} in another place: adapt flash/foreign/vllm_parsers.py")
 
 
 class Parsers:
     """The parsers of one model.
 
     Args:
-        tokenizer: Hugging Face's.
+        tokenizer: a Hugging Face tokenizer.
         tool: name of the parser of calls, if any.
         reasoning: name of the parser of reasoning, if any.
-        arguments: of the chat template, by which some parsers know if the model thinks.
+        arguments: arguments of the chat template, from which some parsers learn if the model reasons.
 
     Raises:
-        ValueError: there is no such parser, or it cannot work with the tokenizer.
+        ValueError: a parser does not exist, or cannot work with the tokenizer.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class Parsers:
         from vllm.parser import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
 
-        # They log what a model has written wrongly with a stack of their own, which training does all the time.
+        # Parsers log a traceback for each malformed call, and models in training write many.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
-        # Which keeps what parsers ask for with each response, such as the whole vocabulary.
+        # This tokenizer keeps values that parsers ask for with each response, such as the whole vocabulary.
         self._tokenizer: Any = get_cached_tokenizer(tokenizer)
         self._request: Any = ChatCompletionRequest
         self._arguments = dict(arguments or {})
@@ -128,32 +129,32 @@ class Parsers:
         *,
         calling: bool,
     ) -> Parsed:
-        """What a response says.
+        """Return the parts of a response.
 
         Args:
-            text: of the response, special tokens shown, without the one that ended it.
-            token_ids: of the response.
-            prompt: tokens of all that stood before it.
+            text: text of the response with special tokens, except the token that ended it.
+            token_ids: tokens of the response.
+            prompt: all tokens before the response.
             tools: functions that may be called.
-            calling: whether calls are to be looked for.
+            calling: True if calls are read; False if they stay part of the content.
         """
         parser, request = self._parser(prompt, tools, calling=calling)
         try:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(token_ids)
             )
-        except Exception:  # the boundary to what a model may have written, on which some of them fail
+        except Exception:  # a model may write anything, and some parsers raise errors of any kind for it
             return Parsed("", text, [], malformed=True)
         called = [Called(call.id or "", call.name, call.arguments) for call in calls or () if tools and calling]
         malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
         return Parsed(reasoning or "", content or "", called, malformed)
 
     def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> Parsing:
-        """Begin to parse a response while it is sampled; arguments as for `parse`."""
+        """Return a parser of one response while it is sampled; arguments as for `parse`."""
         return Parsing(*self._parser(prompt, tools, calling=calling), prompt)
 
     def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
-        """A parser for one response, and the request that it wants."""
+        """Return a new parser for one response, and the request that it needs beside."""
         asked: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
         if tools:
             asked |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
@@ -164,7 +165,7 @@ class Parsers:
 
 
 class Parsing:
-    """One response that is parsed while it is sampled: its reasoning and its content, without what may be a call."""
+    """Parses one response while it is sampled, into reasoning and content. Text that may be a call is held back."""
 
     def __init__(self, parser: Any, request: Any, prompt: Sequence[int]) -> None:
         self._parser: Any = parser
@@ -172,20 +173,20 @@ class Parsing:
         self._prompt: list[int] | None = list(prompt)
 
     def add(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """What more of its reasoning and of its content stands in the next piece, special tokens shown."""
+        """Return the reasoning and the content in the next piece of the response, whose text has special tokens."""
         if self._parser is None:
             return "", ""
         prompt, self._prompt = self._prompt, None
         try:
             delta = self._parser.parse_delta(text, list(token_ids), self._request, prompt, finished=False)
-        except Exception:  # as in `parse`
+        except Exception:  # as in `parse`; the rest of the response is not parsed
             self._parser = None
             return "", ""
         return ("", "") if delta is None else (delta.reasoning or "", delta.content or "")
 
 
 def _beginnings(parser: Any) -> list[str]:
-    """Marks that a call begins with."""
+    """Return the texts with which a call may begin."""
     tool = parser.tool_parser
     marks = [getattr(tool, name, None) for name in BEGINNINGS]
     engine = getattr(tool, "_parser_engine", None)
