@@ -1,13 +1,12 @@
-"""The one HTTP server: what agents take for the OpenAI API, `flash view` and the sandbox service listen by it.
+"""The one HTTP server: the OpenAI API for agents, `flash view` and the sandbox service listen by it.
 
-    server       sockets and TLS; an application served for the time of a block, and its orderly end
-    connections  what a client holds open: in time by its own progress, in number, and in bytes of bodies
-    bodies       a request's body, bounded in size, in time, and in what it would cost to decode
+    server       sockets and TLS, bounded request bodies, and an application served during a block
+    connections  limits on the connections of a client, in time and in number; all use of uvicorn's internals
 
-Ways in: `server.open_socket`, then `server.serving` with the application and its `HttpLimits`; within the application
-`bodies.read_body`. What is refused here is a `starlette.exceptions.HTTPException`, which each application answers in
+Ways in: `server.open_socket`, then `server.serving` with the application and its `HttpLimits`. The application reads
+bodies with `server.read_body`. A refusal is a `starlette.exceptions.HTTPException`, which each application answers in
 the form of its own errors.
 
-Law: a client never holds the loop for longer than one small piece of what it sent takes, nor more memory than the
-limits say.
+Law: no client keeps the event loop longer than it takes to handle one small piece of the client's bytes, and no client
+makes the process hold more memory than the limits say.
 """

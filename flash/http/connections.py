@@ -1,14 +1,16 @@
-"""Connections that give up on clients who are too slow or too many.
+"""HTTP connections that end when their client is too slow, or when there are too many of them.
 
-Law: what a client holds open is bounded in time by its own progress, and in number by its token. Heads, bodies that
-nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has shown no valid
-token yet, can be ended at any time to make room for the next one; a token's holder has a share of all connections.
+Law: a connection stays open only as long as its client makes progress, and each token has a bounded number of them.
+- A timer runs while a request's head is incomplete, while the rest of a body arrives after the answer was sent, and
+  while the client does not take the bytes that are sent to it.
+- A connection that has not shown a valid token yet can be ended at any time, to make room for a newer one.
+- A token has at most its share of all connections.
 
-Everything that uvicorn has, but does not promise, is touched here and nowhere else:
+Everything of uvicorn that is used here is not part of what uvicorn promises. No other module touches it, and
+tests/http/test_uvicorn.py names each part that a new version lacks:
 
     H11Protocol              made with config, server_state, app_state, _loop; app_state, conn (of h11), scope, loop,
-                             transport;
-                             on_response_complete, send_400_response, logger; cycle, with
+                             transport; on_response_complete, send_400_response, logger; cycle, with
                              disconnected, message_event, response_complete
     Config                   http, ws: may be any callable that makes a protocol
     Server                   capture_signals, startup, should_exit, serve(sockets)
@@ -36,17 +38,16 @@ from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)
-"""For failures of the server. Faults of clients are answered, and not logged."""
+"""Logger for failures of the server. Faults of clients are answered and not logged: strangers could fill the log."""
 
 PIECE = 2 << 10
-"""Bytes that are read of a client at once: as chunks of one byte they keep the loop for 7 ms."""
-COUNTED_PIECE = 256 << 10
-"""Of a body whose length was said, which is not looked at byte by byte."""
-
+"""Bytes that are read from a client at once. If they are chunks of one byte each, they keep the loop for 7 ms."""
+SIZED_PIECE = 256 << 10
+"""Bytes that are read at once of a body with a content-length, because h11 does not parse such a body byte by byte."""
 ACCEPTED = 64
-"""Connections that are taken at once."""
-WAITING = 2048
-"""That wait to be taken."""
+"""Connections that the loop accepts in one turn."""
+BACKLOG = 2048
+"""Connections that may wait in the kernel to be accepted."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,78 +56,83 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: int = 32 << 10
     """Largest head of a request."""
     head_s: float = 10.0
-    """Seconds for the head of a request to arrive, and for the rest of a body that nobody wants any more."""
+    """Seconds for the head of a request to arrive, and for the rest of a body that is still sent after the answer."""
     body_bytes: int = 64 << 20
     """Largest request body."""
     held_bytes: int = 2 << 30
-    """Of the bodies of all requests that are not answered yet. Beyond them requests get 503."""
+    """Most bytes of the bodies of all requests that are not answered yet. Further requests get 503."""
     receive_s: float = 15.0
-    """Seconds between two pieces of a request body."""
+    """Most seconds between two pieces of a request body."""
     bytes_per_s: int = 4096
-    """Slowest average at which a body may arrive, or an answer be taken: a byte now and then holds nothing open."""
+    """Slowest average rate at which a body may arrive, or an answer be taken. A byte now and then keeps nothing
+    open."""
     stall_s: float = 30.0
-    """Seconds over which the taking of an answer is measured."""
+    """Seconds over which the rate is measured at which an answer is taken."""
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
     connections: int = 4096
-    """Open at a time, or half of what the process may open, if that is less. Beyond them requests get 503."""
+    """Most open connections, or half of the files that the process may open if that is less. Further ones get 503."""
     strangers: int = 512
-    """Of these, connections that have not shown a valid token yet; one more ends the oldest of them."""
+    """Most of these connections that have not shown a valid token yet. One more ends the oldest of them."""
     token_share: float = 0.25
     """Share of `connections` and of `held_bytes` that one bounded token may have (`HttpConnection.hold`)."""
 
 
-class HttpStrangers:
-    """The connections that have shown no token yet, oldest first."""
+class StrangerConnections:
+    """The connections that have shown no valid token yet, oldest first; at most `most` of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._waiting: dict[HttpConnection, None] = {}
 
-    def arrived(self, connection: HttpConnection) -> None:
-        """One more; if that is one too many, the oldest is ended."""
+    def add(self, connection: HttpConnection) -> None:
+        """Add a new connection. If that is one too many, end the oldest."""
         self._waiting[connection] = None
         while len(self._waiting) > self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
+            # A connection is not removed when it shows a token: only then is it looked at.
             if not oldest.known:
                 oldest.transport.abort()
 
-    def left(self, connection: HttpConnection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
         self._waiting.pop(connection, None)
 
 
-class HttpHolders:
-    """The connections of each token, so that one token's holder cannot have those of all."""
+class TokenConnections:
+    """The connections of each bounded token, at most `most` of each, so that one token cannot have all of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: Counter[str] = Counter()
         self._idle: dict[str, dict[HttpConnection, None]] = {}
-        """Connections without a request in progress, by token; the longest idle first."""
+        """Connections without a request in progress, by token. The one that is idle for longest comes first."""
 
-    def shown(self, connection: HttpConnection, token: str) -> bool:
-        """Count a connection as one of `token`. False if the token has too many, and none of them is idle."""
+    def claim(self, connection: HttpConnection, token: str) -> bool:
+        """Count a connection, whose request has begun, as one of `token`.
+
+        If the token has too many connections, one that is idle is ended instead. Returns False if none is idle.
+        """
         if connection.holder == token:
             self._idle.get(token, {}).pop(connection, None)
             return True
         if self._open[token] >= self._most:
             if not (idle := next(iter(self._idle.get(token, {})), None)):
                 return False
-            self.left(idle)
+            self.remove(idle)
             idle.abort()
-        self.left(connection)
+        self.remove(connection)
         self._open[token] += 1
         connection.holder = token
         return True
 
-    def rested(self, connection: HttpConnection) -> None:
+    def mark_idle(self, connection: HttpConnection) -> None:
         """Note that a connection has answered its request: it can be ended to make room for another one."""
         if connection.holder:
             self._idle.setdefault(connection.holder, {})[connection] = None
 
-    def left(self, connection: HttpConnection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended, or that shows another token."""
         token, connection.holder = connection.holder, ""
         if not token:
@@ -140,60 +146,53 @@ class HttpHolders:
             del self._open[token]
 
 
-class Taking:
-    """Watches whether a client takes what is sent to it, from the first byte that waits until none does."""
+class SendTimer:
+    """Ends a connection whose client takes the bytes that are sent to it too slowly.
+
+    Measures from the first byte that waits until none does.
+    """
 
     def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
         self._transport = transport
         self._limits = limits
-        self._left = 0
+        self._waiting = 0
+        """Bytes that waited when the current measurement began."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self) -> None:
-        """From now on: this may call `begin` at once."""
-        # Not the usual 64 KiB: an answer below that, never taken, would never be noticed.
-        self._transport.set_write_buffer_limits(high=1, low=0)
+    def start(self) -> None:
+        """Measure for `stall_s` seconds from now on."""
+        self.stop()
+        self._waiting = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._check)
 
-    def begin(self) -> None:
-        self.end()
-        self._left = self._transport.get_write_buffer_size()
-        self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._look)
-
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Stop measuring: no bytes wait, or the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        if self._left - self._transport.get_write_buffer_size() < self._limits.bytes_per_s * self._limits.stall_s:
+    def _check(self) -> None:
+        taken = self._waiting - self._transport.get_write_buffer_size()
+        if taken < self._limits.bytes_per_s * self._limits.stall_s:
             self._transport.abort()
         else:
-            self.begin()
+            self.start()
 
 
-class MeasuredConnection(asyncio.BaseProtocol):
-    """A connection whose client is watched while it takes what is sent to it."""
+class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
+    """HTTP/1.1 for one client, in the place of uvicorn's own connection.
 
-    _taking: Taking
+    asyncio's streams read a quarter of a megabyte at once. A `BufferedProtocol` chooses the size of its pieces.
+    """
 
-    def pause_writing(self) -> None:
-        self._taking.begin()
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._taking.end()
-        super().resume_writing()
-
-
-class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
-    """HTTP/1.1 for one client, read in pieces of our size: asyncio would hand on a quarter of a megabyte at once."""
+    _send_timer: SendTimer
 
     def __init__(
         self,
         *args: Any,
         limits: HttpLimits,
-        strangers: HttpStrangers,
-        holders: HttpHolders,
+        strangers: StrangerConnections,
+        by_token: TokenConnections,
         into: memoryview,
         **options: Any,
     ) -> None:
@@ -201,24 +200,24 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         super().__init__(*args, **options)
         # Copied into each request's `scope["state"]`: applications reach the connection by it.
         self.app_state = {**self.app_state, "connection": self}
-        # Strangers could fill the log: uvicorn writes a warning for each request that is no HTTP.
+        # uvicorn writes a warning for each request that is not HTTP. Strangers could fill the log with them.
         self.logger = _log
-        self._holders = holders
+        self._by_token = by_token
         self.holder = ""
         """Name of the token that this connection counts for; empty before `hold`."""
         self._limits = limits
         self._into = into
-        self._due = 0
-        """Bytes of the body that were said to come still."""
-        self._due_of: Any = None
-        """The request that it is of."""
+        self._body_left = 0
+        """Bytes of the current request's body that have not come yet, if its length is known; else 0 or less."""
+        self._body_of: Any = None
+        """Scope of the request that `_body_left` belongs to."""
         self._strangers = strangers
         self._awaited: Literal["head", "rest"] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def known(self) -> bool:
-        """Whether a request on it had a valid token."""
+        """True if a request on this connection had a valid token."""
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
 
@@ -228,7 +227,7 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         Raises:
             HTTPException: the token has too many connections, all of them with a request in progress.
         """
-        if not self._holders.shown(self, token):
+        if not self._by_token.claim(self, token):
             raise HTTPException(
                 503, "this token has too many requests in progress; wait for some of them", {"connection": "close"}
             )
@@ -237,40 +236,62 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         """End the connection at once, also in the middle of an answer."""
         self.transport.abort()
 
+    # Called by asyncio and uvicorn.
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._taking = Taking(transport, self._limits)
-        self._taking.watch()
-        self._strangers.arrived(self)
-        self._watch()
+        self._send_timer = SendTimer(transport, self._limits)
+        # asyncio calls `pause_writing` only if more bytes than this wait, and may do so at once. With the usual 64 KiB
+        # a smaller answer that is never taken would never be noticed.
+        transport.set_write_buffer_limits(high=1, low=0)
+        self._strangers.add(self)
+        self._set_timer()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next piece is read into: no more than a piece beyond a body whose length was said."""
+        """Return the buffer that the next piece is read into.
+
+        It is larger while a body with a known length arrives, but reads at most `PIECE` beyond the end of that body.
+        """
         if self.conn.their_state is not h11.SEND_BODY:
-            self._due = 0
-        elif self._due_of is not self.scope:
-            self._due_of, self._due = self.scope, _length(self.scope["headers"])
-        return self._into[: max(PIECE, min(self._due, COUNTED_PIECE))]
+            self._body_left = 0
+        elif self._body_of is not self.scope:
+            self._body_of, self._body_left = self.scope, _content_length(self.scope["headers"])
+        return self._into[: max(PIECE, min(self._body_left, SIZED_PIECE))]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """A piece has come."""
-        self._due -= nbytes
+        """Pass on a piece of `nbytes` that has been read into the buffer."""
+        self._body_left -= nbytes
         self.data_received(bytes(self._into[:nbytes]))
-        self._watch()
+        self._set_timer()
+
+    def pause_writing(self) -> None:
+        self._send_timer.start()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._send_timer.stop()
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
-        self._holders.rested(self)
+        self._by_token.mark_idle(self)
         super().on_response_complete()
-        if self.conn.their_state is not h11.IDLE:  # Otherwise the client may be idle for a while.
-            self._watch()
+        if self.conn.their_state is not h11.IDLE:  # else the client has `idle_s` for its next request
+            self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._strangers.remove(self)
+        self._by_token.remove(self)
+        self._send_timer.stop()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. Whoever is answering its beginning is told that the client has left: the answer to it
-        is this one, unless one has begun."""
+        """Answer bytes that are not HTTP.
+
+        If the application is still answering the request before them, it is told that the client has left: that answer
+        is replaced by this one, unless it has begun.
+        """
         cycle: Any = self.cycle  # None before the first request.
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -280,15 +301,8 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
         else:
             self.transport.abort()
 
-    def _forget(self) -> None:
-        self._strangers.left(self)
-        self._holders.left(self)
-        self._taking.end()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _watch(self) -> None:
-        """A timer runs while a head is incomplete, and while a request that is answered already goes on."""
+    def _set_timer(self) -> None:
+        """Run a timer while a head is incomplete, and while the body of an answered request still arrives."""
         awaited = None
         if self.conn.their_state is h11.IDLE:
             awaited = "head"
@@ -304,14 +318,14 @@ class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
             self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
 
 
-def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """The length of a body as h11, which has checked it, takes it: one that comes in chunks has none."""
-    said = dict(headers)
-    return 0 if b"transfer-encoding" in said else int(said.get(b"content-length", b"0"))
+def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return the length of a body by its headers, which h11 has checked; 0 for a body in chunks."""
+    values = dict(headers)
+    return 0 if b"transfer-encoding" in values else int(values.get(b"content-length", b"0"))
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals to their owner."""
+    """uvicorn's server, which leaves the process's signals to their owner and tells when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -327,27 +341,33 @@ class _Server(uvicorn.Server):
 
 
 def http_protocol(limits: HttpLimits, connections: int) -> Any:
-    """Return the maker of connections that `uvicorn.Config` takes as `http`. `connections`: open at a time."""
+    """Return the maker of connections that `uvicorn.Config` takes as `http`.
+
+    Args:
+        limits: bounds on each of them.
+        connections: most connections that are open at a time.
+    """
     return partial(
         HttpConnection,
         limits=limits,
-        strangers=HttpStrangers(min(limits.strangers, connections // 2)),
-        holders=HttpHolders(max(1, int(limits.token_share * connections))),
-        into=memoryview(bytearray(COUNTED_PIECE)),
+        strangers=StrangerConnections(min(limits.strangers, connections // 2)),
+        by_token=TokenConnections(max(1, int(limits.token_share * connections))),
+        into=memoryview(bytearray(SIZED_PIECE)),
     )
 
 
 @asynccontextmanager
 async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
-    """Take connections at this socket for the time of the block, from its beginning on.
+    """Accept connections at a bound socket during the block, from its first moment on.
 
-    Then requests in progress have the time that the configuration gives them; uvicorn cancels the rest.
+    When the block ends, requests in progress have the time that `config` gives them; uvicorn cancels the rest.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:
         tasks.start_soon(server.serve, [bound])
         await server.listening.wait()
-        # asyncio would take as many of them at once as may wait, which keeps the loop for half a second.
-        bound.listen(WAITING)
+        # `config.backlog` is the number that asyncio accepts in one turn as well as that which may wait. A large one
+        # would keep the loop for half a second, so only the kernel's is made larger.
+        bound.listen(BACKLOG)
         yield
         server.should_exit = True

@@ -1,7 +1,11 @@
-"""The listening end: sockets and TLS; what a client may do to a connection is in `connections`.
+"""The listening end: sockets and TLS, bounded request bodies, and an application that is served during a block.
 
-Loopback or a unix socket unless told otherwise. A public address needs TLS: a token that travels in the clear is no
-token. A unix socket is made for its owner only.
+Limits on connections are in `flash.http.connections`. The default address is loopback. A public address needs TLS,
+since anyone on the way could read a token that travels in the clear. A unix socket can be used by its owner only.
+
+Law of bodies: each is bounded in bytes and in time, all that are held together are bounded in bytes (for the server,
+and for each bounded token), and a JSON body is bounded in the number of values that decoding would make. What is
+refused is an `HTTPException`, raised where the application reads the body.
 """
 
 from __future__ import annotations
@@ -13,38 +17,45 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 import msgspec
 import uvicorn
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Send
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flash.errors import ConfigError
-from flash.http.bodies import BoundedBodies
 from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protocol
 
 SHUTDOWN_S = 3
 """Seconds for requests in progress when the service ends."""
+MAX_JSON_VALUES = 400_000
+"""Most lists, objects and keys of a JSON body, counted by their characters `[`, `{` and `:`, also inside texts. Each
+value takes memory, and time in which the process does nothing else."""
 
 
 class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a service listens: a port of this machine or a unix socket, with or without TLS."""
+    """Address of a service: a port of this machine or a unix socket, with or without TLS."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes any free one."""
+    """Port to listen at; 0 takes any free one."""
     unix: Path | None = None
-    """A socket of this name instead of a port."""
+    """Name of a unix socket, which is used instead of a port."""
     certificate: Path | None = None
-    """PEM file; with `key`, TLS."""
+    """PEM file of the certificate. With `key` it turns TLS on."""
     key: Path | None = None
+    """PEM file of the certificate's key."""
 
 
 def open_socket(address: HttpAddress) -> socket.socket:
-    """A bound socket.
+    """Return a socket that is bound to `address`.
 
     Raises:
         ConfigError: it cannot be bound, or a public address has no TLS.
@@ -63,7 +74,8 @@ def open_socket(address: HttpAddress) -> socket.socket:
             f"{address.host} can be reached from other machines: tokens and all that is sent would travel in the "
             "clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
         )
-    # asyncio turns Nagle's algorithm off only where the protocol is named: with it each answer takes 40 ms longer.
+    # asyncio turns Nagle's algorithm off only for sockets that name the protocol TCP. With Nagle's algorithm each
+    # answer takes 40 ms longer.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,32 +100,21 @@ def _open_unix(path: Path) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} exists and is no socket")
-        if _answers(path):
-            raise ConfigError(f"a service listens at {path} already")
-        path.unlink()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ConfigError(f"a service listens at {path} already")
+        path.unlink()  # left by a service that was killed
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The umask, and not a chmod afterwards: others could connect in between.
+    before = os.umask(0o177)
     try:
-        with _only_owner():
-            bound.bind(str(path))
+        bound.bind(str(path))
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen at {path}: {error}") from error
-    return bound
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
-@contextlib.contextmanager
-def _only_owner() -> Generator[None]:
-    """What is made meanwhile can be used by its owner only, from its first moment on."""
-    before = os.umask(0o177)
-    try:
-        yield
     finally:
         os.umask(before)
+    return bound
 
 
 @asynccontextmanager
@@ -123,13 +124,14 @@ async def serving(
     address: HttpAddress,
     limits: HttpLimits | None = None,
 ) -> AsyncGenerator[str]:
-    """Serve for the time of the block, from its beginning on. Yields the URL.
+    """Serve an application during the block, from its first moment on. Yields the URL.
 
     Args:
-        app: tells `scope["state"]["token"]` of the requests whose callers it knows, and answers each `HTTPException`.
-        bound: of `open_socket`.
-        address: of it.
-        limits: what clients may do.
+        app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, and answers each
+            `HTTPException`.
+        bound: the socket, from `open_socket`. It is closed at the end.
+        address: the address that `bound` is bound to.
+        limits: bounds on requests and connections.
 
     Raises:
         ConfigError: the certificate cannot be used.
@@ -167,7 +169,7 @@ async def serving(
 
 
 def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Sends an answer with these headers; what it says for itself stays."""
+    """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -185,3 +187,102 @@ def _url(bound: socket.socket, address: HttpAddress) -> str:
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if address.certificate else 'http'}://{shown}:{port}"
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> bytes:
+    """Return the whole body of a request, which the caller then decodes.
+
+    Args:
+        request: the request.
+        most_bytes: largest body that is accepted.
+        json: whether the body is also limited to `MAX_JSON_VALUES`.
+
+    Raises:
+        HTTPException: the body is too large.
+        ClientDisconnect: the client has left.
+    """
+    too_large = HTTPException(413, f"the body has more than {most_bytes} bytes")
+    if int(request.headers.get("content-length") or 0) > most_bytes:
+        raise too_large
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > most_bytes:
+            raise too_large
+    if json and sum(map(data.count, (b"[", b"{", b":"))) > MAX_JSON_VALUES:
+        raise HTTPException(413, f"the body has more than {MAX_JSON_VALUES} lists, objects and keys")
+    return bytes(data)
+
+
+class BoundedBodies:
+    """ASGI middleware for all requests of a server: bounds each body, and the bytes of all bodies that are held."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self._held = 0
+        """Bytes of the bodies of requests that are not answered yet."""
+        self._held_by: Counter[str] = Counter()
+        """Bytes in `_held` by holder: the name of a bounded token, or empty for all other callers together."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        body, holder = _Body(receive, self._limits), ""
+
+        async def bounded() -> Message:
+            nonlocal holder
+            before = body.size
+            message = await body.receive()
+            if not before:
+                # Not before the first piece: the application has checked the token by then.
+                holder = scope["state"]["connection"].holder
+            self._held += body.size - before
+            self._held_by[holder] += body.size - before
+            if self._held > self._limits.held_bytes:
+                raise HTTPException(503, "too many large requests wait for their answers; try again later")
+            if holder and self._held_by[holder] > self._limits.token_share * self._limits.held_bytes:
+                raise HTTPException(503, "too many large requests of this token wait for their answers")
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._held -= body.size
+            self._held_by[holder] -= body.size
+            if not self._held_by[holder]:
+                del self._held_by[holder]
+
+
+class _Body:
+    """The body of one request, bounded in bytes and in time."""
+
+    def __init__(self, receive: Receive, limits: HttpLimits) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._begun = anyio.current_time()
+        self._complete = False
+        self.size = 0
+        """Bytes that have come."""
+
+    async def receive(self) -> Message:
+        """Return the next ASGI message. Raises HTTPException if the body is too large or too slow."""
+        if self._complete:
+            return await self._receive()  # Waits for the client to leave, for as long as the answer takes.
+        now, pause = anyio.current_time(), self._limits.receive_s
+        due = self._begun + pause + self.size / self._limits.bytes_per_s
+        try:
+            with anyio.fail_after(min(pause, due - now)):
+                message = await self._receive()
+        except TimeoutError:
+            slow = f"no piece of the body came for {pause:g} s, or all of it came too slowly"
+            raise HTTPException(408, slow) from None
+        self.size += len(message.get("body", b""))
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        if self.size > self._limits.body_bytes:
+            raise HTTPException(413, f"the body has more than {self._limits.body_bytes} bytes")
+        return message

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flash.http.bodies import read_body
+from flash.http.server import read_body
 from flash.service import chat, completions, responses
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import ApiError

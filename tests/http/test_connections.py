@@ -1,4 +1,4 @@
-"""What one client can do to a server, and to the others: how much is read of it at once, and how much is held."""
+"""Limits on one client: how many of its bytes are read at once, and how many are held."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flash.http.bodies import SIGNS, read_body
-from flash.http.connections import COUNTED_PIECE, PIECE, HttpLimits
-from flash.http.server import HttpAddress, open_socket, serving
+from flash.http.connections import PIECE, SIZED_PIECE, HttpLimits
+from flash.http.server import MAX_JSON_VALUES, HttpAddress, open_socket, read_body, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +30,7 @@ class App:
         self.may = anyio.Event()
         self.may.set()
         self.passes = 0
-        """Of the loop, for whoever else is on it."""
+        """Turns of the loop that other tasks have had."""
         self.came = anyio.Event()
         """A body has."""
         self.read: list[int] = []
@@ -63,7 +62,7 @@ async def served(app: App, limits: HttpLimits | None = None) -> AsyncIterator[st
 
 
 async def test_chunks_of_one_byte_leave_the_loop_to_others_after_each_piece():
-    app, count = App(), COUNTED_PIECE
+    app, count = App(), SIZED_PIECE
     async with served(app) as url:
         port = int(url.rpartition(":")[2])
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:
@@ -77,7 +76,7 @@ async def test_chunks_of_one_byte_leave_the_loop_to_others_after_each_piece():
 
 async def test_what_follows_a_counted_body_is_read_in_small_pieces_again():
     """A body of five bytes opens no door for a quarter of a megabyte."""
-    app, count = App(), COUNTED_PIECE // 8
+    app, count = App(), SIZED_PIECE // 8
     async with served(app) as url:
         port = int(url.rpartition(":")[2])
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:
@@ -136,7 +135,7 @@ async def test_a_request_in_progress_is_answered_before_its_server_ends():
 @pytest.mark.parametrize("sign", [b"[", b"{", b'"":'])
 async def test_a_body_of_countless_lists_objects_or_keys_is_refused_before_it_is_decoded(sign):
     async def receive():
-        return {"type": "http.request", "body": sign * (SIGNS + 1)}
+        return {"type": "http.request", "body": sign * (MAX_JSON_VALUES + 1)}
 
     with pytest.raises(HTTPException, match="lists, objects and keys"):
         await read_body(Request({"type": "http", "headers": []}, receive), 1 << 24)

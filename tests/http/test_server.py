@@ -1,4 +1,4 @@
-"""Where a server listens: addresses and sockets."""
+"""Addresses and sockets at which a server listens."""
 
 from __future__ import annotations
 

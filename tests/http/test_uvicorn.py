@@ -1,4 +1,4 @@
-"""What uvicorn has but does not promise is still where `flash.http` touches it.
+"""The parts of uvicorn that it does not promise, and that `flash.http` uses, are still there.
 
 A test that fails here says what moved: look at the release notes of uvicorn, and at the file that touches it.
 """

@@ -6,7 +6,7 @@ import anyio
 import httpx
 import pytest
 
-from flash.http.bodies import SIGNS
+from flash.http.server import MAX_JSON_VALUES
 from flash.service.app import make_app
 from flash.service.errors import ApiError
 from flash.service.sessions import EpisodeSessions, PendingCall
@@ -40,7 +40,7 @@ async def test_countless_lists_are_refused_before_they_are_read_and_an_empty_key
     sessions = EpisodeSessions()
     session, key = sessions.open()
     headers = {"authorization": f"Bearer {key}"}
-    lists = b'{"model": "policy", "prompt": [' + b"[]," * SIGNS + b"[]]}"
+    lists = b'{"model": "policy", "prompt": [' + b"[]," * MAX_JSON_VALUES + b"[]]}"
     body = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "n": 2}
     transport = httpx.ASGITransport(make_app(sessions))
     async with httpx.AsyncClient(transport=transport, base_url="http://agents", headers=headers) as client:

@@ -29,7 +29,7 @@ from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.work import LeaseWork
 from flash.errors import FlashError, SandboxLostError
-from flash.http.bodies import read_body
+from flash.http.server import read_body
 
 _log = logging.getLogger(__name__)
 
