@@ -43,7 +43,7 @@ from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
 from flash.trainer.model.model import load_plain, load_sharded, recompute_mode, reshard, shard_model
 from flash.trainer.model.packed import takes_packed_rows
-from flash.trainer.model.packing_check import attend_alone, check_packing, replay_routing
+from flash.trainer.model.packing_check import check_packing, replay_routing, use_own_attention
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LagLimiter, LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
@@ -382,7 +382,7 @@ def _share_rows(
     for backbone in backbones:
         if not takes_packed_rows(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
             # Nothing has looked whether it may share a row.
-            attend_alone(backbone)
+            use_own_attention(backbone)
     together = all(takes_packed_rows(one) for one in (policy, *backbones, *frozen) if one is not None)
     if not together and mesh.context is not None:
         raise ConfigError("parallel.context: expected 1 with this critic.path, which is given one sequence at a time")

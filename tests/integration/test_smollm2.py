@@ -17,7 +17,7 @@ from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
-from flash.trainer.model.canary import LEAST
+from flash.trainer.model.canary import MIN_TOLERANCE
 from flash.trainer.model.model import load_model
 from flash.types import Completion, Message
 from tests.integration.whole_run import REPOSITORY, Run
@@ -85,7 +85,7 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     assert run.wait(400) == 0, run.text()
     summary = run.summary()
     assert (summary["samples"], summary["failures"]) == (32, 0)
-    assert 0 < summary["canary_error"] < LEAST["bfloat16"]
+    assert 0 < summary["canary_error"] < MIN_TOLERANCE["bfloat16"]
     (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
     assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
     exported = tmp_path / "exported"

@@ -14,8 +14,8 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, WeightsError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.canary import (
-    BEYOND_ROUNDING,
-    LEAST,
+    MIN_TOLERANCE,
+    ROUNDING_FACTOR,
     SHORT,
     CanaryMaker,
     CanaryText,
@@ -81,7 +81,7 @@ def test_the_tolerance_is_what_the_precision_makes_of_the_models_own_words(sure:
     maker = CanaryMaker(text, model, config)
     gaps = [abs(one - exact) for one, exact in zip(maker.canary(model).logprobs, text.exact, strict=True)]
     assert maker.rounding == pytest.approx(sum(gaps) / len(gaps))
-    assert maker.tolerance == max(BEYOND_ROUNDING * maker.rounding, LEAST[dtype])
+    assert maker.tolerance == max(ROUNDING_FACTOR * maker.rounding, MIN_TOLERANCE[dtype])
     smallest, largest = {"float32": (0, 1e-5), "bfloat16": (1e-3, 0.2), "float16": (1e-4, 0.02)}[dtype]
     assert smallest <= maker.rounding <= largest
 

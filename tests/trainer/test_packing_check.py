@@ -75,7 +75,9 @@ def test_what_else_mixes_tokens_is_found_and_named(
     kind: str, options: dict[str, Any], layer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not check(tiny(kind, **options))
-    assert re.search(rf"model\.path: .* by .* nats; the first layer to differ .*{layer}.*; so it is given", caplog.text)
+    assert re.search(
+        rf"model\.path: .* by .* nats; the first layer to differ .*{layer}.* one sequence at a time", caplog.text
+    )
 
 
 def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_show_it(
@@ -86,7 +88,7 @@ def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_sh
         for parameter in model.parameters():
             parameter.mul_(1e-2)
     assert not check(model)
-    assert "layers whose state runs on from one token to the next (conv); so it is given" in caplog.text
+    assert "layers whose state runs on from one token to the next (conv). It therefore gets one" in caplog.text
 
 
 class Slanted(torch.autograd.Function):
@@ -145,7 +147,7 @@ def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: s
         ("nemotron", "NemotronAttention does not pass the layout"),
         ("moshi", "MoshiAttention does not pass the layout"),
         ("doge", "DogeAttention makes a mask of its own"),
-        ("deepseek_v32", "stops at packed sequences: Type"),
+        ("deepseek_v32", "fails on packed sequences: Type"),
         ("falcon_mamba", "does not use transformers' attention interface"),
     ],
 )

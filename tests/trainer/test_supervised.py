@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from flash.config.check_algorithm import supervised
-from flash.trainer.model.packing_check import attend_alone
+from flash.trainer.model.packing_check import use_own_attention
 from flash.types import Shard
 from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, random_shard, reference_model, relative_error
 
@@ -50,6 +50,6 @@ def test_the_loss_of_a_model_that_attends_by_itself_is_the_same(model: Path) -> 
     trainer = Trainer(supervised(make_config(model, sft={"data": "rows.jsonl"})))
     shard = random_shard()
     together = trainer.mean_loss(shard)
-    attend_alone(trainer.model)
+    use_own_attention(trainer.model)
     trainer._share_rows = False  # pyright: ignore[reportPrivateUsage]
     assert trainer.mean_loss(shard) == pytest.approx(together, rel=1e-5)

@@ -19,7 +19,7 @@ from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
 from flash.trainer.model.model import trained_parameters
 from flash.trainer.model.packed import takes_packed_rows
-from flash.trainer.model.packing_check import attend_alone
+from flash.trainer.model.packing_check import use_own_attention
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 
@@ -44,7 +44,7 @@ class Trainer(step.Trainer):
             super()._check_packing()
             self.packed[key] = takes_packed_rows(self.model)
         elif not self.packed[key]:
-            attend_alone(self.model)
+            use_own_attention(self.model)
 
 
 def kept(content: bytes) -> checkpoint.KeepHubState:

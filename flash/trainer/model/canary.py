@@ -1,12 +1,19 @@
-"""The canary's text, and how far apart healthy engines and trainers may be.
+"""The canary: a text whose log-probs engines are checked against, and the difference that healthy engines may have.
 
-The text is the policy's own, drawn by the model in float32: at tokens that a model itself says, rounding does to
-log-probs what it does to those of samples, while a model of 50,000 tokens gives random ones log-probs of −12 to −20,
-where logits in bfloat16 have steps of 0.125. Its log-probs in float32 say what the precision of the run makes: trainer
-and engine are each about so far away from them. Every rank has the same text and the same tolerance.
+`flash.trainer.step` draws the text before the first step and makes a `CanaryMaker`. For each version,
+`flash.trainer.loop` publishes the canary of the current weights, and engines that load the version are checked against
+it (`flash.weights`).
 
-It is several short texts, each begun anew and drawn beside the others, one token of each at a time: for each time the
-ranks gather the whole model once. Shape legend: B = short texts, P = tokens, V = vocabulary.
+The text is the policy's own, sampled from the model in float32. At tokens that a model itself samples, rounding changes
+log-probs as much as it changes those of samples. Random tokens would not do: a model of 50,000 tokens gives them
+log-probs of −12 to −20, where logits in bfloat16 have steps of 0.125. The text's log-probs in float32 show the effect
+of the run's precision: trainer and engine are each about so far away from them. Every rank has the same text and the
+same tolerance.
+
+The text consists of several short texts, sampled side by side, one token of each at a time: for each token the ranks
+gather the whole model once.
+
+Shape legend: B = short texts, P = tokens, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -30,58 +37,58 @@ from flash.trainer.model.packed import class_name
 from flash.trainer.model.prefixes import in_one_row
 from flash.types import Canary
 
-BEYOND_ROUNDING = 6.0
-"""How often the trainer's own rounding engine and trainer may differ by. Two independent roundings differ by 1.4 times
-of one; the rest is for policies that become surer, and for other kernels. Engines that compute with wrong weights were
-seen to differ by 0.6 nats and more."""
+ROUNDING_FACTOR = 6.0
+"""Tolerance as a multiple of the trainer's own rounding error. Two independent rounding errors differ by 1.4 times one
+of them; the rest is for policies that become more certain, and for other kernels. Engines that compute with wrong
+weights have differed by 0.6 nats and more."""
 
-LEAST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
-"""Nats that are always allowed: what is measured of a model that knows nothing yet says little of what it will make."""
+MIN_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
+"""Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained one."""
 
-
-LEAST_SIZE = 1.0
-"""Nats that the canary's log-probs count as having at first: a model that is sure of its text would else make the
-tolerance grow by orders of magnitude once it is not."""
+MIN_SIZE = 1.0
+"""Smallest mean size of the first canary's log-probs, in nats, for the growth of the tolerance. Without it, a model that
+is certain of its text at first would let the tolerance grow by orders of magnitude once it no longer is."""
 
 SHORT = 8
-"""Tokens of each short text, at least: a text's first tokens say little of what the model knows."""
+"""Least tokens of each short text. The first tokens of a text show little of what the model has learned."""
 
 
 @dataclass(frozen=True)
 class CanaryText:
-    """What the policy says, and how surely."""
+    """A text that the policy has sampled."""
 
     token_ids: list[int]
     exact: list[float]
-    """Log-prob of each token but the first in float32."""
+    """Log-prob of each token but the first, in float32."""
 
 
 @torch.no_grad()
 def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
-    """Let the policy say something, in float32 (see `load_plain`). Called by all ranks, who get what rank 0 has drawn.
+    """Sample the canary's text from a model of `load_plain`. A collective: all ranks get the text of rank 0.
 
     Raises:
-        ConfigError: the model stops at a plain sequence of tokens, while memory is enough and all ranks are there.
+        ConfigError: the model fails on a plain sequence of tokens, and neither memory nor another rank is the cause.
     """
-    # The engine answers the canary with one token, which needs its place in the context.
+    # The engine answers the canary with one token, which needs a place in the context too.
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
     try:
-        text = _drawn(model, count, config.run.seed)
+        text = _draw_text(model, count, config.run.seed)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
-        # Models are other people's code. Other ranks and memory are not.
+        # Models are other people's code and raise anything. Failed collectives and lack of memory are not their fault.
         if collective_failed(error) or isinstance(error, torch.OutOfMemoryError):
             raise
-        fault = f"it stops at a sequence of tokens with {type(error).__name__}: {error}"
+        fault = f"it fails on a sequence of tokens with {type(error).__name__}: {error}"
         raise ConfigError(
             f"model.path: {class_name(model)} cannot be trained, {fault}. Choose another model"
         ) from error
     reshard(model)
-    said = [text]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
+    shared = [text]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
-def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
+def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
+    """Return `count` tokens sampled from the model, and their log-probs."""
     described = model.config.get_text_config()
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
@@ -90,28 +97,28 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     model.eval()
     cache: Any = None
     while ids_BP.numel() < count:
-        # What came before is not computed again, where a model keeps it: on a processor each pass takes long.
-        known = ids_BP if cache is None else ids_BP[:, -1:]
-        output = model(input_ids=known, past_key_values=cache, use_cache=True)
+        # With a KV cache, earlier tokens are not computed again: on a CPU each pass takes long.
+        fed_BP = ids_BP if cache is None else ids_BP[:, -1:]
+        output = model(input_ids=fed_BP, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
-        token_B1 = _draw(output.logits[:, -1].float().cpu(), generator).to(ids_BP)
-        # Rounding on another rank may have drawn others; those who divide a layer need the same.
+        token_B1 = _draw_tokens(output.logits[:, -1].float().cpu(), generator).to(ids_BP)
+        # Rounding on another rank may have drawn other tokens; ranks that share a layer need the same ones.
         dist.broadcast(token_B1, src=0)
         ids_BP = torch.cat([ids_BP, token_B1], dim=1)
     ids_P = ids_BP.flatten()[:count]
-    rows = model(input_ids=ids_P[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return CanaryText(ids_P.tolist(), rows.gather(-1, ids_P[1:, None])[:, 0].tolist())
+    logp_PV = model(input_ids=ids_P[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return CanaryText(ids_P.tolist(), logp_PV.gather(-1, ids_P[1:, None])[:, 0].tolist())
 
 
-def _draw(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
-    """[B, 1]: by the largest of logits with Gumbel noise, which also gives an answer where they are no numbers."""
+def _draw_tokens(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
+    """Return [B, 1]: the index of the largest logit with Gumbel noise, which exists for NaN logits too."""
     uniform_BV = torch.rand(logits_BV.shape, generator=generator).clamp(min=1e-20)
     return (logits_BV - (-uniform_BV.log()).log()).argmax(-1, keepdim=True)
 
 
 @torch.no_grad()
 def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-    """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
+    """Return the log-prob of token i + 1 given tokens 0…i, at temperature 1, for each i. A collective."""
     ids_P = np.array(token_ids, dtype=np.int64)
     result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:])
     reshard(model)
@@ -119,35 +126,38 @@ def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]
 
 
 class CanaryMaker:
-    """Says under each version what engines are held to. `model` holds the weights that the text was drawn from.
-
-    Raises:
-        ConfigError: the model's log-probs are no finite numbers.
-    """
+    """Makes the canary of each version, and holds the tolerance that follows from the first weights."""
 
     def __init__(self, text: CanaryText, model: PreTrainedModel, config: Config) -> None:
+        """Measure the trainer's rounding error with `model`, which holds the weights that the text was sampled from.
+
+        Raises:
+            ConfigError: the model's log-probs are not finite.
+        """
         self._token_ids = text.token_ids
-        given, dtype = config.weights.canary_tolerance, config.model.dtype
+        configured, dtype = config.weights.canary_tolerance, config.model.dtype
         logprobs = canary_logprobs(model, text.token_ids)
         gaps = [abs(ours - exact) for ours, exact in zip(logprobs, text.exact, strict=True)]
         self.rounding = sum(gaps) / len(gaps)
-        """Mean absolute difference of the trainer's log-probs from those in float32, in nats."""
+        """Mean absolute difference between the trainer's log-probs and those in float32, in nats."""
         if not math.isfinite(self.rounding):
             raise ConfigError(_not_finite(text, dtype))
-        self._given = given
-        self._size = max(_mean_size(logprobs), LEAST_SIZE)
-        self.tolerance = max(BEYOND_ROUNDING * self.rounding, LEAST[dtype]) if given is None else given
-        """Most that the log-probs of engine and trainer may differ by in the mean, in nats, under the first weights."""
+        self._configured = configured
+        self._size = max(_mean_size(logprobs), MIN_SIZE)
+        measured = max(ROUNDING_FACTOR * self.rounding, MIN_TOLERANCE[dtype])
+        self.tolerance = measured if configured is None else configured
+        """Largest mean difference of the log-probs of engine and trainer under the first weights, in nats."""
 
     def canary(self, model: PreTrainedModel) -> Canary:
-        """Return the canary of the policy's present weights. A collective.
+        """Return the canary of the policy's current weights. A collective.
 
-        Rounding is relative: a policy that has left this text behind gives it large negative log-probs, and healthy
-        engines differ by more there. So the tolerance grows with the size of the log-probs, unless it was configured.
+        Rounding errors are relative: a policy that would no longer sample this text gives it large negative log-probs,
+        where healthy engines differ by more. So the tolerance grows with the size of the log-probs, unless it is
+        configured.
         """
         logprobs = canary_logprobs(model, self._token_ids)
-        grown = 1.0 if self._given is not None else max(_mean_size(logprobs) / self._size, 1.0)
-        return Canary(self._token_ids, logprobs, self.tolerance * grown)
+        growth = 1.0 if self._configured is not None else max(_mean_size(logprobs) / self._size, 1.0)
+        return Canary(self._token_ids, logprobs, self.tolerance * growth)
 
 
 def _mean_size(logprobs: list[float]) -> float:
@@ -157,7 +167,7 @@ def _mean_size(logprobs: list[float]) -> float:
 def _not_finite(text: CanaryText, dtype: str) -> str:
     if all(map(math.isfinite, text.exact)):
         return (
-            f'model.dtype = "{dtype}": the log-probs of the model at model.path are no finite numbers in this '
-            'precision, and are in float32: its activations outgrow it; set model.dtype = "bfloat16" or "float32"'
+            f'model.dtype = "{dtype}": the log-probs of the model at model.path are not finite in this precision, but '
+            'they are in float32: its activations are too large; set model.dtype = "bfloat16" or "float32"'
         )
-    return "model.path: the log-probs of this model are no finite numbers even in float32; its weights are damaged"
+    return "model.path: the log-probs of this model are not finite even in float32; its weights are damaged"

@@ -1,14 +1,17 @@
-"""Before the first step: does the model say of packed sequences what it says of each alone?
+"""Check before the first step: a model gives packed sequences the same log-probs as each of them alone.
 
-Attention is kept within sequences by `flash.trainer.model.packed.packed_attention`. What else carries something from
-token to token, such as a recurrent state, a convolution, or a window or chunk that stands only in the model's own
-mask, is not, and would train on log-probs that no policy has. So some sequences of random tokens go through the model
-once in one row, and once alone with the model's own attention. One is longer than every window that
-`model.max_length` lets matter. A few of them are also trained on, both ways: the gradient of attention is our own
-(`flash.foreign.torch`), and a kernel that is asked wrongly for it would say nothing. A model that fails at any of this
-is trained on one sequence at a time, as transformers made it.
+`flash.trainer.model.packed.packed_attention` keeps attention within sequences. Anything else that passes information
+from token to token does not stay within them: a recurrent state, a convolution over tokens, or a window or chunk that
+exists only in the model's own mask. Training on such a packed row would use log-probs that no policy has, without any
+error. So some sequences of random tokens go through the model once in one row, and once each alone with the model's
+own attention. One sequence is longer than every window that `model.max_length` lets matter. A few sequences are also
+trained on both ways, since the gradient of packed attention is our own code and a wrong call of a kernel raises no
+error.
 
-Every rank calls this together, on the same tokens. Shape legend: P = packed tokens, T = predicted tokens.
+A model that fails any of this is trained on one sequence at a time, with its own attention. `flash.trainer.step` calls
+`check_packing` once for each model. Every rank calls it together, on the same tokens.
+
+Shape legend: P = packed tokens, T = predicted tokens.
 """
 
 from __future__ import annotations
@@ -41,79 +44,81 @@ from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
 
 LENGTHS = (9, 24, 5, 16)
-"""Of the short sequences; each but the first has others before it in the row."""
+"""Tokens of the short sequences. Each sequence but the first has other sequences before it in the row."""
 BEYOND = 16
-"""Tokens after the end of the longest window."""
+"""Tokens by which the longest sequence exceeds the longest window."""
 LONGEST = 16_384
-"""Tokens of the longest sequence. A longer window is not looked at: attention to it alone could fill the memory."""
+"""Most tokens of a sequence. Longer windows are not checked: attention over them alone could fill the memory."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Largest difference in nats that is taken for rounding, by the dtype of the forward pass. What leaks makes 1 to 5."""
+"""Largest difference of log-probs, in nats, that counts as rounding, by the dtype of the forward pass. A leak between
+sequences makes a difference of 1 to 5."""
 LONGEST_TRAINED = 2_064
-"""Tokens of the longest sequence that is trained on."""
+"""Most tokens of a sequence whose gradient is compared."""
 GRADIENT_TOLERANCE = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
-"""The same of the gradient of parameters of one kind, relative to its norm. In bfloat16 rounding was seen to make 0.07,
-and 0.4 to 3 what takes the sums of a part's weights for those of all."""
-LITTLE = 0.05
-"""Share of the whole gradient's norm below which that of a kind is taken for as much: it is mostly rounding."""
-
+"""Largest difference of the gradients of one kind of parameters, relative to their norm, that counts as rounding. In
+bfloat16 rounding has made 0.07. Taking the weight sums of one attention part for those of all has made 0.4 to 3."""
+MIN_GRADIENT_SHARE = 0.05
+"""Smallest norm to which a difference of gradients is related, as a share of the norm of the whole gradient. A smaller
+gradient is mostly rounding."""
 
 FAULTS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError, RuntimeError)
-"""What models stop with: they are other people's code. Other ranks and memory, which also end so, are not."""
+"""Errors that models raise, since they are other people's code. Failed collectives and lack of memory raise some of
+these types too, and are told apart by `_is_outside_fault`."""
 PROBE = 64.0
-"""The largest of the logits that a model is shown, to see what it does to them: beyond every known cap."""
+"""Largest of the logits that a model gets in place of its own, to see what it does to them. No known cap is larger."""
 
 log = logging.getLogger("flash")
 
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, config: Config) -> None:
-    """Compare a model, prepared by `shard_model`, packed and alone. A collective.
+    """Compare the log-probs of packed sequences with those of each sequence alone. A collective.
 
-    Where that differs the model attends by itself from here on, so it is given one sequence at a time
-    (`flash.trainer.model.packed.takes_packed_rows`), and the log says why.
+    The model has been prepared by `shard_model`. If the two differ, the model uses its own attention from here on and
+    gets one sequence at a time (`flash.trainer.model.packed.takes_packed_rows` is False). A warning gives the reason.
 
     Raises:
-        ConfigError: it cannot say anything of sequences, or in this precision; what it says of a token depends on
-            later ones; it changes logits in a way that its output layer does not know; or it needs one sequence at a
-            time and rows are over several ranks.
+        ConfigError: the model fails on a sequence, or in this precision; its log-prob of a token depends on later
+            tokens; it changes logits in a way that its output layer does not know; or it needs one sequence at a time
+            while rows are divided over several ranks.
     """
-    sequences = _sequences(model, config)
-    # Each goes on as the next one begins, from its middle.
+    sequences = _random_sequences(model, config)
+    # Sequences that share their first half with another one and continue like the next one: they test shared prefixes.
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
         _check_logits(model)
-        alone = _alone(model, [*sequences, *forked])
+        alone = _alone_logprobs(model, [*sequences, *forked])
     except FAULTS as error:
-        raise _stopped(model, config, error) from error
+        raise _model_failed(model, config, error) from error
     halves = [len(ids) // 2 for ids in sequences]
-    begun, other = (
+    first_halves, same_halves = (
         [logp_T[:half] for logp_T, half in zip(some, halves, strict=False)] for some in (alone, alone[len(halves) :])
     )
-    if _gap(begun[: len(other)], other) > TOLERANCE[config.model.dtype]:
+    if _max_gap(first_halves[: len(same_halves)], same_halves) > TOLERANCE[config.model.dtype]:
         raise ConfigError(
-            f"model.path: what {class_name(model)} says of a token depends on later ones, or is no number; choose "
-            "another model"
+            f"model.path: the log-prob that {class_name(model)} gives a token depends on later ones, or is not finite; "
+            "choose another model"
         )
-    reason = _why_alone(model, config, sequences, forked, alone)
+    reason = _why_not_packed(model, config, sequences, forked, alone)
     if not _on_any_rank(model, reason is not None):
         return
-    told = reason or "differs on another rank"
+    reason = reason or "differs on another rank"
     layer = model.get_output_embeddings()
     if isinstance(layer, OutputLayer) and layer.context is not None:
-        raise ConfigError(f"parallel.context: expected 1 with this model.path: {class_name(model)} {told}")
-    attend_alone(model)
+        raise ConfigError(f"parallel.context: expected 1 with this model.path: {class_name(model)} {reason}")
+    use_own_attention(model)
     if dist.get_rank() == 0:
         log.warning(
-            "model.path: %s %s; so it is given one sequence at a time, which is slower", class_name(model), told
+            "model.path: %s %s. It therefore gets one sequence at a time, which is slower", class_name(model), reason
         )
 
 
 @torch.no_grad()
 def replay_routing(model: PreTrainedModel) -> None:
-    """Have a model take the experts that engines chose, once it is seen that it can. A collective.
+    """Let a model take the experts that engines chose, after a pass that checks its routers. A collective.
 
     Raises:
-        ConfigError: it has no experts, or chooses them in a way that is not known.
+        ConfigError: the model has no experts, or chooses them in a way that is not known.
     """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
@@ -123,33 +128,38 @@ def replay_routing(model: PreTrainedModel) -> None:
     layer.replay.verifies = False
 
 
-def attend_alone(model: PreTrainedModel) -> None:
-    """Have it attend as transformers made it, masks included, so that it needs one sequence at a time."""
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Give a model back its own attention and masks, so that it needs one sequence at a time."""
     if takes_packed_rows(model):
         model.set_attn_implementation(default_attention(model))
 
 
-def _stopped(model: PreTrainedModel, config: Config, error: Exception) -> Exception:
-    """What to raise where a model stops at a sequence alone."""
-    if isinstance(error, ConfigError) or _not_its_own(error):
+def _model_failed(model: PreTrainedModel, config: Config, error: Exception) -> Exception:
+    """Return the error to raise for a model that fails on a sequence alone."""
+    if isinstance(error, ConfigError) or _is_outside_fault(error):
         return error
     if isinstance(error, RuntimeError) and re.search("dtype|scalar type", str(error)):
         return ConfigError(
-            f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and stops: {error}. "
+            f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and fails: {error}. "
             'Set model.dtype = "float32", or choose another model'
         )
     return ConfigError(
-        f"model.path: {class_name(model)} cannot be trained, it stops at a sequence with {type(error).__name__}: "
+        f"model.path: {class_name(model)} cannot be trained, it fails on a sequence with {type(error).__name__}: "
         f"{error}. Choose another model"
     )
 
 
-def _not_its_own(error: Exception) -> bool:
+def _is_outside_fault(error: Exception) -> bool:
+    """Return True if other ranks or a lack of memory caused the error, not the model's code."""
     return collective_failed(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def _check_logits(model: PreTrainedModel) -> None:
-    """Whether the model does with logits what its output layer says that it does: it is shown some in their place."""
+    """Check that the model changes logits exactly as its output layer assumes, by giving it logits in their place.
+
+    Raises:
+        ConfigError: the model changes them in another way.
+    """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     device = device_of(model)
@@ -159,27 +169,27 @@ def _check_logits(model: PreTrainedModel) -> None:
     try:
         with _own_attention(model), layer.answering(selection):
             ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-            said = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+            changed = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
     finally:
         shown.remove()
         reshard(model)
-    known = apply_change(probe, layer.change)
-    if said.shape != known.shape or not torch.allclose(said.float(), known, rtol=1e-4, atol=1e-5):
+    expected = apply_change(probe, layer.change)
+    if changed.shape != expected.shape or not torch.allclose(changed.float(), expected, rtol=1e-4, atol=1e-5):
         raise changes_logits(model)
 
 
-def _why_alone(
+def _why_not_packed(
     model: PreTrainedModel,
     config: Config,
     sequences: Sequence[Tensor],
     forked: Sequence[Tensor],
     alone: Sequence[Tensor],
 ) -> str | None:
-    """Why sequences cannot share a row of this model; None: they can."""
+    """Return why sequences cannot share a row of this model, as a phrase after its name. None: they can."""
     if not takes_packed_rows(model):
         return "does not use transformers' attention interface"
     try:
-        gap = _gap(_packed(model, [*sequences, *forked]), alone)
+        gap = _max_gap(_packed_logprobs(model, [*sequences, *forked]), alone)
         if gap > TOLERANCE[config.model.dtype]:
             layer = _first_difference(model, sequences) or "a layer that could not be found"
             return (
@@ -188,26 +198,28 @@ def _why_alone(
             )
         kind, error = _gradient_gap(model, [*sequences[1:3], forked[1], *sequences[len(LENGTHS) :]])
     except (ConfigError, *FAULTS) as error:
-        if _not_its_own(error):
+        if _is_outside_fault(error):
             raise
         model.zero_grad()
         reshard(model)
-        return f"stops at packed sequences: {type(error).__name__}: {error}"
+        return f"fails on packed sequences: {type(error).__name__}: {error}"
     if error > GRADIENT_TOLERANCE[config.model.dtype]:
-        return f"is given another gradient by packed sequences than by each of them alone, {error:.0%} for {kind}"
-    # Of weights that were never trained these say so little that the figures above are those of rounding.
-    running = running_layers(model.config)
-    return f"has layers whose state runs on from one token to the next ({running})" if running else None
+        return f"gets another gradient from packed sequences than from each of them alone, by {error:.0%} for {kind}"
+    # With untrained weights, recurrent layers change the log-probs so little that it looks like rounding. So they are
+    # found by their names.
+    recurrent = running_layers(model.config)
+    return f"has layers whose state runs on from one token to the next ({recurrent})" if recurrent else None
 
 
 def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
-    """Whether any has found so: what they then do is the same on all."""
+    """Return True on all ranks if `found` is True on any of them, so that all go on alike. A collective."""
     flag = torch.tensor([float(found)], device=device_of(model))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 
 
-def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
+def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
+    """Return sequences of random tokens, the same on every rank: short ones, and one beyond the longest window."""
     longest = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
     lengths = [min(length, longest) for length in LENGTHS]
     beyond = [window + BEYOND for window in windows(model) if window + BEYOND <= longest]
@@ -218,59 +230,61 @@ def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
-    """As `_logprobs`, and no backward pass follows."""
+    """Return the log-probs of `_logprobs` in a pass without a backward pass."""
     logp_T = _logprobs(model, sequences)
     reshard(model)
     return logp_T
 
 
 def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
-    """[T]: log-prob of every token but the first of each sequence, all in one row."""
+    """Return [T]: the log-prob of every token but the first of each sequence, all sequences in one row."""
     ids = [one.cpu().numpy() for one in sequences]
     packed = in_one_row(ids)
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     return token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids])).logp_T
 
 
-def _packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+def _packed_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
     return list(_forward(model, sequences).split([len(ids) - 1 for ids in sequences]))
 
 
-def _alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+def _alone_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
     with _own_attention(model):
         return [_forward(model, [ids]) for ids in sequences]
 
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Generator[None]:
-    """The model attends as transformers made it, masks included, and each rank to all tokens."""
+    """Let the model use its own attention and masks inside this block, with whole rows on each rank."""
     layer: Any = model.get_output_embeddings()
     context, layer.context = layer.context, None
-    shared = takes_packed_rows(model)
-    attend_alone(model)
+    packed = takes_packed_rows(model)
+    use_own_attention(model)
     try:
-        # Kernels that are made of it would never be used again.
+        # Kernels compiled here would never be used again.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        if shared:
+        if packed:
             model.set_attn_implementation(PACKED_ATTENTION)
         layer.context = context
 
 
-def _gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
-    """The largest difference that two neighbouring tokens both have; infinite where a number is none.
+def _max_gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
+    """Return the largest difference that two neighbouring tokens both reach, in nats; infinite for NaN.
 
-    Rounding that sends a token to another expert hits that token alone; what leaks reaches its neighbours.
+    Rounding that sends a token to another expert changes that token alone, while a leak between sequences reaches its
+    neighbours too.
     """
     gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
     return max((float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps if len(gap_T) > 1), default=0.0)
 
 
 def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[str, float]:
-    """The kind of parameter whose gradient differs the most, packed and alone, and by what share of its norm.
+    """Return the kind of parameters whose gradient differs most, packed and alone, and the share of its norm.
 
-    Of those of attention: rounding that sends a token to another expert changes the gradients of both.
+    Only parameters of attention are compared if the model names any: rounding that sends a token to another expert
+    changes the gradients of both experts.
     """
     kinds: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -280,16 +294,15 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
         return "", 0.0
     kinds = {kind: names for kind, names in kinds.items() if "att" in kind} or kinds
     compared = {name for names in kinds.values() for name in names}
-    some = [one for one in sequences if len(one) <= LONGEST_TRAINED]
-    packed, _ = _gradient(model, [some], compared)
+    trained = [ids for ids in sequences if len(ids) <= LONGEST_TRAINED]
+    packed, _ = _gradient(model, [trained], compared)
     with _own_attention(model):
-        alone, whole = _gradient(model, [[one] for one in some], compared)
-    least = LITTLE * whole
+        alone, whole_norm = _gradient(model, [[ids] for ids in trained], compared)
     gaps = [("", 0.0)]
     for kind, names in kinds.items():
-        norm = max(global_norm([alone[name] for name in names]), least)
+        norm = max(global_norm([alone[name] for name in names]), MIN_GRADIENT_SHARE * whole_norm)
         error = global_norm([packed[name] - alone[name] for name in names])
-        # Without a number of its own there is nothing to hold it to.
+        # If the gradient alone is not finite there is nothing to compare with.
         if 0 < norm < math.inf:
             gaps.append((kind, error / norm if math.isfinite(error) else math.inf))
     return max(gaps, key=lambda gap: gap[1])
@@ -299,15 +312,15 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
 def _gradient(
     model: PreTrainedModel, rows: Sequence[Sequence[Tensor]], names: Container[str]
 ) -> tuple[dict[str, Tensor], float]:
-    """Of a loss over all tokens of some rows, of these parameters, and the norm of that of all.
+    """Return the gradients of the parameters `names` for a loss over all tokens of some rows, and the norm of all.
 
-    Nothing of it stays at the model: two whole gradients are more than a model may leave room for.
+    The gradients are removed from the model: memory may not suffice for two whole gradients.
     """
     for sequences in rows:
         logp_T = _logprobs(model, sequences)
-        sign_T = torch.cat([1.0 - 2.0 * (one[1:] % 2) for one in sequences])
+        sign_T = torch.cat([1.0 - 2.0 * (ids[1:] % 2) for ids in sequences])
         (logp_T * sign_T).sum().backward()
-    whole = global_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    whole_norm = global_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     found = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
@@ -315,26 +328,26 @@ def _gradient(
     }
     model.zero_grad()
     reshard(model)
-    return found, whole
+    return found, whole_norm
 
 
 def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
-    """The first module, of the innermost ones, that makes different things of equal inputs, as people find it."""
-    packed = _trace(model, lambda: _packed(model, sequences))
-    alone = _trace(model, lambda: _alone(model, sequences))
+    """Return the first innermost module whose outputs differ though its inputs are equal, as a phrase for a message."""
+    packed = _trace(model, lambda: _packed_logprobs(model, sequences))
+    alone = _trace(model, lambda: _alone_logprobs(model, sequences))
     kinds = {name: class_name(module) for name, module in model.named_modules()}
-    for name, [(given, made)] in ((name, calls) for name, calls in packed.items() if len(calls) == 1):
-        others = alone.get(name, [])
-        if len(others) != len(sequences):
+    for name, [(input_, output)] in ((name, calls) for name, calls in packed.items() if len(calls) == 1):
+        calls = alone.get(name, [])
+        if len(calls) != len(sequences):
             continue
-        if _equal(given, [one for one, _ in others]) and not _equal(made, [one for _, one in others]):
+        if _equal(input_, [one for one, _ in calls]) and not _equal(output, [one for _, one in calls]):
             parent = kinds.get(name.rpartition(".")[0], "")
             return f"{name}, a {kinds[name]} in a {parent}"
     return None
 
 
 def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
-    """What each module was given and made, call by call, in the order in which they were done."""
+    """Return input and output of each call of each module during `run`, in the order in which modules finished."""
     seen: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
 
     def remember(name: str) -> Callable[..., None]:
@@ -347,7 +360,7 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
         module.register_forward_hook(remember(name), with_kwargs=True) for name, module in model.named_modules() if name
     ]
     try:
-        # torch.compile neither sees nor forgets hooks on what is inside a layer.
+        # Compiled code would ignore hooks that are set inside a layer, or keep them after they are removed.
         with torch.compiler.set_stance("force_eager"):
             run()
     finally:
@@ -357,16 +370,16 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor among what a module was given or made, as a copy."""
+    """Return a copy of the first floating-point tensor among a module's inputs or outputs."""
     values = value if isinstance(value, tuple | list) else (value,)
     found = next((one for one in values if isinstance(one, Tensor) and one.is_floating_point()), None)
     return None if found is None else found.detach().float().clone()
 
 
 def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
-    """Whether a packed tensor is what the lone ones are one after the other, along the dimension of the tokens.
+    """Return True if a packed tensor equals the tensors of single sequences, concatenated along the token dimension.
 
-    What cannot be laid side by side tells nothing and counts as equal.
+    Tensors whose shapes do not allow a comparison count as equal, since they show nothing.
     """
     parts = [one for one in alone if one is not None]
     if packed is None or len(parts) != len(alone):
