@@ -46,8 +46,8 @@ MIN_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
 """Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained one."""
 
 MIN_SIZE = 1.0
-"""Smallest mean size of the first canary's log-probs, in nats, for the growth of the tolerance. Without it, a model that
-is certain of its text at first would let the tolerance grow by orders of magnitude once it no longer is."""
+"""Smallest mean size of the first canary's log-probs, in nats, for the growth of the tolerance. Without it, a model
+that is certain of its text at first would let the tolerance grow by orders of magnitude once it no longer is."""
 
 SHORT = 8
 """Least tokens of each short text. The first tokens of a text show little of what the model has learned."""
