@@ -325,6 +325,7 @@ class Census:
         return self._groups[group_id].oldest
 
     def _add(self, group: GroupCount, times: int) -> None:
+        """Add the count of a group to the sums; -1 times subtracts it."""
         self.in_flight += times * group.alive
         self.tokens += times * group.tokens
         if group.oldest is None:
@@ -451,6 +452,7 @@ class FormedBatches:
         return [FormedGroup(step, group) for step, groups in steps for group in groups.values()]
 
     def _count(self, group: Group, times: int) -> None:
+        """Add the samples of a group to the sums; -1 times subtracts them."""
         for trajectory in group.trajectories():
             self.in_flight += times
             self.tokens += times * trajectory.action_count

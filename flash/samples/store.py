@@ -202,7 +202,7 @@ class SampleStore:
             elif other_problems and not (group.complete and not group.earlier):
                 self._end_unfinished(group)
             elif not group.complete or group.earlier:
-                self._wait_or_expire_soon(group)
+                self._put_waiting(group)
             elif same_incarnation or self.rules.filter_of(group.kind).keeps(group):
                 self.pool.put_ready(group)
             else:
@@ -221,7 +221,7 @@ class SampleStore:
         if group.alive == 0:
             self._leave(group)
         elif group.earlier:
-            self._wait_or_expire_soon(group)
+            self._put_waiting(group)
         elif self.rules.filter_of(group.kind).keeps(group):
             self.pool.put_ready(group)
         else:
@@ -367,7 +367,7 @@ class SampleStore:
         elif group.complete and not group.earlier:
             self._admit_or_filter(group)
         else:
-            self._wait_or_expire_soon(group)
+            self._put_waiting(group)
 
     def _count_ended(self, group: Group) -> None:
         """Count a group once for the metrics: when it is complete, or when its first part is trained."""
@@ -519,7 +519,7 @@ class SampleStore:
         if self._too_old(group):
             self._expire(group)
         elif not self.pool.is_ready(group_id):
-            self._wait_or_expire_soon(group)
+            self._put_waiting(group)
 
     def _outgrown(self, group: Group, oldest: int) -> bool:
         """Return True if a group that is on its way has begun tokens of a version before `oldest`."""
@@ -533,10 +533,11 @@ class SampleStore:
             return False
         return group.trained_tokens(self.contract.min_token_version(self.admission.next_step)) == 0
 
-    def _wait_or_expire_soon(self, group: Group) -> None:
-        """Let a group wait for its members. If only the next step can train one of its members, mark it as expiring.
+    def _put_waiting(self, group: Group) -> None:
+        """Let a group wait for its members, in the pool.
 
-        Then the next step may train the finished members without waiting for the others.
+        The group is marked as expiring if the next step is the last one that can train one of its finished members.
+        Then the next step may train the finished members without the others.
         """
         expiring = False
         if self.rules.on_expire == "mask" and self.contract.splits and not group.complete and not group.earlier:

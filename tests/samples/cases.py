@@ -1,4 +1,4 @@
-"""Buffers and trajectories for the tests of the hub."""
+"""Make buffers and trajectories for the tests of samples and of the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 
 class KeptStates:
-    """Keeps the hub's states in memory, whole."""
+    """Keeps the hub's states in memory."""
 
     def __init__(self) -> None:
         self.by_version: dict[int, bytes] = {}
@@ -88,7 +88,7 @@ def make_buffer(
 
 
 def void(buffer: SampleBuffer) -> SampleBuffer:
-    """Its nodes have ended with the hub before it."""
+    """Revoke all leases of a buffer, as if its nodes had ended with the hub before it. Returns the buffer."""
     buffer.revoke([member.lease_id for member in buffer.samples.leases.out.values()])
     while buffer.tidy():
         pass
@@ -96,7 +96,7 @@ def void(buffer: SampleBuffer) -> SampleBuffer:
 
 
 def in_order(queue: TaskQueue) -> list[Member]:
-    """What waits, in the order in which it would go out."""
+    """Return the waiting tasks in the order in which they would go out."""
     members: list[Member] = []
     while queue:
         members.append(queue.first)

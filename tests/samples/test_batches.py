@@ -1,4 +1,4 @@
-"""What the trainer ranks are told of a batch."""
+"""Batches are dealt to trainer ranks: balanced, complete, and with the facts about the whole batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:
 
 
 def forked(groups: int, members: int, length: int, own: int, lengths: Sequence[int] = ()) -> Batch:
-    """Answers of so many tokens, or of as many as are named for each group; the last of them are the sample's own."""
+    """Make samples of `length` tokens, or of `lengths` by group. Only the last `own` tokens differ within a group."""
     rng = np.random.default_rng(groups)
     made: list[Trajectory] = []
     for group, tokens in enumerate(lengths or [length] * groups):

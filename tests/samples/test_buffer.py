@@ -73,7 +73,7 @@ def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_trai
 
 
 def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
-    """A buffer whose first task has failed on node 0, and the lease that it had there."""
+    """Return a buffer whose first task has failed on node 0, and the lease that it had there."""
     buffer = make_buffer(alpha=0, **options)
     first = buffer.lease([0], node=0, nodes={0, 1})
     assert first is not None
@@ -383,7 +383,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
 
 @pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
 def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
-    """Groups 0 to 3: whole, in part, handed out, not begun."""
+    """Make groups 0 to 3: complete, partly done, leased, not begun."""
     options: dict[str, Any] = {"alpha": 3, "batch": 4, "group": 4, "on_expire": on_expire}
     buffer = make_buffer(**options, problems="old")
     finish_all(buffer, lease_all(buffer, 0)[:7], 0)
@@ -539,7 +539,7 @@ def test_a_restart_keeps_finished_work_and_queues_the_rest_in_order() -> None:
 
 
 def resumed(buffer: SampleBuffer, step: int, **options: Any) -> SampleBuffer:
-    """The same run with other options; whatever was out goes back."""
+    """Resume the run with other options. Tasks that were leased are queued again."""
     stored = msgspec.msgpack.encode(buffer.samples.snapshot())
     return void(make_buffer(**options, step=step, state=msgspec.msgpack.decode(stored, type=BufferState)))
 
@@ -667,7 +667,7 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
 
 
 def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
-    """Two groups of four per step at α = 1; of the second one, three members are done and one is late at step 1."""
+    """Make a buffer with two groups of four per step at α = 1. At step 1, one member of the second one is late."""
     buffer = make_buffer(alpha=1, batch=8, group=4, steps=20, **rules)
     old = lease_all(buffer, 0)
     finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
@@ -684,7 +684,7 @@ def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
 def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group(
     bound: int | None, stale: dict[Outcome, int]
 ) -> None:
-    """A bound that lets tokens be older keeps the straggler's beginning, and holds nobody back."""
+    """With a larger `max_token_age` the late member keeps its first tokens, and no step waits for it."""
     buffer, late = with_a_straggler(max_token_age=bound)
     chosen = buffer.next_batch(1)
     assert chosen is not None

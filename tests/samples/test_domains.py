@@ -1,4 +1,4 @@
-"""Several domains in one run: their shares, whatever their speed and size and what is filtered, in virtual time."""
+"""Several domains in one run get their shares, whatever their speed, group size and filters. Time is virtual."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_group
     groups, drift = draw.randint(2, 6), draw.choice([0.0, 0.5, 1.0])
 
     def issued(order: int) -> list[tuple[list[tuple[str, int]], list[int]]]:
-        """The problems that each step has issued, and those that it trains, in order."""
+        """Return the problems that each step has issued, and those that it trains, in order."""
         dice, steps = random.Random(order), list[tuple[list[tuple[str, int]], list[int]]]()
         buffer = buffer_of(domains, alpha=0, groups=groups, steps=5, drift=drift)
         for version in range(5):
@@ -282,7 +282,7 @@ def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -
 
 
 class Timed:
-    """A run in virtual time: each domain has a latency; a step is taken as soon as it can be, and takes a second."""
+    """A run in virtual time. Each domain has a latency. A step starts as soon as it can and takes a second."""
 
     def __init__(
         self, seed: int, domains: dict[str, DomainSettings], latency: dict[str, float], **options: Any
@@ -296,7 +296,7 @@ class Timed:
         self.steps, self.drift = options["steps"], options["drift"]
         self.version, self.now = 0, 0.0
         self.crowded = False
-        """Whether too much of some domains may have taken all places: without drift it is trained all the same then."""
+        """True if groups of some domains may have taken all places. Then a step takes them although they are ahead."""
         self.events: list[tuple[float, int, Lease, int]] = []
         self.order = count()
         self.trained = Counter[str]()

@@ -1,4 +1,4 @@
-"""Rounds of held-out evaluation: what is asked again, in which order, and what is missing at the end."""
+"""Rounds of held-out evaluation: which tasks are tried again, in which order, and which are missing at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.samples.cases import trajectory
 
 
 def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -> list[int]:
-    """The versions that an incarnation evaluates that begins with this one; rounds end before the next version."""
+    """Return the versions that are evaluated after a restart at `version`. Rounds end before the next version."""
     config = EvalConfig(problems=1, samples=1, every=every)
     evaluations = Evaluations(config, 1, version, steps, lambda seed: "", PLAIN_FOR_ALL, count(100), evaluated)
     rows: list[float] = []
@@ -43,7 +43,7 @@ def test_an_evaluation_that_left_no_result_is_made_up_for_when_the_run_goes_on()
 
 
 def begun(problems: int, retries: int = 1) -> Evaluations:
-    """The evaluation of the untrained policy."""
+    """Return evaluations in which that of the untrained policy runs."""
     samplings = {"": Sampling(0.9, top_k=5, stop=("\n",))}
     config = EvalConfig(problems=problems, samples=1)
     evaluations = Evaluations(config, retries, 0, 8, lambda seed: "", samplings, count(100))

@@ -26,7 +26,7 @@ from tests.samples.cases import make_buffer, trajectory
 
 STEPS = 6
 OLDER = st.sampled_from([None, 0, 1, 3])
-"""Versions by which tokens may be older than α lets samples be."""
+"""Versions by which `max_token_age` exceeds ⌈α⌉."""
 
 
 def bound_of(alpha: float, older: int | None) -> int | None:
@@ -81,13 +81,13 @@ class Incarnation(RuleBasedStateMachine):
         self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.begun = alpha, rules["extra_groups"]
-        """The most that incarnations so far had of them."""
+        """Largest α and number of redundant groups of all incarnations so far."""
         self.nodes = range(nodes)
         self.version = 0
         self.put_back = 0
-        """Samples of batches that were none any more under a lower ratio."""
+        """Samples of formed batches that were put back under a stricter contract."""
         self.formed: set[int] = set()
-        """Steps whose batches a former incarnation has formed, perhaps under another contract."""
+        """Steps whose batches a previous incarnation has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = self.taking = False
 
@@ -103,7 +103,7 @@ class Incarnation(RuleBasedStateMachine):
 
     @property
     def oldest(self) -> int:
-        """The oldest version of a token that the next step may train."""
+        """Oldest version of a token that the next step may train."""
         return self.version - max_age(self.alpha, self.settings["max_token_age"])
 
     @rule()
@@ -131,7 +131,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: len(self.leases) > 2)
     @rule(late=st.integers(0, 1000))
     def finish_all_but_one(self, late: int) -> None:
-        """A straggler stays behind: its group may be trained in parts."""
+        """Deliver the results of all leases but one, so that the group of the late one may be trained in parts."""
         left = sorted(self.leases)[late % len(self.leases)]
         for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
             if lease_id in self.buffer.samples.leases.withdrawn:
@@ -142,7 +142,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule(late=st.integers(0, 1000))
     def whole_step(self, late: int) -> None:
-        """What happens most of the time."""
+        """Lease and deliver what is needed, and train a step: most of the time this happens."""
         self.lease_all()
         if len(self.leases) > 2:
             self.finish_all_but_one(late)
@@ -227,7 +227,7 @@ class Incarnation(RuleBasedStateMachine):
         self.journal.begin(self.version)
 
     def replay(self) -> Replay:
-        """The last checkpoint and the journal after it."""
+        """Return a replay of the last checkpoint and the journal after it."""
         stored = None if self.stored is None else msgspec.msgpack.decode(self.stored, type=BufferState)
         replay = Replay(stored, self.stored_version)
         for event in self.journal.events:
@@ -250,8 +250,8 @@ class Incarnation(RuleBasedStateMachine):
         | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), OLDER, st.just(0), st.just("wait")),
     )
     def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int | None, int, str] | None) -> None:
-        """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
-        lost, no step is booked twice, and of the leases each is claimed by a node that lives, or goes back."""
+        """Restart the hub where it was or from the checkpoint, perhaps with other options. Nothing that was written is
+        lost, no step is booked twice, and each lease is claimed by a living node or its task is queued again."""
         issued, generated = self.buffer.samples.ledger.issued, self.buffer.samples.ledger.generated_tokens
         if unwritten:
             del self.journal.events[-unwritten:]
@@ -289,11 +289,11 @@ class Incarnation(RuleBasedStateMachine):
 
     @property
     def settled(self) -> bool:
-        """Whether a checkpoint may be made."""
+        """True if a checkpoint may be made."""
         return not (self.training or self.taking or self.buffer.samples.backlog)
 
     def twin(self) -> SampleBuffer:
-        """A buffer that continues from this one's state."""
+        """Return a buffer that continues from the state of this one."""
         stored = msgspec.msgpack.encode(self.buffer.samples.snapshot())
         state = msgspec.msgpack.decode(stored, type=BufferState)
         return make_buffer(**self.settings, kind_of=kind_of, state=state, step=self.version)

@@ -1,4 +1,4 @@
-"""Who waits, who holds what: the bookkeeping that training and evaluation share."""
+"""Leases and the queue of waiting tasks, which training and evaluation share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps the hub quick with 100,000 samples in flight: counts that follow each change, and work in slices."""
+"""The hub stays quick with 100,000 samples in flight: counts follow each change, and long work is done in slices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def oldest_of(group: Group) -> int | None:
 def patient(
     contract: AgeContract, step: int, groups: list[Group], before: int | None, wait: bool, most: dict[str, int]
 ) -> list[int] | None:
-    """The same choice by looking at every group."""
+    """Make the choice of `choose` by looking at every group."""
     ready = [group for group in groups if group.complete and (before is None or group.group_id < before)]
     ready.sort(key=lambda group: (oldest_of(group), group.group_id))
     left = Counter(most)
@@ -240,7 +240,7 @@ def test_a_queue_in_lines_is_a_sorted_list(
 
 
 def calls_of_a_lease_that_all_tasks_avoid(tasks: int) -> int:
-    """Calls that the hub makes until a node hears that all tasks that wait have failed on it."""
+    """Count the function calls until a node is told that all waiting tasks have failed on it."""
     buffer = make_buffer(alpha=0, batch=tasks, group=1)
     for lease in lease_all(buffer, 0):
         buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0), node=0)

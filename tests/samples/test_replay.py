@@ -1,4 +1,4 @@
-"""What a journal leads to: the state of the moment, from any earlier one, whatever has happened in between."""
+"""A journal, replayed from any earlier state, leads to the present state, whatever has happened in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, 
 
 
 def make(**options: Any) -> SampleBuffer:
-    """Two groups of two in a step."""
+    """Make a buffer with two groups of two samples in a step."""
     defaults: dict[str, Any] = {"alpha": 1, "batch": 4, "group": 2, "steps": 20}
     return make_buffer(**defaults | options)
 
@@ -34,7 +34,7 @@ class Watching(MemoryJournal):
         super().__init__()
         self.buffer: SampleBuffer | None = None
         self.moments: dict[int, bytes] = {}
-        """By the number of events before them."""
+        """States by the number of events before them."""
 
     def record(self, event: Event) -> None:
         if self.buffer is not None:
@@ -53,7 +53,7 @@ class Incarnation:
         self.version = version
         self.training = False
         self.batches: dict[int, set[int]] = {}
-        """The groups of each step."""
+        """Groups of each step."""
 
     def go_on(self, events: int) -> None:
         happens = (self.lease, self.lease, self.end, self.end, self.end, self.cancel, self.lose, self.tidy, self.train)
@@ -274,7 +274,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
 
 
 def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
-    """Three members of group 1 were trained at step 1, and the fourth at step 2."""
+    """Three members of group 1 are trained at step 1, and the fourth one at step 2."""
     journal = MemoryJournal()
     buffer = make(alpha=1, batch=8, group=4, steps=20, journal=journal)
     old = lease_all(buffer, 0)
