@@ -39,7 +39,7 @@ Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | 
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """How the run ended without an error."""
+    """End of a run that has ended without an error."""
 
     reason: Literal["finished", "interrupted"]
     version: int
@@ -72,7 +72,7 @@ class RunProgress:
         self.publisher_alive = False
         """True while the ranks that published `published` are alive; otherwise no engine can fetch it."""
         self.stopping: Literal["finished", "interrupted"] | None = None
-        """Why no more batches are formed; None while the run goes on."""
+        """Reason why no more batches are formed; None while the run goes on."""
         self.done = False
         """True once all peers may leave."""
         self.stages_ended = 0
@@ -143,7 +143,7 @@ class RunProgress:
 
 
 class SliceLimits(NamedTuple):
-    """How much the hub does at once before other tasks are served."""
+    """Limits on the work that the hub does at once, before other tasks are served."""
 
     members: int = MEMBERS_AT_ONCE
     """Number of samples whose groups are processed in one slice."""

@@ -205,7 +205,7 @@ class LeaseDealer:
         self._available = available
         self._lease = lease
         self.holders = Holders()
-        """Which node holds which lease."""
+        """Leases that each node holds."""
         self.shares = NodeShares(self.holders.held, unit)
         self._replies: dict[int, list[Lease]] = {}
         """Replies of the nodes that wait, as far as they are filled."""

@@ -173,7 +173,7 @@ class Fleet:
         """Nodes that have reported their engines."""
         self._joining: set[int] = set()
         """Nodes that load their first version and have not reported yet."""
-        self.able: set[int] = set()
+        self.able_nodes: set[int] = set()
         """Nodes with an engine that has a version. No other node can run a task now."""
         self.started = False
         """True once any engine has had a version."""
@@ -182,7 +182,7 @@ class Fleet:
         """Return True if any node has engines, or is about to."""
         return bool(self._nodes or self._joining)
 
-    def has_beside(self, node: int) -> bool:
+    def others_have_engines(self, node: int) -> bool:
         """Return True if a node other than `node` has engines, or is about to."""
         return any(other != node for other in (*self._nodes, *self._joining))
 
@@ -215,9 +215,9 @@ class Fleet:
             return False
         node = self._nodes[report.node] = _ReportedNode(report)
         self._joining.discard(report.node)
-        self.able.discard(report.node)
+        self.able_nodes.discard(report.node)
         if max(node.versions, default=-1) >= 0:
-            self.able.add(report.node)
+            self.able_nodes.add(report.node)
             self.started = True
         return True
 
@@ -229,7 +229,7 @@ class Fleet:
     def lost(self, node: int) -> None:
         """Forget a node that is gone or silent."""
         self._nodes.pop(node, None)
-        self.able.discard(node)
+        self.able_nodes.discard(node)
         self._joining.discard(node)
 
     def up_to_date(self, newest: int) -> bool:

@@ -135,12 +135,14 @@ class Nodes:
         if request.error:
             error = error_of(request.error, request.message) or FlashError(request.message)
             error.args = (f"node {node}: {request.message}",)
-            if isinstance(error, RUN_ERRORS) or not self._fleet.has_beside(node):
+            if isinstance(error, RUN_ERRORS) or not self._fleet.others_have_engines(node):
                 self._progress.fail(error)
                 return
             self._observer.note(f"node {node} cannot go on, and the others do its work: {request.message}")
         elif not self._progress.done:
-            self._observer.note(f"node {node} leaves: it takes no more work, and ends what it has or hands it back")
+            self._observer.note(
+                f"node {node} leaves: it takes no more samples, and finishes those that it has or hands them back"
+            )
         self._leaving[node] = request.error and f"{request.error}: {request.message}"
         self.work.deal()
 
@@ -208,7 +210,7 @@ class Nodes:
         then = f"the other {left} do its work" if left else "no engine is left to make samples"
         note = f"node {node} {how}, and {lost} of {left + lost} engines with it: {then}"
         if node not in self._leaving:
-            note += ". It joins again by itself where its command still runs; `flash join` brings another"
+            note += ". It joins again by itself if its command still runs; `flash join` brings another"
         self._observer.note(note)
 
     def _take_leases(self, node: int) -> None:

@@ -133,7 +133,7 @@ NEW_RUN = RecoveredState()
 
 
 class Persistence(NamedTuple):
-    """Where the hub saves what the next hub, or the next incarnation of the trainer ranks, needs."""
+    """Places in which the hub saves the state that the next hub, or the next incarnation of the ranks, needs."""
 
     save_state: SaveState = measure_state
     """Writes the hub's state into the checkpoint of a version."""

@@ -44,7 +44,7 @@ class Stage(Enum):
         "step",
     )
     """Between two steps."""
-    SAVING = (f"{RANKS} to leave the last checkpoint and the model", f"{RANKS}, and deadlines.step", "step")
+    SAVING = (f"{RANKS} to write the last checkpoint and to export the model", f"{RANKS}, and deadlines.step", "step")
     """After the last step."""
     EVALUATING = ("the last evaluation to end ({answers})", "the engines, eval.problems and deadlines.step", "step")
     """The ranks have saved everything, and keep the weights for engines that start."""
@@ -55,7 +55,7 @@ class Stage(Enum):
         self.description = description
         """Words for it, with placeholders that `RunStages.describe` fills."""
         self.look_at = look_at
-        """Where people should look if the stage outlives its deadline."""
+        """Place where people should look if the stage outlives its deadline."""
         self.deadline = deadline
         """Key in `[deadlines]`; empty if the stage may last as long as several deadlines together."""
 
@@ -82,7 +82,7 @@ class StartupPhase(NamedTuple):
     doing: str
     """Words for the phase; a phase ends when they change."""
     done: str = ""
-    """How much of it is done; empty if that cannot be said."""
+    """Part of it that is done, such as `3 of 8 groups`; empty if that cannot be said."""
 
 
 STARTING_ENGINES = "starting engines"

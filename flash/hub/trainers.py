@@ -60,7 +60,7 @@ class RankState(msgspec.Struct):
 
 
 class Incarnations:
-    """Which incarnation of the trainer ranks counts, and how far it is behind the run. Pure state.
+    """State of the incarnations: which one counts, its ranks, and how far it is behind the run. Pure state.
 
     A rank belongs to the incarnation in which its connection was made. After the end of an incarnation nothing that its
     ranks send counts any more, and the next rank that connects begins the next incarnation.
@@ -192,7 +192,7 @@ class TrainerRanks:
         self._progress, self._metrics = context.progress, context.metrics
         self._history = context.persistence.history
         self._restart_obstacle = "" if self._history is None else why_no_retraining(self._config)
-        """Why the run ends when an incarnation is lost; empty for no reason to tell, None if the ranks start again."""
+        """Reason why the loss of an incarnation ends the run, perhaps empty. None: the ranks start again."""
         self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
         self._start: TrainerStart | None = start
         """Starting point of the newest incarnation; None until it is chosen."""
@@ -332,7 +332,7 @@ class TrainerRanks:
         self._progress.send("run")
         hanging, causes = self._describe_silent(), self._processes_of({rank, *self._silent()})
         if self.incarnations.ranks_lost([rank]):
-            lost = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
+            lost = f"trainer rank {rank} is gone without an error message: its process was killed, or crashed"
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
     def hang(self, waited: str) -> None:
@@ -357,7 +357,7 @@ class TrainerRanks:
             if self.incarnations.silent(limit, anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
             if self.incarnations.silent(limit, anyio.current_time()):
-                self.hang(f"every rank shows now and then that it runs, within {limit:g} s (deadlines.request)")
+                self.hang(f"a rank that runs sends a heartbeat at least every {limit:g} s (deadlines.request)")
 
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
         """End the run with the error of a peer, or end the incarnation if its collective failed.

@@ -154,7 +154,8 @@ class NodeWork:
     @property
     def _able_nodes(self) -> Collection[int]:
         """Nodes that could run a task now. A task that has failed on all of them may go to any of them."""
-        return self._fleet.able - self._leaving if self._leaving else self._fleet.able
+        able = self._fleet.able_nodes
+        return able - self._leaving if self._leaving else able
 
     def _lease_next(self, node: int) -> list[Lease]:
         """Lease the next task, or the next whole group, to a node. Evaluation tasks come before training tasks."""

@@ -1,4 +1,4 @@
-"""The trainer ranks of a schedule, and what they hold."""
+"""The trainer ranks of a random schedule, without a model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flash.types import Canary, Published, Shard
 
 
 class Ranks:
-    """One incarnation. They train in step: a version is trained when all have their shards."""
+    """Trainer ranks of one incarnation, which train in lockstep: a step is trained once all have their shards."""
 
     def __init__(self, world: int, tensor: int, version: int) -> None:
         self.world = world
         self._tensor = tensor
         self.version = version
-        """Trained, and told to a hub that has said it is booked."""
+        """Version that the ranks hold: the hub has acknowledged its commit."""
         self.published = -1
         self.keeps = True
         self._shards: dict[int, Shard] = {}
 
     @property
     def shards(self) -> list[Shard]:
-        """Of the step that they train, in order. All ranks of a tensor group have the same."""
+        """Shards of the running step, one per data rank. All ranks of a tensor group have the same shard."""
         groups = [range(first, first + self._tensor) for first in range(0, self.world, self._tensor)]
         assert all(self._shards[rank] == self._shards[group[0]] for group in groups for rank in group)
         return [self._shards[group[0]] for group in groups]
@@ -37,7 +37,7 @@ class Ranks:
         self.published = self.version
 
     async def fetch(self, hub: Hub, dice: random.Random) -> bool:
-        """All that lack their shard ask for it; whether there are more batches."""
+        """Let all ranks without a shard ask for it. Returns False if the hub has ended training."""
         for rank in dice.sample(range(self.world), self.world):
             if rank not in self._shards:
                 reply = await hub.handle(p.BatchRequest(rank, self.version, []))
@@ -49,7 +49,7 @@ class Ranks:
         return True
 
     async def leave(self, hub: Hub) -> None:
-        """All say goodbye, and leave when nobody needs them any more."""
+        """Let all ranks say goodbye, and wait until the hub lets them leave."""
         async with anyio.create_task_group() as tasks:
             for rank in range(self.world):
                 tasks.start_soon(hub.handle, p.Goodbye(rank, []))

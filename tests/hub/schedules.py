@@ -1,11 +1,14 @@
-"""Random schedules of a whole hub: the topology, the rules, and what happens to nodes, samples and steps are drawn.
+"""Random schedules of a whole hub: the topology, the rules, and the events of nodes, samples and steps are drawn.
 
-The trainer ranks die and come back: each of their incarnations is given the same batch of a step, and each step is
-booked once. They hold the weights, without which no engine loads, until the last evaluation is over: until then
-everything may die and join. The hub dies too: the next one goes on from the version that it had, or, as where a
-recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what they hold, if the next one
-knows of it. Or the whole run is resumed, with other options, domains and problems. Kinds of which all samples fail go
-into quarantine. What holds on all of them is in `test_schedules`, which passes its laws.
+- The trainer ranks die and start again. Each incarnation gets the same batch of a step, and each step is booked once.
+  The ranks hold the weights, without which no engine loads, until the last evaluation is over. Until then every process
+  may die or join.
+- The hub dies. The next hub goes on from the same version, or from any version since the checkpoint, as if a recorded
+  batch was damaged. Nodes that outlive the hub keep those of their leases that the next hub knows.
+- The whole run is resumed with other options, domains and problems.
+- Kinds of problems whose samples all fail go into quarantine.
+
+`test_schedules` holds the laws, which it passes to `run_one`.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ from tests.samples.cases import KeptStates, trajectory
 
 EVENTS = 30
 NEVER = 10_000
-"""More failures in a row than there are."""
+"""Number of failures in a row that no schedule reaches."""
 ROUNDS = 200
-"""Of everything that can be done, in which a schedule makes a step."""
+"""Number of rounds at the end of a schedule, each with all possible events, within which it must make a step."""
 WEIGHTS = {
     "load": 8,
     "finish": 12,
@@ -59,7 +62,7 @@ WEIGHTS = {
     "hub dies": 2,
     "trainer dies": 3,
 }
-"""How often what happens."""
+"""Relative frequencies of the events."""
 FAILURES = (Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR)
 
 
@@ -88,7 +91,7 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
 
 
 def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
-    """The same run with those options drawn that may be others when it is resumed."""
+    """Return the configuration with random values for those options that may change when a run is resumed."""
     groups = config.train.batch_size // config.rollout.group_size
     alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
     on_expire = dice.choice(["mask", "requeue", "wait"])
@@ -111,7 +114,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
 
 
 def draw_domains(dice: random.Random, config: Config, calm: bool) -> dict[str, Domain]:
-    """Several in one run of two, each with a weight and a size of its own."""
+    """Return no domains, or, in every second run, several with random weights and group sizes."""
     if calm or config.rollout.fifo_window is not None or dice.random() < 1 / 2:
         return {}
     least = 2 if config.rollout.drop_equal_rewards else 1
@@ -122,14 +125,14 @@ def draw_domains(dice: random.Random, config: Config, calm: bool) -> dict[str, D
 
 
 class Node:
-    """A node of some engines: it asks whenever it has room, and works on nothing by itself."""
+    """A node with some engines. It asks for leases whenever it has room; the schedule decides when they end."""
 
     def __init__(self, schedule: Schedule, number: int) -> None:
         dice = schedule.dice
         self.number = number
         self.slow = dice.random() < 0.2
         self.engines: list[int | None] = [-1] * dice.randint(1, 4)
-        """Their versions; None of those that are dead."""
+        """Versions of the engines; None for a dead engine, -1 for an engine without a version."""
         self.room = len(self.engines) * dice.choice([1, 2, 8])
         self.held: dict[int, Lease] = {}
         self.waits = False
@@ -139,7 +142,7 @@ class Node:
         self.begin()
 
     def begin(self) -> None:
-        """It is about to `run`."""
+        """Prepare the events for a new call of `run`."""
         self._more = anyio.Event()
         self._scope = anyio.CancelScope()
         self._gone = anyio.Event()
@@ -152,7 +155,7 @@ class Node:
         self._gone.set()
 
     async def end(self) -> None:
-        """The hub is told of a lost connection when the last handler of its requests has ended."""
+        """End the node's requests, and wait until the last one has ended: only then does the hub hear of the loss."""
         self._scope.cancel()
         await self._gone.wait()
 
@@ -177,16 +180,16 @@ class Node:
 
     @property
     def versions(self) -> list[int]:
-        """Of the engines that live."""
+        """Versions of the living engines."""
         return [version for version in self.engines if version is not None]
 
     async def load(self, engine: int) -> None:
-        """Not without the ranks that have published it: they hold the weights."""
+        """Let an engine load the newest version, if the ranks that hold its weights are alive."""
         if self._schedule.hub.progress.publisher_alive:
-            await self.becomes(engine, self._schedule.published)
+            await self.set_version(engine, self._schedule.published)
 
-    async def becomes(self, engine: int, version: int | None) -> None:
-        """An engine has loaded a version, died (None), or come back without one (−1)."""
+    async def set_version(self, engine: int, version: int | None) -> None:
+        """Set the version of an engine, and report it: None if it has died, -1 if it has restarted."""
         self.engines[engine] = version
         await self.report()
 
@@ -195,20 +198,20 @@ class Node:
         await self._schedule.hub.handle(p.EngineReport(self.number, next(self._reports), statuses, []))
         self._more.set()
 
-    async def bring(self, *ended: p.EndedLease) -> None:
+    async def deliver(self, *ended: p.EndedLease) -> None:
         for each in ended:
             self.held.pop(each.lease_id)
         free = max(0, self.room - len(self.held))
         await self._schedule.hub.handle(p.DeliverRequest(self.number, list(ended), free))
         self._more.set()
 
-    async def heed(self) -> None:
-        """End what the hub has withdrawn."""
+    async def deliver_cancelled(self) -> None:
+        """Deliver the leases that the hub has cancelled."""
         gone = [self.held[lease_id] for lease_id in self._withdrawn if lease_id in self.held]
         self._withdrawn.clear()
         ended = [p.EndedLease(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "x", 1)) for lease in gone]
         if ended:
-            await self.bring(*ended)
+            await self.deliver(*ended)
 
     @property
     def behind(self) -> list[int]:
@@ -221,12 +224,12 @@ class Node:
 
     @property
     def ready(self) -> list[Lease]:
-        """Leases that can end: the others wait for an engine that comes back, or loads their version."""
+        """Leases that can end. The others need a version that no living engine has."""
         return [lease for lease in self.held.values() if lease.min_version <= max(self.versions, default=-1)]
 
 
 class Recording(MemoryObserver):
-    """Remembers whole batches."""
+    """An observer that keeps all batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +241,7 @@ class Recording(MemoryObserver):
 
 
 class RecordedHistory:
-    """See `flash.hub.recovery.RunHistory`."""
+    """A `flash.hub.recovery.RunHistory` in memory."""
 
     def __init__(self, recording: Recording, kept: KeptStates) -> None:
         self._recording = recording
@@ -258,65 +261,65 @@ class RecordedHistory:
 
 
 class Laws(NamedTuple):
-    """What is asked on the way."""
+    """Checks that run during a schedule."""
 
-    of_every_moment: Callable[[Schedule], None]
-    """After each event."""
-    of_a_batch: Callable[[Schedule, Sequence[Shard]], None]
-    """When the ranks have all of their shards of a step."""
+    after_each_event: Callable[[Schedule], None]
+    """Called after each event."""
+    for_each_batch: Callable[[Schedule, Sequence[Shard]], None]
+    """Called when the ranks have all shards of a step."""
 
 
 class Schedule:
-    """One run."""
+    """Random run: its processes, and the events that befall them."""
 
     def __init__(self, seed: int, members_at_once: int, laws: Laws) -> None:
         self.laws = laws
         self.dice = random.Random(seed)
         self.limits = SliceLimits(members_at_once)
         self.calm = seed % 4 == 0
-        """Every sample ends before the next version, and whole groups are admitted: nothing may be stale."""
+        """True if every sample ends before the next version and whole groups are admitted: no token may be stale."""
         self.config = draw_config(self.dice, self.calm)
         self.failing = self.dice.choice([0.0, 0.1, 0.5])
-        """Share of the samples that fail at their end."""
+        """Probability that a sample fails."""
         if self.calm or self.config.rollout.drop_equal_rewards:
             self.failing = (
                 0.0  # groups that failures leave with one sample are all filtered out, until the run gives up
             )
         self.domains = draw_domains(self.dice, self.config, self.calm)
-        self.bad = self.dice.choice("abc")
-        """The kind of which all samples fail, in runs that have it and in which kinds go into quarantine."""
+        self.failing_kind = self.dice.choice("abc")
+        """Kind of problems whose samples all fail, in runs with quarantine."""
         self.problems = 0
-        """The number of the environment: each has problems of its own."""
+        """Number of the environment. A resumed run may have another one, with other problems."""
         self.environments: dict[int, str] = {}
-        """That of each group of which a sample was trained."""
+        """Environment of each group that was trained."""
         self.observer = Recording()
-        self.kept, self.journal = KeptStates(), MemoryJournal()
+        self.states, self.journal = KeptStates(), MemoryJournal()
         self.hubs = 0
         self.hub = self.start_hub(None)
         self.nodes: dict[int, Node] = {}
         self.published = -1
         self.floor = -1
-        """The newest version that engines ever had, of a run that has not gone back since."""
+        """Newest version that engines ever had; -1 after the run has gone back."""
         self.version = 0
         self.shards: dict[int, list[int]] = {}
-        """The tasks of each step, as they were dealt."""
+        """Tasks of each step, in the order in which they were dealt."""
         self.commit_now = anyio.Event()
         self.incarnation = anyio.CancelScope()
         self.deaths_left = self.dice.choice([0, 0, 2, 5])
-        """Of the trainer, while everybody else does what there is to do."""
+        """Number of times that the ranks still die at the end of the schedule."""
         self.hub_deaths_left = 0 if self.calm else self.dice.choice([0, 0, 1, 3])
-        """The same of the hub."""
+        """Number of times that the hub still dies at the end of the schedule."""
         self.resumed = False
-        """Whether the run was resumed with other options."""
+        """True if the run was resumed with other options."""
         self.finished = False
         self.trainer = anyio.CancelScope()
         self.world = self.config.trainer_world_size
         self.number = 0
-        """Of their incarnation, at this hub."""
+        """Number of the ranks' incarnation."""
         self.expiry = anyio.CancelScope()
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
-        """The hub, whose trainer ranks begin with the checkpoint of a version."""
+        """Return a hub with a recovered state, whose ranks start from the checkpoint of version `held`."""
         version = state.version if state is not None else 0
         self.hubs += 1
         evaluated = [int(row["step"]) for row in self.observer.evaluations if row["version_max"] <= version]
@@ -330,7 +333,7 @@ class Schedule:
                 self.domains,
             ),
             recovered=RecoveredState(state, evaluated, TrainerStart(held, str(held)), self.hubs),
-            persistence=Persistence(self.kept, self.journal, RecordedHistory(self.observer, self.kept)),
+            persistence=Persistence(self.states, self.journal, RecordedHistory(self.observer, self.states)),
             limits=self.limits,
         )
 
@@ -343,7 +346,7 @@ class Schedule:
             for _ in range(0 if self.calm else EVENTS):
                 await self.happen(tasks)
                 await self.settle()
-                self.laws.of_every_moment(self)
+                self.laws.after_each_event(self)
             if self.hub_deaths_left == 0 and not self.calm:
                 await self.hub_dies(tasks)  # whatever that leaves behind has no later death to save it
             await self.end(tasks)
@@ -354,7 +357,7 @@ class Schedule:
             await anyio.lowlevel.checkpoint()
 
     async def join(self, tasks: TaskGroup) -> None:
-        """The node of the trainers comes back where it is gone; others are numbered by the hub."""
+        """Start node 0 if it is gone, and otherwise a new node, to which the hub gives a number."""
         number = 0
         if number in self.nodes:
             run = await self.hub.handle(p.RunRequest(p.dialect()))
@@ -371,13 +374,13 @@ class Schedule:
         self.hub.peer_lost(f"node-{node.number}")
 
     async def hub_dies(self, tasks: TaskGroup) -> None:
-        """Everybody starts again: the hub from where it was, the trainers from the newest checkpoint."""
+        """Kill the hub, the ranks and all nodes but those that outlive it. Restart them from the recovered state."""
         if self.finished:
             return
         for node in self.nodes.values():
             await node.end()
+        # A person resumes the run: all old processes are ended before.
         resumed = self.dice.random() < 0.6
-        """Whether people go on with the run, and end all that is left of it."""
         stay = 0.0 if resumed else 0.6
         outlive = [node for number, node in self.nodes.items() if number > 0 and self.dice.random() < stay]
         self.trainer.cancel()
@@ -385,7 +388,7 @@ class Schedule:
         await self.settle()
         self.finished = False  # what the ranks were told meanwhile counts no more
         ledger, reached = self.hub.samples.ledger, self.hub.progress.version
-        stored = self.kept.by_version
+        stored = self.states.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
         held, number = (kept.version, kept.journal) if kept is not None else (0, 0)
         replay = Replay(kept.buffer if kept is not None else None, held)
@@ -430,7 +433,7 @@ class Schedule:
             await self.hub.work.expire_claims()
 
     async def move(self, node: Node, tasks: TaskGroup) -> None:
-        """It goes on at the next hub, with what that one lets it keep, once."""
+        """Move a node to the next hub. It keeps the leases that it may claim, and can claim each only once."""
         run = await self.hub.handle(p.RunRequest(p.dialect()))
         reply = await self.hub.handle(p.JoinRequest(run.digest, len(node.engines)))
         assert reply.node is not None
@@ -446,7 +449,7 @@ class Schedule:
         tasks.start_soon(node.run)
 
     async def drain(self, node: Node) -> None:
-        """It ends some of what it has, hands some back, and the rest goes back by itself."""
+        """Let a node leave: it finishes some leases, hands some back, and the others queue again when it is gone."""
         await self.hub.handle(p.Leave(node.number))
         before = set(node.held)
         self.commit_now.set()
@@ -455,7 +458,7 @@ class Schedule:
         for lease in node.ready:
             back = Failure(lease.task, Outcome.CANCELLED, "x", 1)
             if self.dice.random() < 0.7:
-                await node.bring(self.dice.choice([self.ended(node, lease), p.EndedLease(lease.lease_id, back)]))
+                await node.deliver(self.dice.choice([self.ended(node, lease), p.EndedLease(lease.lease_id, back)]))
         await self.die(node)
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -481,13 +484,13 @@ class Schedule:
         elif event == "drain" and node.number != 0:
             await self.drain(node)
         elif event == "cancels":
-            await node.heed()
+            await node.deliver_cancelled()
         elif event == "engine dies":
             if node.versions:
-                await node.becomes(dice.choice([i for i in range(len(node.engines)) if i not in node.dead]), None)
+                await node.set_version(dice.choice([i for i in range(len(node.engines)) if i not in node.dead]), None)
         elif event == "engine back":
             if node.dead:
-                await node.becomes(dice.choice(node.dead), -1)
+                await node.set_version(dice.choice(node.dead), -1)
         elif event == "load":
             if node.behind and (not node.slow or dice.random() < 0.3):
                 await node.load(dice.choice(node.behind))
@@ -495,13 +498,13 @@ class Schedule:
             chosen = dice.sample(ready, len(ready) if event != "all but one" else len(ready) - 1)
             if event == "finish":
                 chosen = chosen[: dice.randint(1, len(chosen))]
-            await node.bring(*(self.ended(node, lease) for lease in chosen))
+            await node.deliver(*(self.ended(node, lease) for lease in chosen))
 
     def ended(self, node: Node, lease: Lease) -> p.EndedLease:
         dice = self.dice
         failing = self.failing
         if self.config.rollout.quarantine < NEVER:  # only the one may come into it, or nothing is left to train on
-            failing = float(lease.task.kind == self.bad)
+            failing = float(lease.task.kind == self.failing_kind)
         if dice.random() < failing:
             return p.EndedLease(lease.lease_id, Failure(lease.task, dice.choice(FAILURES), "x", 1))
         start = min(version for version in node.versions if version >= lease.min_version)
@@ -517,27 +520,27 @@ class Schedule:
         return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
     async def _train(self) -> None:
-        """The trainer ranks, one incarnation after the other."""
+        """Run the trainer ranks, one incarnation after the other."""
         with anyio.CancelScope() as self.trainer:
             while not self.finished:
                 with anyio.CancelScope() as self.incarnation:
-                    await self._live(await self._begin())
+                    await self._train_incarnation(await self._start_incarnation())
                 if not self.finished:
                     for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
                         if self.hub.incarnations.is_current(self.number):
                             self.hub.peer_lost(f"trainer-{rank}")
 
-    def _arrive(self) -> None:
+    def _connect(self) -> None:
         (self.number,) = {self.hub.incarnations.rank_arrived(rank) for rank in range(self.world)}
 
-    async def _begin(self) -> Ranks:
-        """An incarnation begins with a checkpoint."""
-        self._arrive()
+    async def _start_incarnation(self) -> Ranks:
+        """Start an incarnation from its checkpoint."""
+        self._connect()
         begun = [await self.hub.handle(p.IncarnationRequest(rank, 1, "")) for rank in range(self.world)]
         return Ranks(self.world, self.config.parallel.tensor, int(begun[0].checkpoint or 0))
 
-    async def _live(self, ranks: Ranks) -> None:
-        """They commit what is new when they are told to, and write a checkpoint now and then."""
+    async def _train_incarnation(self, ranks: Ranks) -> None:
+        """Train until the hub ends it: commit new steps when the schedule says so, and sometimes write a checkpoint."""
         while True:
             if ranks.published < ranks.version:
                 await ranks.publish(self.hub)
@@ -551,7 +554,7 @@ class Schedule:
                 await ranks.leave(self.hub)
                 self.finished = True
                 return
-            self.laws.of_a_batch(self, ranks.shards)
+            self.laws.for_each_batch(self, ranks.shards)
             if ranks.version == self.version:
                 self.commit_now = anyio.Event()
                 await self.commit_now.wait()
@@ -561,16 +564,16 @@ class Schedule:
                 await self.hub.handle(p.SnapshotRequest())
 
     async def end(self, tasks: TaskGroup) -> None:
-        """From here on everybody does what there is to do."""
+        """End the schedule: from here on every process does its work, and the run must come to its end."""
         if not self.nodes:
             await self.join(tasks)
         rounds, version = 0, self.version
         while rounds < ROUNDS:
             rounds, version = (rounds + 1, version) if version == self.version else (0, self.version)
             for node in list(self.nodes.values()):
-                await node.heed()
+                await node.deliver_cancelled()
                 for engine in node.dead:
-                    await node.becomes(engine, -1)
+                    await node.set_version(engine, -1)
                 for engine in node.behind:
                     await node.load(engine)
             if self.deaths_left and self.dice.random() < 0.3:
@@ -580,12 +583,12 @@ class Schedule:
                 self.hub_deaths_left -= 1
                 await self.hub_dies(tasks)
             await self.settle()
-            self.laws.of_every_moment(self)
+            self.laws.after_each_event(self)
             ended = {node: [self.ended(node, lease) for lease in node.ready] for node in self.nodes.values()}
             for node, results in ended.items():
-                await node.bring(*results)
+                await node.deliver(*results)
             await self.settle()
-            self.laws.of_every_moment(self)
+            self.laws.after_each_event(self)
             if self.finished:
                 break
             if not any(ended.values()):
@@ -595,7 +598,7 @@ class Schedule:
 
 
 def run_one(seed: int, laws: Laws) -> Schedule:
-    """One schedule, at its end. Raises what breaks a law on its way, with the seed."""
+    """Run one schedule and return it. Raises AssertionError with the command that repeats it if a law is broken."""
 
     async def run() -> Schedule:
         schedule = Schedule(seed, members_at_once, laws)

@@ -1,4 +1,4 @@
-"""What a peer that holds the token can do to the hub: nothing but what its kind does in a run."""
+"""A peer that has proven the token can do nothing to the hub but what its kind does in a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Port(Driver):
             self.gate.arrived(one)
 
     async def begin(self, *nodes: int) -> None:
-        """As the driver does, once the second node has joined."""
+        """Begin as the driver does, after the second node has joined."""
         assert (await self.join(self.nodes[1])).node == 1
         await super().begin(*nodes)
 
@@ -185,7 +185,7 @@ async def test_a_node_hands_over_only_leases_that_it_holds_and_each_once() -> No
 
 
 async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
-    """A cancelled lease ends as a failure, and one that was taken from a silent node may end as anything."""
+    """A cancelled lease ends with a failure, and a lease that was taken from a silent node may end with any result."""
     port = Port(extra_per_group=1)
     await port.begin(0)
     leases = await port.lease(0, 3)
@@ -201,7 +201,7 @@ BRANCHED: dict[str, Any] = {
     "action_spans": [Span(1, 2), Span(3, 5)],
     "turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1), Turn("p", "c", 0.0, 0.0, 0.0, 0.0)],
 }
-"""Of five tokens."""
+"""A valid trajectory of five tokens."""
 
 
 async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:

@@ -1,4 +1,4 @@
-"""Trainer ranks that hang, which the hub takes for lost, on the virtual clock."""
+"""Trainer ranks that hang: the hub treats them as lost. On the virtual clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_of(ranks: int = 1, **cluster: Any) -> Config:
 
 
 async def until_over(rank: Rank, request: Request[Any]) -> None:
-    """A call that ends with the rank's incarnation."""
+    """Call the hub, and expect that the call ends with the rank's incarnation."""
     said = ""
     while not said:
         try:
@@ -45,7 +45,7 @@ async def until_over(rank: Rank, request: Request[Any]) -> None:
 
 
 async def launcher_hears(world: World, node: int, ended: set[int]) -> list[int]:
-    """Until the launcher of a node knows that these processes are to end; those of them by which it ended."""
+    """Wait until the launcher of a node knows that these processes have ended. Returns those that caused the end."""
     news = p.RanksReply(-1, [], [], [])
     while set(news.ended) != ended:
         news = await world.hub.handle(p.RanksRequest(node, news.number))
@@ -246,7 +246,7 @@ async def test_a_rank_that_does_not_show_any_more_that_it_runs_is_lost_long_befo
     await world.play(trainers)
     assert world.ended == []
     (note,) = (note for note in world.observer.notes if "hangs" in note)
-    assert note.startswith("trainer rank 1 (process 1012 on node 0) hangs: it has been silent for 31 s: every rank")
+    assert note.startswith("trainer rank 1 (process 1012 on node 0) hangs: it has been silent for 31 s: a rank ")
 
 
 async def test_a_launcher_without_news_is_answered_before_it_takes_the_hub_for_one_that_hangs() -> None:

@@ -1,4 +1,4 @@
-"""The hub's protocol as a node and a trainer see it, on the virtual clock."""
+"""The hub's protocol, as nodes and a trainer rank use it, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_config(**rollout: Any) -> Config:
 
 
 class Driver:
-    """Speaks for the nodes and the only trainer rank."""
+    """Sends the requests of all nodes and of the only trainer rank."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Driver:
         )
 
     async def begin(self, *nodes: int) -> None:
-        """Version 0 is published and loaded, and the first evaluation is over."""
+        """Publish version 0, let nodes load it, and finish the first evaluation."""
         published = Published(0, "tcp", b"", Canary([1, 2], [-1.0]))
         await self.hub.handle(p.PublishRequest(published))
         for node in nodes:
@@ -94,7 +94,7 @@ class Driver:
 
 
 async def all_leases(driver: Driver, node: int) -> list[Lease]:
-    """Whatever there is for a node."""
+    """Lease all tasks that a node can get."""
     held: list[Lease] = []
     while more := await driver.lease(node, 64):
         held += more
@@ -159,7 +159,7 @@ async def test_without_prompt_replication_a_group_goes_to_one_node_as_a_whole() 
 
 
 async def asked(driver: Driver, capacities: dict[int, int], then: Callable[[], Awaitable[Any]]) -> dict[int, int]:
-    """How many leases nodes that wait for so many get once something has happened."""
+    """Let nodes wait for leases, call `then`, and return how many leases each has got."""
     got: dict[int, int] = {}
 
     async def ask(node: int) -> None:

@@ -1,4 +1,4 @@
-"""Which error ends a run when several peers end at once: the cause, not its echo."""
+"""The error that ends a run when several peers end at once: the cause, not its echo."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 ECHO = p.Fatal("CollectiveError", "trainer rank 0: a collective failed")
 UNNAMED = p.Fatal("RuntimeError", "trainer rank 0 failed with RuntimeError: Connection reset")
-"""Of a kind that is not known for an echo."""
+"""An error that is no known kind of echo."""
 BUG = p.Fatal("KeyError", "trainer rank 1 failed with KeyError: 'lm_head'")
 NAMED = p.Fatal("CheckpointError", "trainer rank 1: cannot write")
 
 
 async def end_of(*words: p.Fatal, killed: float | None = None) -> tuple[FlashError, float]:
-    """The error of a run to which ranks say this, and when it came; rank 1 is gone so many seconds later."""
+    """Report these errors to a hub, and lose rank 1 after `killed` seconds. Returns the run's error and its time."""
     config = make_config()
     driver = Driver(msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, trainer_ranks=2)))
     begun = anyio.current_time()
@@ -51,7 +51,7 @@ async def test_a_killed_rank_is_the_cause_although_the_error_of_another_comes_fi
     error, _ = await end_of(echo, killed=0.1)
     assert isinstance(error, PeerLostError)
     assert not error.fatal
-    assert "trainer rank 1 is gone without a word" in str(error)
+    assert "trainer rank 1 is gone without an error message" in str(error)
 
 
 async def test_a_failed_collective_that_nothing_explains_leads_to_a_restart_too() -> None:

@@ -1,4 +1,4 @@
-"""The row of a step: what was trained of its batch, and what failed on the way."""
+"""The row of metrics of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What holds on every random schedule; `python -m tests.hub.test_schedules COUNT [FIRST]` runs many, one per seed."""
+"""The laws that hold on every random schedule.
+
+`python -m tests.hub.test_schedules COUNT [FIRST]` runs COUNT schedules, one per seed, from seed FIRST on.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 from flash.types import Shard
 from tests.hub.schedules import Laws, Schedule, run_one
 
-# -- of every moment -------------------------------------------------------------------------------------------------
+# -- laws that hold after each event ---------------------------------------------------------------------------------
 
 
 def law_2_conservation(schedule: Schedule) -> None:
@@ -19,7 +22,7 @@ def law_2_conservation(schedule: Schedule) -> None:
 
 
 def no_node_waits_for_what_it_could_run(schedule: Schedule) -> None:
-    """Unless it may be kept for a node that loads."""
+    """A node waits only if there is no task for it, or if a share may be kept for a node that loads a version."""
     nodes, newest = schedule.nodes.values(), schedule.hub.progress.published_version
     loading = any(max(node.versions, default=newest) < newest for node in nodes)
     over = schedule.hub.progress.stopping is not None  # nothing more is trained
@@ -32,11 +35,11 @@ def no_node_waits_for_what_it_could_run(schedule: Schedule) -> None:
             assert lease is None, f"node {node.number} waits, and could run {lease}"
 
 
-# -- of a batch ------------------------------------------------------------------------------------------------------
+# -- laws that hold for each batch -----------------------------------------------------------------------------------
 
 
 def law_3_ages(schedule: Schedule, shards: Sequence[Shard]) -> None:
-    """Of a step that the run has behind it the contract was that of its time, and was kept then."""
+    """The age contract holds. Steps that are trained again were checked before, under the contract of that time."""
     for shard in shards:
         for sample in shard.samples if shard.step == schedule.hub.progress.version else ():
             kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
@@ -51,27 +54,27 @@ def no_group_is_of_two_environments(schedule: Schedule, shards: Sequence[Shard])
 
 
 def a_step_has_one_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
-    """Whichever incarnation of the ranks trains it."""
+    """Every incarnation of the ranks gets the same batch of a step."""
     dealt = [sample.trajectory.task.task_id for shard in shards for sample in shard.samples]
     assert schedule.shards.setdefault(shards[0].step, dealt) == dealt, "another batch for the same step"
 
 
-# -- of the end ------------------------------------------------------------------------------------------------------
+# -- laws that hold at the end ---------------------------------------------------------------------------------------
 
 
-def of_every_moment(schedule: Schedule) -> None:
+def after_each_event(schedule: Schedule) -> None:
     law_2_conservation(schedule)
     no_node_waits_for_what_it_could_run(schedule)
 
 
-def of_a_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
+def for_each_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
     law_3_ages(schedule, shards)
     no_group_is_of_two_environments(schedule, shards)
     a_step_has_one_batch(schedule, shards)
 
 
 def every_schedule_comes_to_its_end(seed: int) -> None:
-    schedule = run_one(seed, Laws(of_every_moment, of_a_batch))
+    schedule = run_one(seed, Laws(after_each_event, for_each_batch))
     steps, samples = schedule.config.run.steps, schedule.hub.samples
     assert schedule.finished, f"seed {seed} stalls at step {schedule.version} of {steps}"
     assert samples.in_flight == 0

@@ -1,4 +1,4 @@
-"""How a run waits: for engines that start late, for nodes that fall silent, for leases that nobody ends."""
+"""The waits of a run: for engines that start late, for silent nodes, and for leases that are not ended."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def version(number: int) -> p.PublishRequest:
 
 
 class Run(Driver):
-    """A hub that runs, the calls to it that are under way, and when each of them ended."""
+    """A running hub, and the requests to it, with the time at which each was answered."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.ended: dict[str, float] = {}
 
     async def watched(self, *acts: Callable[[], Awaitable[Any]]) -> DeadlineError:
-        """The error that ends the run while these go on."""
+        """Return the error that ends the run while these functions run."""
 
         async def act(each: Callable[[], Awaitable[Any]]) -> None:
             try:
@@ -60,11 +60,11 @@ class Run(Driver):
         await self.hub.handle(p.EngineReport(node, next(self.numbers), statuses, []))
 
     async def ask(self) -> None:
-        """Wait for the first batch, as trainer ranks do that have published and live."""
+        """Wait for the first batch, as living trainer ranks do after they have published."""
         await self.hub.handle(p.BatchRequest(0, 0, []))
 
     async def talk(self, node: int) -> None:
-        """Ask for cancels all the time, as a node that lives does."""
+        """Ask for cancels all the time, as a living node does."""
         while True:
             await self.cancels(node)
 
@@ -349,7 +349,7 @@ async def test_a_last_evaluation_that_takes_too_long_ends_with_its_name() -> Non
 
 
 async def ended(run: Run, *acts: Callable[[], Awaitable[Any]]) -> RunEnd:
-    """How the run ends while these go on."""
+    """Return the end of the run while these functions run."""
     async with anyio.create_task_group() as group:
         for act in acts:
             group.start_soon(act)

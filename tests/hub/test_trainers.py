@@ -1,7 +1,8 @@
-"""Trainer ranks that die and come back while the run goes on, on the virtual clock."""
+"""Trainer ranks that die and start again while the run goes on, on the virtual clock."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import FlashError, PeerLostError, RecordingError
+from flash.errors import ContractError, FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
-from flash.hub.context import RunEnd
+from flash.hub.context import RunEnd, RunProgress
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.protocol import fetch_shard
 from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
+from flash.hub.trainers import Incarnations
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 class FakePast:
-    """Batches as the observer was told them, and the checkpoints that were written."""
+    """A run history in memory: the batches that the observer got, and the checkpoints that were written."""
 
     def __init__(self, observer: MemoryObserver, kept: KeptStates) -> None:
         self._observer = observer
@@ -53,7 +55,7 @@ class FakePast:
 
 
 class Rank:
-    """A connection of a trainer rank, with the weights that it has trained: the batches, in order."""
+    """A connected trainer rank. Its weights are the list of the batches that it has trained, in order."""
 
     def __init__(self, world: World, number: int, index: int = 0) -> None:
         self.peer = Peer(number, f"trainer-{index}", "127.0.0.1:1")
@@ -99,7 +101,7 @@ class Rank:
 
 
 class World:
-    """A hub behind its gate, one trainer rank, and a node that serves whatever is to be had."""
+    """A hub behind its gate, trainer ranks, and a node that runs every task it can get."""
 
     def __init__(self, config: Config | None = None, *, past: bool = True) -> None:
         self.config = config or make_config()
@@ -108,7 +110,7 @@ class World:
         self.open(self.past if past else None, None, TrainerStart(0, ""))
 
     def open(self, past: FakePast | None, state: HubState | None, start: TrainerStart, incarnation: int = 0) -> None:
-        """A hub begins."""
+        """Start a hub."""
         self.hub = Hub(
             self.config,
             self.observer,
@@ -124,7 +126,7 @@ class World:
         self.over = anyio.Event()
 
     def reopen(self, incarnation: int = 0) -> None:
-        """The hub has died, and the next one begins where it was, with ranks that begin with version 0."""
+        """Kill the hub, and start the next one at the same version, with ranks that start from version 0."""
         replay = Replay(None, 0)
         for event in self.journal.events:
             replay.apply(event)
@@ -137,7 +139,7 @@ class World:
         return Rank(self, self.ranks, index)
 
     async def trained(self, steps: int) -> Rank:
-        """The one rank of a new incarnation, which has published and then made so many steps."""
+        """Return the only rank of a new incarnation, after it has published and trained this many steps."""
         rank = self.rank()
         await rank.begin()
         await rank.publish()
@@ -151,7 +153,7 @@ class World:
         await self.hub.handle(p.EngineReport(0, self.reports, [status], []))
 
     async def roll_out(self) -> None:
-        """An engine that loads at once, and makes samples at once."""
+        """Run a node whose engine loads versions and makes samples in no time."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.load)
             tasks.start_soon(self.listen)
@@ -188,7 +190,7 @@ class World:
         self.over.set()
 
     async def play(self, trainers: Callable[[], Awaitable[None]]) -> None:
-        """Let the node and the run go on, while the trainers do this; then the run has to end by itself."""
+        """Run the node and the hub beside `trainers`. After that the run has to end by itself."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.watch)
             tasks.start_soon(self.until_it_fails)
@@ -256,8 +258,8 @@ async def test_the_next_incarnation_trains_the_same_batches_and_nothing_is_booke
     assert end.ledger["issued"] == end.ledger["trained"] == 16
     lost, back = (note for note in world.observer.notes if "trainer rank" in note)
     assert lost == (
-        "trainer rank 0 is gone without a word: its process was killed, or crashed. The trainer ranks start again, and "
-        "the engines go on meanwhile"
+        "trainer rank 0 is gone without an error message: its process was killed, or crashed. The trainer ranks start "
+        "again, and the engines go on meanwhile"
     )
     assert back == (
         "the trainer ranks are back at version 2 after 30 s, in which they have trained 2 steps again: the same "
@@ -535,3 +537,132 @@ async def test_ranks_that_stay_away_end_the_run_by_its_deadline() -> None:
     await world.play(trainers)
     (error,) = world.ended
     assert "the trainer ranks to start again, at version 1" in str(error)
+
+
+RANKS = 3
+STEPS = 12
+
+
+class Run:
+    """A run as `Incarnations` sees it: ranks die at random moments, and so does the hub, which then goes on."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.progress = RunProgress(0)
+        self.incarnations = Incarnations(RANKS, self.progress, 0)
+        self.hubs = 1
+        self.booked: list[int] = []
+        self.spread: list[int] = []
+        self.trained: dict[tuple[int, int], list[int]] = {}
+        """Steps that each incarnation of each hub has trained, in order."""
+        self.checkpoints = [0]
+        self.late: list[int] = []
+        """Incarnations that are over and whose ranks may still send something."""
+
+    def begin(self) -> int:
+        """Let all ranks of an incarnation connect and load a checkpoint. Returns its number."""
+        numbers = {self.incarnations.rank_arrived(rank) for rank in self.dice.sample(range(RANKS), RANKS)}
+        (number,) = numbers
+        assert self.incarnations.present == list(range(RANKS))
+        if number > 1:
+            self.incarnations.start_from(self.checkpoints[-1])
+        self.trained[self.hubs, number] = []
+        self.publish(number)
+        return number
+
+    def publish(self, incarnation: int) -> None:
+        if self.incarnations.is_current(incarnation) and self.incarnations.publish():
+            self.spread.append(self.progress.trainer_version)
+
+    def commit(self, incarnation: int) -> None:
+        if not self.incarnations.is_current(incarnation):
+            return
+        step = self.progress.trainer_version
+        self.trained[self.hubs, incarnation].append(step)
+        if self.incarnations.commit():
+            self.booked.append(step)
+            self.progress.version += 1
+
+    def die(self, incarnation: int) -> None:
+        """Kill one rank, or several at once; the hub learns of each."""
+        for _ in self.dice.sample(range(RANKS), self.dice.randint(1, RANKS)):
+            if self.incarnations.is_current(incarnation):
+                assert self.incarnations.ranks_lost([self.dice.randrange(RANKS)])
+        self.late.append(incarnation)
+
+    def hub_dies(self) -> None:
+        """Kill the hub: all connections end, and the next hub knows the run's version and the checkpoint."""
+        self.late.clear()
+        self.hubs += 1
+        self.progress = RunProgress(self.progress.version)
+        self.incarnations = Incarnations(RANKS, self.progress, self.checkpoints[-1])
+        assert self.incarnations.recovering == self.progress.trainers_behind
+
+    def say_late(self) -> None:
+        """Send requests of ranks whose incarnation is over, which must have no effect."""
+        for incarnation in self.late:
+            self.commit(incarnation)
+            self.publish(incarnation)
+
+    def until_it_ends(self) -> None:
+        incarnation = self.begin()
+        while self.progress.version < STEPS:
+            event = self.dice.random()
+            if event < 0.2:
+                self.die(incarnation)
+                self.say_late()
+                incarnation = self.begin()
+            elif event < 0.25:
+                self.hub_dies()
+                incarnation = self.begin()
+            elif event < 0.3:
+                self.say_late()
+            else:
+                self.commit(incarnation)
+                if self.dice.random() < 0.9:  # else it dies between the two
+                    self.publish(incarnation)
+                else:
+                    self.die(incarnation)
+                    incarnation = self.begin()
+                if self.progress.trainer_version == self.progress.version and self.dice.random() < 0.2:
+                    self.checkpoints.append(self.progress.version)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_each_step_is_booked_once_and_engines_never_go_back(seed: int) -> None:
+    run = Run(seed)
+    run.until_it_ends()
+    assert run.booked == list(range(STEPS))
+    assert run.spread == sorted(run.spread)
+    for number, steps in run.trained.items():
+        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, f"hub and incarnation {number}"
+
+
+def test_the_ranks_of_a_lost_incarnation_are_not_heard_before_the_next_one_has_begun_either() -> None:
+    incarnations = Incarnations(2, RunProgress(5), 5)
+    assert [incarnations.rank_arrived(0), incarnations.rank_arrived(1)] == [1, 1]
+    assert incarnations.ranks_lost([1])
+    assert not incarnations.is_current(1)
+    assert incarnations.recovering
+    assert incarnations.rank_arrived(0) == 2
+    assert incarnations.is_current(2)
+    assert not incarnations.is_current(1)
+    assert incarnations.present == [0]
+
+
+def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
+    incarnations = Incarnations(2, RunProgress(5), 5)
+    incarnations.rank_arrived(0)
+    incarnations.rank_arrived(1)
+    incarnations.rank_left(1)
+    assert not incarnations.ranks_lost([0])
+    assert incarnations.finished
+    assert not incarnations.recovering
+
+
+def test_an_incarnation_cannot_begin_beyond_the_run() -> None:
+    incarnations = Incarnations(1, RunProgress(5), 5)
+    incarnations.end()
+    incarnations.rank_arrived(0)
+    with pytest.raises(ContractError, match="start from version 6 of a run that is at 5"):
+        incarnations.start_from(6)

@@ -207,7 +207,7 @@ def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
     assert len(lines) == 1
     assert "WeightsError: engine 0, version 0: the canary's log-probs differ by" in lines[0]
     assert "Traceback" not in run.text()
-    assert "gone without a word" not in run.text(), "the ranks have ended with the run"
+    assert "gone without an error message" not in run.text(), "the ranks have ended with the run"
     assert json.loads((run.directory / "error.json").read_text())["error"] == "WeightsError"
     run.nothing_left()
 

@@ -24,7 +24,7 @@ from flash.trainer.checkpoint_files import (
     temporary_of,
 )
 from flash.transport.frames import SLICE_BYTES, encoded_pieces
-from tests.hub.test_state import make_config
+from tests.hub.test_recovery import make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
 
 pytestmark = pytest.mark.anyio

@@ -25,7 +25,7 @@ from flash.samples.store import BufferState
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
 from tests.full_disk import small_disk
-from tests.hub.test_state import make_config
+from tests.hub.test_recovery import make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer
 
 pytestmark = pytest.mark.anyio

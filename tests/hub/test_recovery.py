@@ -1,4 +1,4 @@
-"""For which runs the state of a checkpoint may be used."""
+"""The runs that may go on from the state in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases that outlive the hub which has granted them: who may keep them, and when they go back."""
+"""Leases that outlive the hub that granted them, and results that reach the journal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
-from flash.samples.journal import MemoryJournal, Revoked
+from flash.samples.journal import Committed, MemoryJournal, Revoked
 from flash.samples.replay import Replay
 from flash.transport.server import Peer
 from flash.types import Failure, Lease, Outcome
 from tests.hub.test_hub import Driver, make_config
 from tests.samples.cases import trajectory
+from tests.samples.test_replay import replayed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 class Next:
-    """The hub after one whose nodes 0 and 1 have had leases, behind its gate; node 1 has joined, and outlives it."""
+    """A hub behind its gate that follows a hub under which nodes 0 and 1 held leases. Node 1 outlives that one."""
 
     def __init__(self) -> None:
         self.config, self.journal = make_config(), MemoryJournal()
@@ -167,3 +168,66 @@ async def test_a_version_of_the_hub_before_is_nobodys_and_an_engine_that_could_n
     await hubs.join()
     reply = await hubs.gate.handle(hubs.peer, p.LoadFailed(1, (1 << 20) + 1))
     assert reply == p.LoadFailedReply(gone=True)
+
+
+class Slow(MemoryJournal):
+    """A journal that has written its events only when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = anyio.Event()
+
+    async def written(self) -> None:
+        await self.disk.wait()
+
+
+async def test_nothing_is_acknowledged_before_it_is_written() -> None:
+    journal = Slow()
+    journal.disk.set()
+    driver = Driver(make_config(), journal=journal)
+    await driver.begin(0)
+    leases = await driver.lease(0, 8)
+    acknowledged: list[str] = []
+
+    async def bring() -> None:
+        await driver.bring(0, *leases)
+        acknowledged.append("results")
+
+    async def train() -> None:
+        await driver.hub.handle(p.BatchRequest(0, 0, []))
+        await driver.hub.handle(p.Commit(0, {}))
+        acknowledged.append("step")
+
+    async with anyio.create_task_group() as tasks:
+        for work, name in ((bring, "results"), (train, "step")):
+            journal.disk = anyio.Event()
+            tasks.start_soon(work)
+            await anyio.sleep(1)
+            assert name not in acknowledged
+            journal.disk.set()
+            await anyio.sleep(1)
+            assert name in acknowledged
+    assert isinstance(journal.events[-1], Committed)
+
+
+async def test_a_hub_that_starts_again_gives_the_trainers_their_batches_and_the_nodes_nothing_that_was_delivered() -> (
+    None
+):
+    journal, config = MemoryJournal(), make_config()
+    driver = Driver(config, journal=journal)
+    await driver.begin(0)
+    leases = await driver.lease(0, 8)
+    await driver.bring(0, *leases)
+    first = await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    generated = driver.hub.samples.ledger.generated_tokens
+
+    state = replayed(None, 0, journal.events).state(until=0)
+    assert state is not None
+    again = Driver(config, recovered=RecoveredState(HubState(0, state, journal=0), {0}))
+    await again.begin(0)
+    assert await again.lease(0, 8) == []
+    assert (await again.hub.handle(p.BatchRequest(0, 0, []))).shard == first.shard
+    await again.hub.handle(p.Commit(0, {}))
+    (row,) = again.observer.steps
+    assert (row["samples"], row["generated_tokens"]) == (4, generated)

@@ -1,4 +1,4 @@
-"""Who is woken by what."""
+"""The signals of the run's progress: each wakes its own waiters."""
 
 from __future__ import annotations
 
