@@ -37,9 +37,9 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Pressure
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.supervisor import only
+from flash.rollout.supervisor import same_engine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.transport.client import connect
 from flash.transport.frames import Request
@@ -131,7 +131,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.HubRequest, handler)
         async with connect("127.0.0.1", port, token, "node-0", 30.0) as link:
-            fixed, env = [only(FixedEngine(engine, version))], NodeEnvironment(make_env)
+            fixed, env = [same_engine(FixedEngine(engine, version))], NodeEnvironment(make_env)
             node = RolloutNode(config, HubLink(0, 0, link), fixed, tokenizer, env, now=now)
             await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
             start = time.perf_counter()

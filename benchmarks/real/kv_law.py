@@ -24,7 +24,7 @@ from benchmarks.real.mismatch import load_own_weights
 from benchmarks.simulated.configure import TWO_ENGINES, configure
 from flash.config.tree import Config
 from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
-from flash.rollout.outage import OutageClock
+from flash.rollout.engine_state import OutageClock
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.wrapped_engine import WrappedEngine
 from flash.simulate.clock import VirtualLoop

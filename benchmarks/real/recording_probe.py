@@ -21,7 +21,7 @@ from flash.hub.nodes import Nodes
 from flash.observe import cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.batches import Batches
-from flash.rollout.node_watch import NodeWatch
+from flash.rollout.reports import NodeReports
 
 FILE = "FLASH_RECORDING_PROBE"
 EVERY = 10
@@ -40,7 +40,7 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Batches, "_write_shown"),
     (Hub, "overview"),
     (Nodes, "report_status"),
-    (NodeWatch, "status"),
+    (NodeReports, "status"),
     (cluster, "_write"),
 )
 

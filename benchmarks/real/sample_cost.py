@@ -39,9 +39,9 @@ from flash.foreign import vllm_processes
 from flash.hub import protocol as p
 from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.supervisor import only
+from flash.rollout.supervisor import same_engine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.run.node_loop import unix_clock
 from flash.transport.frames import ReplyT, Request
@@ -110,7 +110,7 @@ def make_env(kind: str) -> Environment:
 async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
     """All of them through a rollout node without engine and hub."""
     hub = DealingHub(samples)
-    env, engine = NodeEnvironment(make_env), only(FixedEngine(cast("VLLMEngine", IdleEngine()), VERSION))
+    env, engine = NodeEnvironment(make_env), same_engine(FixedEngine(cast("VLLMEngine", IdleEngine()), VERSION))
     node = RolloutNode(config, HubLink(0, 0, hub), [engine], tokenizer, env, now=unix_clock())
     await node.run()
     assert hub.delivered == samples

@@ -1,17 +1,19 @@
 """How many requests an engine may hold at once, so that its KV cache is full and seldom overflows. Pure state.
 
-What runs grows by a token a step each, until it ends. How soon that is, is learned from the responses so far: the
-hazard of an end, per token, within a quarter of an octave of lengths is the ends there over the tokens generated there,
-by those that still run too (the maximum of the likelihood of piecewise constant hazards under censoring). With
-S(s | a) the probability that a response of a tokens outlives s more, the cache is expected to hold in s steps
+A running sequence grows by one token per step until it ends. How soon it ends is estimated from the responses so far.
+The hazard of an end (its probability per token) is constant within each quarter of an octave of lengths: the number of
+ends there, divided by the number of tokens generated there, also by responses that still run. This is the maximum
+likelihood estimate of a piecewise constant hazard under censoring. With S(s | a) the probability that a response of a
+tokens lives for s more, the tokens that the cache is expected to hold in s steps are
 
-    U(s) = sum over what runs of (context + s) · S(s | age),
+    U(s) = sum over running sequences of (context + s) · S(s | age),
 
-with a variance of the sum of (context + s)² · S · (1 - S). Each request more adds (prompt + s) · S(s | 0). As many may
-begin as keep the expectation, and two standard deviations, within the cache at every s. Where more of them live than
-that, the engine puts its youngest back, which costs least, as it has the least to compute again.
+and the variance is the sum of (context + s)² · S · (1 − S). Each further request adds (prompt + s) · S(s | 0). As many
+requests may begin as keep the expectation, plus two standard deviations, within the cache at every s. If more of them
+live than expected, the engine preempts its youngest sequence, which costs least, as it has the least to compute again.
 
-Where the cache does not matter, an engine is given in advance what takes the places that are free in a few steps.
+If the cache is large enough for any load, an engine is given a few requests ahead, for the places that will be free
+in a few steps. The proxy keeps one `ConcurrencyLimit` per engine and one `ResponseLengths` for all of them.
 """
 
 from __future__ import annotations
@@ -29,133 +31,161 @@ from flash.rollout.engine import Pressure
 Name = TypeVar("Name", bound=Hashable)
 
 EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
-"""Lengths between which the hazard is constant, in tokens: quarters of octaves."""
+"""Lengths in tokens between which the hazard is constant: quarters of octaves."""
 _EDGES = EDGES.tolist()
 DEVIATIONS = 2.0
-"""Of the expected use, that are kept free: once in forty times more is used."""
+"""Standard deviations of the expected use that stay free: more is used once in forty times."""
 AHEAD = 1 / 1024
-"""The least s that is looked at, as a share of the greatest length."""
+"""Smallest number of steps s that is checked, as a share of the greatest length."""
 STEP_TOKENS = 16
-"""Tokens of context that an engine computes in the time of a decoding step, at the least: both read all weights."""
+"""Tokens of context that an engine can compute in the time of one decoding step, at least: both read all weights."""
 PRIOR = 0.5
-"""Responses that count as seen before the first one, of half the greatest length each, between any two edges."""
+"""Responses between any two edges that count as seen before the first one, each of half the greatest length."""
 STEPS_AHEAD = 8
-"""Steps for whose ends an engine is given what comes next: while a node replaces what has ended it would make as many
-with few sequences, each of which costs much of a full one. With answers of 16 tokens that was 8 % of its work."""
-KNOWN = 256
-"""Responses that must have come to their end before anything is given in advance."""
+"""Steps for whose ends an engine is given requests ahead. A node needs that long to replace what has ended; without
+this, the engine would make these steps with few sequences, at much of the cost of full ones. With answers of 16 tokens
+that was 8 % of its work."""
+MIN_ENDED = 256
+"""Responses that must have ended before any request is given ahead."""
 
 
 class ResponseLengths:
-    """What is known of how long responses become, of all engines of a node."""
+    """Statistics of the lengths of responses, of all engines of a node."""
 
     def __init__(self) -> None:
-        self._whole = self._whole_tokens = 0
+        self._ended = self._ended_tokens = 0
+        """Responses that have ended, and their tokens."""
         self._ends = np.zeros(len(EDGES))
+        """Ends between two edges, without those at a limit."""
         self._tokens = np.zeros(len(EDGES))
+        """Tokens generated between two edges."""
 
-    def grew(self, first: int, last: int) -> None:
-        """A response has got its tokens from `first` on, before `last`."""
-        while first < last:
-            place = _place(first)
-            stop = last if place + 1 == len(_EDGES) else min(last, math.ceil(_EDGES[place + 1]))
-            self._tokens[place] += stop - first
-            first = stop
+    def grow(self, first: int, stop: int) -> None:
+        """Note that a response has got the tokens at positions [first, stop)."""
+        while first < stop:
+            interval = _interval(first)
+            end = stop if interval + 1 == len(_EDGES) else min(stop, math.ceil(_EDGES[interval + 1]))
+            self._tokens[interval] += end - first
+            first = end
 
-    def ended(self, length: int, *, limited: bool = False) -> None:
-        """One has ended with so many tokens, by itself or at its limit."""
-        self._whole, self._whole_tokens = self._whole + 1, self._whole_tokens + length
-        self._ends[_place(length)] += not limited
+    def end(self, length: int, *, limited: bool = False) -> None:
+        """Note that a response has ended with `length` tokens, by itself or at its limit."""
+        self._ended, self._ended_tokens = self._ended + 1, self._ended_tokens + length
+        self._ends[_interval(length)] += not limited
 
-    def soon(self, running: int) -> int:
-        """How many of so many that run end within `STEPS_AHEAD`."""
-        known = self._whole >= KNOWN and self._whole_tokens
-        return min(running, STEPS_AHEAD * running * self._whole // self._whole_tokens) if known else 0
+    def ending_soon(self, running: int) -> int:
+        """Return how many of `running` responses end within `STEPS_AHEAD` steps; 0 before enough have ended."""
+        known = self._ended >= MIN_ENDED and self._ended_tokens
+        return min(running, STEPS_AHEAD * running * self._ended // self._ended_tokens) if known else 0
 
-    def hazard(self, longest: int) -> NDArray[np.float64]:
-        """Of an end until each of `EDGES`, in sum, where a response has at most `longest` tokens."""
+    def cumulative_hazard(self, longest: int) -> NDArray[np.float64]:
+        """Return the hazard of an end, summed from 0 to each of `EDGES`.
+
+        Args:
+            longest: tokens that a response may have; sets the weight of the prior.
+        """
         rates = (self._ends + PRIOR) / (self._tokens + PRIOR * longest / 2)
         return np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(EDGES))])
 
 
 class ConcurrencyLimit:
-    """The limit of one engine: at least 1. It runs at most `ceiling`, which is the limit until the first one begins."""
+    """Limit on the requests that one engine may hold, from its pressure and the lengths of responses.
+
+    Args:
+        ceiling: most requests that the engine runs at once.
+        lengths: statistics of all engines of the node.
+    """
 
     def __init__(self, ceiling: int, lengths: ResponseLengths) -> None:
         assert ceiling >= 1, "an engine runs at least one sequence"
         self._ceiling = ceiling
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
-        """Of each response that runs, the tokens before it, its own, how many these may become, and whether the engine
-        has given any: only then it surely counts in the engine's own use."""
+        """One row per running response: tokens of its prompt, its tokens so far, most tokens that it may have, and 1
+        if this engine has given any of them, else 0. Only then the engine's own count surely includes it."""
         self._seen: Pressure | None = None
-        """What was last taken note of: an engine tells a new one after each step."""
+        """Pressure of the last update. The engine makes a new object after each step."""
         self._worst = 0
-        """Tokens of all of them together if each becomes as long as it may."""
+        """Tokens of all running responses and their prompts if each becomes as long as it may."""
         self._newest = (0, 0)
-        """Tokens before the last response that has begun, and how many its own may become."""
+        """Prompt tokens of the response that began last, and the most tokens that it may have."""
         self._limit = ceiling
 
     @property
     def limit(self) -> int:
-        """Requests that the engine may hold."""
+        """Requests that the engine may hold; at least 1."""
         return self._limit
 
-    def begins(self, name: Hashable, prompt: int, done: int, longest: int) -> None:
-        """A response of at most `longest` tokens, of which it has `done`, goes on after its prompt."""
-        self._running[name] = [prompt, done, longest, 0]
+    def begin(self, name: Hashable, prompt: int, length: int, longest: int) -> None:
+        """Note that a response begins here, or goes on.
+
+        Args:
+            name: identifies the response in later calls.
+            prompt: tokens of the prompt.
+            length: tokens of the response that exist already.
+            longest: most tokens that the response may have.
+        """
+        self._running[name] = [prompt, length, longest, 0]
         self._worst += prompt + longest
         self._newest = prompt, longest
 
-    def grows(self, name: Hashable, tokens: int) -> None:
-        """It has got so many more."""
+    def grow(self, name: Hashable, tokens: int) -> None:
+        """Note that a response has got `tokens` more tokens."""
         row = self._running[name]
-        self._lengths.grew(row[1], row[1] + tokens)
+        self._lengths.grow(row[1], row[1] + tokens)
         row[1] += tokens
         row[3] = 1
 
-    def ends(self, name: Hashable, *, whole: bool) -> None:
-        """It runs here no more; `whole`: it has come to its end."""
+    def end(self, name: Hashable, *, complete: bool) -> None:
+        """Note that a response does not run here any more; `complete`: it has all its tokens."""
         prompt, length, longest, _ = self._running.pop(name)
         self._worst -= prompt + longest
-        if whole:
-            self._lengths.ended(length, limited=length >= longest)
+        if complete:
+            self._lengths.end(length, limited=length >= longest)
 
     def worth_moving(self, names: Sequence[Name]) -> list[Name]:
-        """Those that are expected to decode here for longer than another engine would compute their contexts again, the
-        shortest first, of equal ones the last."""
+        """Return those of the running responses `names` that are worth moving to another engine.
+
+        Each of them is expected to decode here for longer than another engine needs to compute its context again. The
+        shortest context comes first; of equal ones, the last in `names`.
+        """
         rows = [self._running[name] for name in names]
         prompt, age, longest, _ = np.array(rows, dtype=np.float64).reshape(-1, 4).T
         most, context = longest.max(initial=1), prompt + age
-        hazard = self._lengths.hazard(int(most))
+        hazard = self._lengths.cumulative_hazard(int(most))
         later = np.minimum(np.append(EDGES[most > EDGES], most), (longest - age)[:, None])
         alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(age[:, None] + later, EDGES, hazard))
+        # The integral of S(s | age) is the expected number of steps.
         worth = np.trapezoid(alive, later) * STEP_TOKENS > context
         return [names[at] for at in np.lexsort((-np.arange(len(names)), context)) if worth[at]]
 
     def observe(self, pressure: Pressure) -> None:
-        """Take note of how full the engine is, once a response has begun."""
+        """Update the limit. To be called when a response has begun, got its first tokens or ended."""
         running, cache = len(self._running), pressure.kv_tokens
         mean = self._worst / running if running else sum(self._newest)
         if not cache or mean * self._ceiling <= cache:
-            self._limit, self._seen = self._ceiling + self._lengths.soon(self._ceiling), None
+            # The cache cannot overflow.
+            self._limit, self._seen = self._ceiling + self._lengths.ending_soon(self._ceiling), None
             return
         if running and pressure is self._seen:
-            return  # no step since: who has begun or ended meanwhile takes or leaves room that is counted
+            # No step since the last update. Responses that began or ended meanwhile take or leave room that the last
+            # update has counted.
+            return
         self._seen = pressure
-        # What an engine that runs nothing has last told is of requests that are gone. Who waits there and has no token
-        # yet has just come, and is counted; others were put back.
-        come = sum(not row[3] for row in self._running.values())
-        more = 0 if running and pressure.waiting > come else self._room(cache, pressure.kv_used * cache)
+        # The last pressure of an engine that runs nothing is about requests that are gone. A sequence that waits in
+        # the engine and has no token yet has just come; if more wait than those, the others were preempted.
+        new = sum(not row[3] for row in self._running.values())
+        more = 0 if running and pressure.waiting > new else self._room(cache, pressure.kv_used * cache)
         self._limit = max(1, min(self._ceiling, running + more))
 
     def _room(self, cache: int, used: float) -> int:
-        """How many more may begin."""
+        """Return how many more requests may begin, given the tokens that the cache holds and those it has in use."""
         prompt, age, longest, given = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 4).T
         mean, most = (prompt.mean(), longest.max()) if len(age) else self._newest
-        hazard = self._lengths.hazard(int(most))
+        hazard = self._lengths.cumulative_hazard(int(most))
         steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]
-        # The engine's own count knows what has not been delivered yet, and what several share; not who has just begun.
+        # The engine's own count includes tokens that were not delivered yet, and counts shared blocks once. It does not
+        # include responses that have just begun. The difference is spread over the responses that it includes.
         known = given > 0
         spread = (used - (prompt + age)[known].sum()) / max(1, known.sum())
         context = np.maximum(1.0, prompt + age + known * spread)[:, None]
@@ -168,6 +198,6 @@ class ConcurrencyLimit:
         return max(0, math.floor(((cache - taken) / new).min()))
 
 
-def _place(length: int) -> int:
-    """Between which of `EDGES` a length is."""
+def _interval(length: int) -> int:
+    """Return the index of the interval of `EDGES` that a length is in."""
     return bisect_right(_EDGES, length) - 1

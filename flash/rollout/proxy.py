@@ -1,10 +1,10 @@
-"""LLMProxy: one door to several engines.
+"""LLMProxy: one entry to all engines of a node.
 
-`flash.rollout.routing` decides who is served where, as far as engines may hold more; what is beyond that waits here. A
-request whose engine dies, fails it or is emptied for a swap goes on elsewhere with its tokens so far; where there is no
-other it waits with them for the next one.
+The episode calls `generate`; the proxy waits until the `Router` has placed the request on an engine that has room, and
+passes the engine's tokens on. If the engine dies, fails the request or is emptied for a swap, the request goes on at
+another engine with its tokens so far; if there is no other engine, it waits with them for the next one.
 
-Conservation: every `generate` call is waiting, held by exactly one engine, or over.
+Conservation: every `generate` call waits in the queue, is held by exactly one engine, or is over.
 """
 
 from __future__ import annotations
@@ -16,40 +16,121 @@ from typing import Literal
 import anyio
 import msgspec
 
+from flash.branches import divide_versions
+from flash.config.tree import Config
 from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
 from flash.rollout.concurrency import ResponseLengths
-from flash.rollout.engine import Engine, ResponseRequest
-from flash.rollout.engine_record import EngineRecord
-from flash.rollout.outage import OutageClock
-from flash.rollout.response import Response
+from flash.rollout.engine import Engine, Progress, ResponseRequest
+from flash.rollout.engine_state import EngineRecord, OutageClock
 from flash.rollout.routing import MAX_DEATHS, RequestRecord, Router
-from flash.types import Activity, Completion, Published
+from flash.sampling import Kept, join_kept
+from flash.types import Activity, Completion, Published, VersionRun, append_versions
 from flash.waiting import deadline
 
 MAX_FAILURES = 3
-"""Engines that may fail one request before it counts as failed; deaths of engines are counted by the router."""
+"""Engines that may fail one request before the request fails. The router counts deaths of engines apart from this."""
 MAX_FAILED_IN_A_ROW = 8
-"""Requests that an engine may fail without a token of any other in between, before it counts as dead: else one broken
-engine would use up the attempts of every sample. Requests that it refuses are not counted."""
+"""Requests in a row that an engine may fail, without a token in between, before it counts as dead. Without this limit
+one broken engine would use up the attempts of every sample. Requests that the engine refuses do not count."""
 
 
 class ProxySettings(msgspec.Struct, frozen=True):
-    """What the proxies of a run share."""
+    """Settings that all proxies of a run share."""
 
     max_sequences: int
     """Most requests that an engine holds at once."""
     swap: Literal["recompute", "keep", "abort", "drain", "beside"]
-    """What a swap does to running requests; see `rollout.swap`. `beside`: nothing, they end under their version."""
+    """What a swap does to running requests: the values of `rollout.swap`, or `beside`, with which a request ends under
+    the version that it began with."""
     bind_groups: bool
-    """All requests of a group go to one engine."""
+    """True if all requests of a group go to one engine."""
     swap_s: float
+    """Seconds in which aborted requests have to leave an engine."""
     drain_s: float
-    """Deadlines, in seconds: of requests that were told to leave, and of those that may end."""
+    """Seconds in which the requests of a drained engine have to end."""
+
+    @staticmethod
+    def of(config: Config) -> ProxySettings:
+        """Return the settings of a run."""
+        return ProxySettings(
+            max_sequences=config.engine.max_sequences,
+            swap="beside" if config.adapters > 1 else config.rollout.swap,
+            bind_groups=not config.rollout.replicate_prompts,
+            swap_s=config.deadlines.swap,
+            drain_s=config.deadlines.generate,
+        )
+
+
+class PartialResponse:
+    """The tokens of a response so far, over all engines that its request has been on.
+
+    Invariant: tokens, log-probs, versions and kept sets stay aligned, and each token stays as its engine gave it.
+    """
+
+    def __init__(self, request: ResponseRequest) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[VersionRun] = []
+        self._kept: list[Kept] = []
+        self._moved_at = 0
+        """Number of tokens when the newest engine began."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
+    def rest(self) -> ResponseRequest:
+        """Return the request for the next engine, which goes on after the tokens so far."""
+        self._moved_at = len(self._tokens)
+        if not self._tokens:
+            return self._request
+        request = self._request
+        return msgspec.structs.replace(
+            request,
+            prompt=request.prompt + self._tokens,
+            max_new_tokens=request.max_new_tokens - len(self._tokens),
+            generated=request.generated + len(self._tokens),
+        )
+
+    def add(self, piece: Progress) -> None:
+        """Add a piece from the engine that has the request now."""
+        self._tokens += piece.token_ids
+        self._logprobs += piece.logprobs
+        append_versions(self._versions, piece.versions)
+        if piece.kept is not None:
+            self._kept.append(piece.kept)
+
+    def exhausted(self) -> Completion | None:
+        """Return the whole response if it may have no more tokens, else None."""
+        if len(self._tokens) < self._request.max_new_tokens:
+            return None
+        return Completion(self._tokens, self._logprobs, self._versions, "length", self._kept_until(len(self._tokens)))
+
+    def complete(self, last: Completion) -> Completion:
+        """Return the whole response. `last` is the completion of the last engine, with all tokens of that engine."""
+        at = self._moved_at
+        self._tokens = self._tokens[:at] + last.token_ids
+        if at == 0:
+            return last
+        (versions,) = divide_versions(self._versions, [at])
+        append_versions(versions, last.versions)
+        before = self._kept_until(at)
+        kept = None if before is None or last.kept is None else join_kept((before, last.kept))
+        # The routes are those of the last engine for all tokens: it has computed the earlier ones again.
+        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
+
+    def _kept_until(self, tokens: int) -> Kept | None:
+        return join_kept(self._kept).part(0, tokens) if self._kept else None
 
 
 class _Wait:
-    """A request in the queue. It is over when an engine has taken it, or, with none, when it has to ask again."""
+    """The wait of one request in the queue.
+
+    It is over when an engine has taken the request (`engine`), or when the request has to ask the router again.
+    """
 
     def __init__(self) -> None:
         self.over = anyio.Event()
@@ -57,13 +138,13 @@ class _Wait:
 
 
 class LLMProxy:
-    """Generates on whichever engine suits.
+    """See the module's docstring.
 
     Args:
-        engines: they need not have started.
-        first_index: the first engine's number in the run.
-        settings: how to share them.
-        outages: told when no engine is left, and when one serves again.
+        engines: the node's engines, in the order of their places; they need not have started.
+        first_index: number of the first engine in the run.
+        settings: see `ProxySettings`.
+        outages: notified when no engine is left, and when one serves again.
         on_room: called whenever `capacity` may have grown.
         now: Unix seconds on the loop's clock.
     """
@@ -85,7 +166,7 @@ class LLMProxy:
             EngineRecord(engine, index, first_index + index, settings.max_sequences, lengths)
             for index, engine in enumerate(engines)
         ]
-        """Of each engine, what is known of it."""
+        """One record per place of the node."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RequestRecord, _Wait] = {}
         self._on_room = on_room
@@ -97,303 +178,328 @@ class LLMProxy:
         """Sample one response.
 
         Raises:
-            PoisonError: it has killed `MAX_DEATHS` engines.
-            EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
-            DeadlineError: the response took longer than it may.
+            PoisonError: the request has killed `MAX_DEATHS` engines.
+            EngineError: all engines, or `MAX_FAILURES` of them, have failed the request.
+            DeadlineError: the response took longer than `request.timeout_s`.
         """
-        response = Response(request)
-        routed = RequestRecord(request)
+        response = PartialResponse(request)
+        record = RequestRecord(request)
         with (
-            deadline(request.timeout_s, "a response", lambda: self._whereabouts(request.min_version)) as scope,
+            deadline(request.timeout_s, "a response", lambda: self._describe(request.min_version)) as scope,
             self._outages.left_out(scope),
         ):
             while (whole := response.exhausted()) is None:
-                record = await self._admit(routed)
-                whole = await self._stream(record, routed, response)
+                engine = await self._admit(record)
+                whole = await self._stream(engine, record, response)
                 if whole is not None:
                     break
             return whole
 
-    async def _admit(self, routed: RequestRecord) -> EngineRecord:
-        """Wait for an engine; returns the one that holds the request from then on."""
+    async def _admit(self, record: RequestRecord) -> EngineRecord:
+        """Wait until an engine holds the request, and return the engine."""
         while True:
-            if routed.deaths >= MAX_DEATHS:
-                self._convict_group(routed.order[0])
-                raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
-            engine = self._router.ask(routed)
-            if engine is not None:
-                return self.records[engine]
-            record = await self._queued(routed)
-            if record is None:
+            if record.deaths >= MAX_DEATHS:
+                self._convict_group(record.order[0])
+                raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {record.death}")
+            index = self._router.ask(record)
+            if index is not None:
+                return self.records[index]
+            engine = await self._queue(record)
+            if engine is None:
                 continue
-            if record.alive and not record.closed:
-                return record
-            # A swap or its death came between the choice and now.
-            self._release(record, routed)
+            if engine.alive and not engine.closed:
+                return engine
+            # The engine has died or begun a swap since it took the request, before this task went on.
+            self._release(engine, record)
 
-    async def _queued(self, routed: RequestRecord) -> EngineRecord | None:
-        """Wait in the queue until an engine has taken the request; None when it has to ask again."""
-        wait = self._waits[routed] = _Wait()
+    async def _queue(self, record: RequestRecord) -> EngineRecord | None:
+        """Wait in the queue. Returns the engine that has taken the request, or None if the router is to be asked again.
+
+        If the caller is cancelled, the request leaves the queue, or gives back the room that it has just got.
+        """
+        wait = self._waits[record] = _Wait()
         try:
             await wait.over.wait()
-        except BaseException:  # cancelled: the request leaves the queue, or gives back what it has just got
+        except BaseException:
             if wait.engine is not None:
-                self._release(wait.engine, routed)
-            elif routed.place is not None:
-                self._router.withdraw(routed)
+                self._release(wait.engine, record)
+            elif record.arrival is not None:
+                self._router.withdraw(record)
                 self._on_room()
             raise
         finally:
-            del self._waits[routed]
+            del self._waits[record]
         return wait.engine
 
-    async def _stream(self, record: EngineRecord, routed: RequestRecord, response: Response) -> Completion | None:
-        """One engine's part of a response: the whole, or None when it goes on elsewhere."""
-        scope, concurrency, rest, whole = anyio.CancelScope(), record.concurrency, response.rest(), None
-        self._begin(record, scope, routed)
+    async def _stream(
+        self, engine: EngineRecord, record: RequestRecord, response: PartialResponse
+    ) -> Completion | None:
+        """Let one engine sample the rest of a response. Returns the whole response, or None if it goes on elsewhere.
+
+        Raises:
+            EngineError: the engine has failed the request, and no other one may try.
+        """
+        scope, concurrency, rest, whole = anyio.CancelScope(), engine.concurrency, response.rest(), None
+        self._begin(engine, scope, record)
         own = rest.generated
-        concurrency.begins(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
-        self._look(record)
-        if not routed.settled:  # others may have run dry while it moved
+        concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
+        self._update_limit(engine)
+        # Other engines may have run dry while this request moved.
+        if not record.settled:
             for other in self.records:
                 self._balance(other)
         try:
             with scope:
-                async with aclosing(record.engine.generate(rest)) as pieces:
+                async with aclosing(engine.backend.generate(rest)) as pieces:
                     async for piece in pieces:
-                        record.failed_in_a_row = 0
+                        engine.failed_in_a_row = 0
                         if isinstance(piece, Completion):
-                            before, whole = response.length, response.completed(piece)
-                            record.tokens += response.length - before
-                            concurrency.grows(scope, response.length - before)
+                            before, whole = response.length, response.complete(piece)
+                            engine.tokens += response.length - before
+                            concurrency.grow(scope, response.length - before)
                             return whole
-                        record.tokens += len(piece.token_ids)
-                        concurrency.grows(scope, len(piece.token_ids))
-                        if not routed.proven:
-                            self._proven(record, routed)
-                            self._look(record)
+                        engine.tokens += len(piece.token_ids)
+                        concurrency.grow(scope, len(piece.token_ids))
+                        if not record.proven:
+                            self._prove(engine, record)
+                            self._update_limit(engine)
                         response.add(piece)
-                        routed.request.on_tokens(piece.token_ids)
-                raise EngineError(f"engine {record.number} ended a response without completing it")
+                        record.request.on_tokens(piece.token_ids)
+                raise EngineError(f"engine {engine.number} ended a response without completing it")
         except EngineDeadError as error:
-            self._died(record, error)
+            self._on_death(engine, error)
         except EngineError as error:
-            self._failed(record, error)
-            routed.barred |= {record.index}
-            gone = not record.alive
-            if not gone and (len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed)):
+            self._on_failure(engine, error)
+            record.barred |= {engine.index}
+            if engine.alive and (len(record.barred) >= MAX_FAILURES or self._router.hopeless(record)):
                 raise
         finally:
-            concurrency.ends(scope, whole=whole is not None)
-            self._end(record, scope)
-            self._release(record, routed)
+            concurrency.end(scope, complete=whole is not None)
+            self._end(engine, scope)
+            self._release(engine, record)
         return None
 
-    def _release(self, record: EngineRecord, routed: RequestRecord) -> None:
-        """A request has left an engine: the oldest that waits takes its place."""
-        self._observe(record)
-        record.release(routed)
-        if record.held == 0:
-            record.emptied.set()
-        self._fill(record)
+    def _release(self, engine: EngineRecord, record: RequestRecord) -> None:
+        """Take a request off an engine; the oldest request that waits takes its room."""
+        self._observe(engine)
+        engine.release(record)
+        if engine.held == 0:
+            engine.emptied.set()
+        self._fill(engine)
 
-    def _look(self, record: EngineRecord) -> None:
-        """A request has begun, or has its first tokens: the engine may hold more, or less."""
-        before = record.limit
-        self._observe(record)
-        if record.limit > before:
-            self._fill(record)
+    def _update_limit(self, engine: EngineRecord) -> None:
+        """Update an engine's limit, now that a request has begun or has its first tokens; fill the room it gives."""
+        before = engine.limit
+        self._observe(engine)
+        if engine.limit > before:
+            self._fill(engine)
 
-    def _observe(self, record: EngineRecord) -> None:
-        """Let the engine's limit follow its pressure."""
-        record.concurrency.observe(record.engine.pressure)
-        record.limit = record.concurrency.limit
+    def _observe(self, engine: EngineRecord) -> None:
+        """Let an engine's limit follow its pressure."""
+        engine.concurrency.observe(engine.backend.pressure)
+        engine.limit = engine.concurrency.limit
 
-    def _fill(self, record: EngineRecord) -> None:
-        for routed in self._router.fill(record.index):
-            wait = self._waits[routed]
-            wait.engine = record
+    def _fill(self, engine: EngineRecord) -> None:
+        """Give an engine the waiting requests that it has room for."""
+        for record in self._router.fill(engine.index):
+            wait = self._waits[record]
+            wait.engine = engine
             wait.over.set()
-        self._balance(record)
+        self._balance(engine)
         self._on_room()
 
-    def _failed(self, record: EngineRecord, error: EngineError) -> None:
-        """An engine has failed a request, or refused it."""
+    def _on_failure(self, engine: EngineRecord, error: EngineError) -> None:
+        """Count a request that an engine has failed. An engine that fails too many in a row counts as dead."""
+        # A refusal is the request's fault.
         if isinstance(error, EngineRefusal):
             return
-        record.failed_in_a_row += 1
-        if record.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
-            times = f"{record.failed_in_a_row} requests in a row"
-            self.fail(record.index, EngineDeadError(f"engine {record.number} failed {times}; the last: {error}"))
+        engine.failed_in_a_row += 1
+        if engine.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            times = f"{engine.failed_in_a_row} requests in a row"
+            self.fail(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
-    def _whereabouts(self, min_version: int) -> str:
+    def _describe(self, min_version: int) -> str:
+        """Return where to look when a response was too late: the settings, and the state of all engines."""
         states = [
-            f"engine {record.number} has version {record.engine.version} and {record.held} of {record.limit} requests"
-            for record in self.records
-            if record.alive
+            f"engine {engine.number} has version {engine.backend.version} and {engine.held} of {engine.limit} requests"
+            for engine in self.records
+            if engine.alive
         ]
         waiting = f"{self._router.waiting} requests wait; this one needs version {min_version}"
         return f"deadlines.generate and rollout.max_new_tokens ({'; '.join([*states, waiting])})"
 
     @property
     def waiting(self) -> int:
-        """Requests that no engine has taken."""
+        """Number of requests that no engine has taken."""
         return len(self._waits)
 
     def capacity(self) -> int:
-        """How many more requests could start now on engines that have a version."""
+        """Return how many more requests could start now on engines that have a version."""
         return self._router.room()
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    async def load(self, engine: int, published: Published) -> None:
-        """Swap one engine of this proxy to a version. Raises WeightsError, EngineError, DeadlineError."""
-        record, mode = self.records[engine], self._settings.swap
-        record.begin_swap(closed=mode in ("abort", "drain"))
-        if mode == "abort":
-            self._move_all(record)
-            await self._emptied(record, "to stop before its swap", self._settings.swap_s)
-        elif mode == "drain":
-            await self._emptied(record, "to end before its swap", self._settings.drain_s)
-        start = self._now()
-        # After an error the engine stays closed where it was: its weights are undefined.
-        keep_cache = mode == "keep" and record.engine.version >= 0
-        record.canary_error = await record.engine.load(published, keep_cache=keep_cache)
-        record.loaded = start, self._now()
-        record.usage.begin(self._now(), busy=bool(record.running))
-        record.usage.swapped(start, self._now())
-        record.end_swap(record.engine.version)
-        self._outages.ends()
-        self._observe(record)
-        self._fill(record)
+    async def load(self, index: int, published: Published) -> None:
+        """Swap the engine in place `index` to a version.
 
-    def _balance(self, record: EngineRecord) -> None:
-        """Let an engine with room have its share of what fuller ones run: the pace of all is that of the fullest.
+        After an error the engine stays closed where it was closed, since its weights are undefined.
 
-        Those with the shortest contexts move, as the least has to be computed again; the next ones when these have.
+        Raises:
+            WeightsError, EngineError, DeadlineError: the same as `Engine.load`, or the engine could not be emptied.
         """
-        gives = self._router.surplus(record.index)
+        engine, mode = self.records[index], self._settings.swap
+        engine.begin_swap(closed=mode in ("abort", "drain"))
+        if mode == "abort":
+            self._move_all(engine)
+            await self._emptied(engine, "to stop before its swap", self._settings.swap_s)
+        elif mode == "drain":
+            await self._emptied(engine, "to end before its swap", self._settings.drain_s)
+        start = self._now()
+        keep_cache = mode == "keep" and engine.backend.version >= 0
+        engine.canary_error = await engine.backend.load(published, keep_cache=keep_cache)
+        engine.loaded = start, self._now()
+        engine.usage.loaded(*engine.loaded, busy=bool(engine.running))
+        engine.end_swap(engine.backend.version)
+        self._outages.end()
+        self._observe(engine)
+        self._fill(engine)
+
+    def _balance(self, engine: EngineRecord) -> None:
+        """Move requests from fuller engines to one that has room: the fullest engine sets the pace of all.
+
+        The requests with the shortest contexts move, since they cost the least to compute again. No more move before
+        those have arrived.
+        """
+        gives = self._router.surplus(engine.index)
         if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
             return
         for giver, count in gives:
             fuller = self.records[giver]
             scopes = {fuller.running[scope]: scope for scope in fuller.concurrency.worth_moving([*fuller.running])}
-            for routed in self._router.adopted(record.index, scopes, count):
-                routed.settled = False
-                scopes[routed].cancel()
+            for record in self._router.movable(engine.index, scopes, count):
+                record.settled = False
+                scopes[record].cancel()
 
-    async def _emptied(self, record: EngineRecord, what: str, seconds: float) -> None:
-        """Wait until an engine that is closed holds no request."""
+    async def _emptied(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
+        """Wait until a closed engine holds no request. Raises DeadlineError."""
 
         def waited_for() -> str:
-            return f"{record.held} requests of engine {record.number} {what}"
+            return f"{engine.held} requests of engine {engine.number} {purpose}"
 
         with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
-            while record.held:
-                record.emptied = anyio.Event()
-                await record.emptied.wait()
+            while engine.held:
+                engine.emptied = anyio.Event()
+                await engine.emptied.wait()
 
-    def _move_all(self, record: EngineRecord) -> None:
-        for scope in record.running:
+    def _move_all(self, engine: EngineRecord) -> None:
+        """Make all running requests of an engine move to others."""
+        for scope in engine.running:
             scope.cancel()
 
-    def _proven(self, record: EngineRecord, routed: RequestRecord) -> None:
-        """An engine has given a token of a request."""
-        routed.proven = True
-        if routed.deaths:
-            routed.deaths = 0
-            record.acquit(routed)
-            self._fill(record)
+    def _prove(self, engine: EngineRecord, record: RequestRecord) -> None:
+        """Note that an engine has given a token of a request: the request does not kill engines."""
+        record.proven = True
+        if record.deaths:
+            record.deaths = 0
+            engine.acquit(record)
+            self._fill(engine)
 
     def _convict_group(self, group: int) -> None:
-        """A request of this group has killed its engines: the suspects that share its prompt are given none either."""
-        for routed, wait in self._waits.items():
-            if routed.suspected and routed.order[0] == group:
-                routed.deaths = MAX_DEATHS
-                if routed.place is not None:
-                    self._router.withdraw(routed)
+        """Fail the waiting suspects of a group, of which one request has killed its engines: they share its prompt."""
+        for record, wait in self._waits.items():
+            if record.suspected and record.order[0] == group:
+                record.deaths = MAX_DEATHS
+                if record.arrival is not None:
+                    self._router.withdraw(record)
                 wait.over.set()
 
-    def _died(self, record: EngineRecord, error: EngineDeadError) -> None:
-        """An engine is gone by itself, and not for what was done to it."""
-        if record.alive:
-            for routed in record.running.values():
-                routed.died_under(str(error))
-        self.fail(record.index, error)
+    def _on_death(self, engine: EngineRecord, error: EngineDeadError) -> None:
+        """Note that an engine has died by itself: each of its requests may be the reason."""
+        if engine.alive:
+            for record in engine.running.values():
+                record.died_under(str(error))
+        self.fail(engine.index, error)
 
-    def fail(self, engine: int, error: EngineDeadError) -> None:
-        """An engine is gone: its requests, and those that wait for it, move to the others, or wait for the next."""
-        record = self.records[engine]
-        if not record.alive:
+    def fail(self, index: int, error: EngineDeadError) -> None:
+        """Take an engine out of service. Its requests, and those that wait for it alone, move to others or wait.
+
+        Does nothing if the engine is out of service already.
+        """
+        engine = self.records[index]
+        if not engine.alive:
             return
-        record.death = error
-        record.died.set()
-        self._move_all(record)
-        self._ask_again(self._router.fail(engine))
+        engine.death = error
+        engine.died.set()
+        self._move_all(engine)
+        self._ask_again(self._router.fail(index))
         if not self._router.alive:
-            # No response has failed: they get the time in which another engine may come.
-            self._outages.begins()
+            # No response has failed. Those that wait get the time that another engine may take to come.
+            self._outages.begin()
 
-    async def replace(self, engine: int, new: Engine) -> None:
-        """Another engine, started and without a version, takes the place of a dead one that was closed."""
-        record = self.records[engine]
-        # Cancelled when it died; a late one would count for the new engine.
-        await self._emptied(record, "to leave", self._settings.swap_s)
-        record.begin(new, self._settings.max_sequences)
-        record.usage.restart()
-        self._ask_again(self._router.replace(engine, self._settings.max_sequences, new.version))
+    async def replace(self, index: int, new: Engine) -> None:
+        """Put another engine, started and without a version, in the place of a dead one that was closed.
 
-    def _ask_again(self, homeless: Sequence[RequestRecord]) -> None:
-        """The queue has forgotten these: who waits for them asks, in the order in which they are woken."""
-        for routed in homeless:
-            self._waits[routed].over.set()
+        Raises:
+            DeadlineError: requests of the dead engine did not leave it in time.
+        """
+        engine = self.records[index]
+        # They were cancelled when it died. One that ends later would count for the new engine.
+        await self._emptied(engine, "to leave", self._settings.swap_s)
+        engine.begin(new, self._settings.max_sequences)
+        engine.usage.restart()
+        self._ask_again(self._router.replace(index, self._settings.max_sequences, new.version))
 
-    async def dead(self, engine: int) -> EngineDeadError:
-        """Return, with the reason, when an engine is gone, whoever noticed. Never returns while one is in its place."""
-        record = self.records[engine]
+    def _ask_again(self, records: Sequence[RequestRecord]) -> None:
+        """Wake requests that have left the queue: each asks the router again, in this order."""
+        for record in records:
+            self._waits[record].over.set()
+
+    async def dead(self, index: int) -> EngineDeadError:
+        """Wait until the engine in place `index` is dead, whoever noticed, and return how it died."""
+        engine = self.records[index]
 
         async def watch() -> None:
-            self._died(record, await record.engine.wait_dead())
+            self._on_death(engine, await engine.backend.wait_dead())
 
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            await record.died.wait()
+            await engine.died.wait()
             group.cancel_scope.cancel()
-        assert record.death is not None
-        return record.death
+        assert engine.death is not None
+        return engine.death
 
-    def renumber(self, first: int) -> None:
-        """From now on the first engine has this number in the run."""
-        for record in self.records:
-            record.renumber(first + record.index)
+    def renumber(self, first_index: int) -> None:
+        """Give the engines the numbers that they have at the next hub, from `first_index` on."""
+        for engine in self.records:
+            engine.renumber(first_index + engine.index)
 
     def versions(self) -> list[int]:
-        """Version of each engine, −1 for those that are dead or have none."""
-        return [record.engine.version if record.alive else -1 for record in self.records]
+        """Return the version of each engine; −1 for an engine that is dead or has none."""
+        return [engine.backend.version if engine.alive else -1 for engine in self.records]
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, record: EngineRecord, scope: anyio.CancelScope, routed: RequestRecord) -> None:
-        record.running[scope] = routed
-        routed.proven = False
-        if len(record.running) == 1:
-            record.usage.busy(self._now())
+    def _begin(self, engine: EngineRecord, scope: anyio.CancelScope, record: RequestRecord) -> None:
+        engine.running[scope] = record
+        record.proven = False
+        if len(engine.running) == 1:
+            engine.usage.busy(self._now())
 
-    def _end(self, record: EngineRecord, scope: anyio.CancelScope) -> None:
-        del record.running[scope]
-        if not record.running:
-            record.usage.idle(self._now())
+    def _end(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
+        del engine.running[scope]
+        if not engine.running:
+            engine.usage.idle(self._now())
 
     def report(self) -> tuple[list[EngineStatus], list[Activity]]:
-        """State of the living engines, and what all of them did since the last report."""
+        """Return the state of the living engines, and the activities of all engines since the last report."""
         now = self._now()
         statuses: list[EngineStatus] = []
         activities: list[Activity] = []
-        for record in self.records:
-            if record.alive:
-                idle_s, lifetime_s = record.usage.seconds(now)
-                version, canary_error, pressure = record.engine.version, record.canary_error, record.engine.pressure
+        for engine in self.records:
+            if engine.alive:
+                idle_s, lifetime_s = engine.usage.seconds(now)
+                version, pressure = engine.backend.version, engine.backend.pressure
                 drafts = (pressure.drafted, pressure.accepted)
-                statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error, *drafts))
-            activities += record.usage.take_bars(now, busy=bool(record.running))
+                statuses.append(EngineStatus(engine.number, version, idle_s, lifetime_s, engine.canary_error, *drafts))
+            activities += engine.usage.take_bars(now, busy=bool(engine.running))
         return statuses, activities

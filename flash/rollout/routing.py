@@ -1,15 +1,16 @@
-"""Which engine serves which request, as a pure state machine.
+"""Router: decides which engine serves which request. A pure state machine, driven by the `LLMProxy`.
 
-A request goes to the least loaded engine that is recent enough for its lease; the one that served the same task before
-is preferred as long as it is not much fuller, and among equals the one that served its group. What fits nowhere waits,
-and leaves in the order of its tasks, the oldest first; while nothing waits for it, an engine with room is given its
-share of what clearly fuller ones run. With bound groups all requests of a group go to one engine, and wait for it.
+A request goes to the least loaded engine whose version is new enough. The engine that served the same task before is
+preferred while it is not much fuller; among engines that are equally full, the one that served the group. A request
+that fits nowhere waits; the oldest tasks leave the queue first. When an engine has room and nothing waits for it, it is
+given its share of the requests that clearly fuller engines run. With bound groups all requests of a group go to one
+engine, and wait for it.
 
-An engine that dies by itself may have been killed by one of its requests. One under which engines have died twice, none
-of which had given a token of it, is a *suspect*, until another engine gives one. An engine has one suspect at a time,
-so that the next death convicts the right one.
+An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if engines have died
+under it `SUSPECTED` times and none of them had given a token of it; it is cleared when an engine gives one. An engine
+has at most one suspect at a time, so that its death convicts the right one.
 
-Invariant (work conservation): no engine with room waits beside a request that it may serve.
+Invariant (work conservation): no engine that has room may serve a request that waits.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from typing import NamedTuple
 from flash.rollout.engine import ResponseRequest
 
 TASK_SLACK = 0.25
-"""How much fuller, as a share of its requests, the engine that served a task before may be than the emptiest one: it
-saves computing the whole context. The one that served a sibling saves only the prompt, and decides between equals."""
+"""Share of its requests by which the engine that served a task before may be fuller than the emptiest one and still be
+preferred: its cache saves computing the whole context. The engine that served another sample of the group only saves
+the prompt, so that decides between equally full engines only."""
 UNEVEN = 0.25
-"""By how much of its requests an engine must be fuller than another to give some away: moving costs their prefill."""
+"""Share of its requests by which an engine must be fuller than another one to give some away: a moved request has to be
+prefilled again."""
 SUSPECTED = 2
-"""Engines that have died under a suspect: once may be chance, and suspects wait for each other."""
+"""Deaths of engines that make a request a suspect. One may be chance, and suspects have to wait for each other."""
 MAX_DEATHS = 3
-"""Engines that may die under a request, none of which had given a token of it, before it is given to no other one."""
+"""Engines that may die under a request before it is given to no other one, if none had given a token of it."""
 REMEMBERED = 1 << 16
-"""Tasks and groups whose engine is remembered: more than live at once on a node."""
+"""Tasks and groups whose engine is remembered: more than are alive on a node at once."""
 
 
 class RequestRecord:
@@ -45,85 +48,86 @@ class RequestRecord:
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
         """Engines that failed the request."""
-        self.place: int | None = None
-        """Number in the order of arrival; None unless the request waits."""
+        self.arrival: int | None = None
+        """Number in the order of arrival in the queue; None unless the request waits."""
         self.need: Need | None = None
         """Requirements on the engine; None unless the request waits."""
         self.settled = True
-        """True if the router prefers the engine that served the task or group before."""
+        """True if the engine that served the task or group before is preferred."""
         self.proven = False
         """True if the engine that holds the request has given a token of it."""
         self.deaths = 0
-        """Engines that have died under the request since one of them has given a token of it."""
+        """Engines that have died under the request since one of them gave a token of it."""
         self.death = ""
         """How the last of these engines died."""
 
     @property
     def movable(self) -> bool:
-        """True if the request may move to balance the load. With a seed it may not once it has tokens.
+        """True if the request may move to balance the load.
 
-        A moved request goes on with other draws, which no other run of the same seed would repeat.
+        With a seed it may not once it has tokens: it would go on with other draws, which no other run repeats.
         """
         return not (self.request.seed is not None and self.proven)
 
     @property
     def suspected(self) -> bool:
-        """Whether it may be what kills engines."""
+        """True if the request may be what kills engines."""
         return self.deaths >= SUSPECTED
 
     def died_under(self, death: str) -> None:
-        """The engine that ran it has died by itself."""
+        """Note that the engine that ran the request has died by itself."""
         if not self.proven:
             self.deaths, self.death = self.deaths + 1, death
 
 
 class EngineView:
-    """One engine as the router sees it: its owner says what becomes of it, the router what is placed on it."""
+    """The part of an engine's state that the router decides by."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
         self.limit = limit
+        """Most requests that the engine may hold now."""
         self.version = version
         self.held = 0
-        """Requests placed on it."""
+        """Requests placed on the engine."""
         self.bound = 0
-        """Requests that wait for it alone."""
+        """Requests that wait for this engine alone."""
         self.alive = True
         self.closed = False
-        """It takes no request before its swap is over."""
+        """True if the engine takes no request before its swap is over."""
         self.swapping = False
         self.suspect: RequestRecord | None = None
-        """Of its requests the one that may kill it."""
+        """The one request on this engine that may kill it."""
 
     @property
     def open(self) -> bool:
-        """Whether it takes one more request."""
+        """True if the engine takes one more request."""
         return self.alive and not self.closed and self.held < self.limit
 
     def takes(self, suspect: bool) -> bool:
-        """Whether it takes one more such request."""
+        """Return True if the engine takes one more request, which may be a suspect."""
         return self.open and not (suspect and self.suspect is not None)
 
     @property
     def load(self) -> float:
-        """How full it is, what waits for it included."""
+        """Share of the limit that is taken, with the requests that wait for this engine alone."""
         return (self.held + self.bound) / self.limit
 
     def begin_swap(self, *, closed: bool) -> None:
-        """It begins to load a version; `closed`: nothing may start on it meanwhile."""
+        """Note that the engine begins to load a version; `closed`: it takes no request meanwhile."""
         self.swapping, self.closed = True, closed
 
     def end_swap(self, version: int) -> None:
-        """It has loaded this version."""
+        """Note that the engine has loaded a version."""
         self.swapping, self.closed, self.version = False, False, version
 
     def release(self, record: RequestRecord) -> None:
-        """A request that was placed on it has left it."""
+        """Note that a request has left the engine."""
         self.held -= 1
         self.acquit(record)
 
     def acquit(self, record: RequestRecord) -> None:
-        """It has given a token of a request, or the request has left it: it may have another suspect."""
+        """Note that a request does not kill this engine: it got a token, or has left. Another suspect may come."""
         if self.suspect is record:
             self.suspect = None
 
@@ -132,54 +136,61 @@ class Need(NamedTuple):
     """Requirements of a waiting request on its engine."""
 
     engine: int | None
+    """The only engine that may serve it; None: any."""
     min_version: int
     barred: frozenset[int]
     suspect: bool
 
 
 _Entry = tuple[tuple[int, int], int, RequestRecord]
-"""A place in a queue: the request's `order`, which is its age, its order of arrival, and the request."""
+"""Entry of a wait queue: the record's `order`, its arrival, and the record."""
 
 
 class Router:
-    """Places requests on engines."""
+    """Places requests on engines. See the module's docstring.
+
+    Args:
+        views: the engines of the node.
+        bind_groups: True if all requests of a group go to one engine.
+    """
 
     def __init__(self, views: Sequence[EngineView], *, bind_groups: bool) -> None:
         self.views = views
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
+        """One heap for each kind of need. May hold entries of requests that do not wait any more."""
         self._counts: Counter[Need] = Counter()
-        """Of them those that still wait; never 0."""
+        """Number of requests in each queue that still wait; never 0."""
         self._arrivals = 0
         self._task_engine: dict[int, int] = {}
         self._group_engine: dict[int, int] = {}
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return self._counts.total()
 
     @property
     def alive(self) -> bool:
-        """Whether an engine lives."""
+        """True if an engine lives."""
         return any(view.alive for view in self.views)
 
     def hopeless(self, record: RequestRecord) -> bool:
-        """Whether every living engine has failed this request."""
+        """Return True if every living engine has failed this request."""
         return all(view.index in record.barred for view in self.views if view.alive)
 
     def room(self) -> int:
-        """Requests that could start now, beyond those that wait for the same engines."""
+        """Return how many more requests could start now, beyond those that wait for the same engines."""
         ready = [view for view in self.views if view.open and view.version >= 0]
         free = sum(view.limit - view.held for view in ready)
-        # Also who waits for a version alone: what a hub hands out next needs that one, too.
+        # Requests that only wait for a version count too: the next leases that the hub grants will need it as well.
         first = sum(count for need, count in self._counts.items() if any(_suits(view, need) for view in ready))
         return max(0, free - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, record: RequestRecord) -> int | None:
-        """Place a request and return its engine, or let it wait."""
+        """Place a request and return its engine, or put it into the queue and return None."""
         if self.hopeless(record):
             # The engine that could still serve it has died: those that have failed it get another chance.
             record.barred = frozenset()
@@ -196,7 +207,7 @@ class Router:
         return view.index
 
     def fill(self, engine: int) -> list[RequestRecord]:
-        """Place waiting requests on an engine that may have got room; the oldest first."""
+        """Place waiting requests on an engine that may have room, the oldest first, and return them."""
         view = self.views[engine]
         placed: list[RequestRecord] = []
         while view.open and self._counts and (record := self._oldest(view)) is not None:
@@ -206,10 +217,10 @@ class Router:
         return placed
 
     def surplus(self, engine: int) -> list[tuple[int, int]]:
-        """How many requests each fuller engine should give to one that has room: (engine, count) pairs.
+        """Return how many requests fuller engines should give to one that has room, as (engine, count) pairs.
 
-        None are given unless the fullest is clearly fuller, nor while others wait that it may serve, nor to one that
-        swaps.
+        Empty unless the fullest engine is clearly fuller, and while requests wait that the engine may serve, or while
+        it swaps.
         """
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
@@ -228,29 +239,31 @@ class Router:
             giver = max(fuller, key=lambda index: (load(index), index))
             if load(giver, -1) - load(engine, 1) < least * load(giver):
                 break
+            # Only the first move needs a clear difference; the others then make the loads equal.
             least = 0.0
             held[giver] -= 1
             held[engine] += 1
             gives[giver] = gives.get(giver, 0) + 1
         return list(gives.items())
 
-    def adopted(self, engine: int, requests: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
-        """Return the first `count` of these requests of a fuller engine that may move to this engine."""
-        fit = (one for one in requests if one.movable and not one.suspected and engine not in one.barred)
+    def movable(self, engine: int, records: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
+        """Return the first `count` of these requests, which a fuller engine runs, that may move to `engine`."""
+        fit = (each for each in records if each.movable and not each.suspected and engine not in each.barred)
         return list(islice(fit, count))
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
     def fail(self, engine: int) -> list[RequestRecord]:
-        """An engine is gone; returns the requests that it alone could serve, to be asked again."""
+        """Note that an engine is gone. Returns the requests that only it could have served; they are to ask again."""
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
         return self._expel(lambda need: engine == need.engine or alive <= need.barred)
 
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
-        """Another engine takes the place of one that is gone; returns the requests to be asked again.
+        """Note that another engine has taken the place of one that is gone.
 
-        They have waited without any engine, and could not be bound to one.
+        If it is the only one alive, returns all waiting requests, which are to ask again: they could not be bound to an
+        engine while there was none.
         """
         first = not self.alive
         view = self.views[engine]
@@ -261,7 +274,7 @@ class Router:
         return self._expel(lambda need: first)
 
     def _expel(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
-        """Take requests out of the queue by what they need, the oldest of each kind first."""
+        """Take the requests whose need `which` accepts out of the queue; the oldest of each need first."""
         left: list[RequestRecord] = []
         for need in [need for need in self._queues if which(need)]:
             left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
@@ -272,24 +285,25 @@ class Router:
     # -- choice ------------------------------------------------------------------------------------------------------
 
     def _choose(self, record: RequestRecord) -> EngineView | None:
+        """Return the best engine for a request, or None if no engine can take it now."""
         best: EngineView | None = None
         best_key = (True, 0.0, True)
         suspect = record.suspected
         group, task = record.order
-        mine = self._task_engine.get(task) if record.settled else None
-        ours = self._group_engine.get(group) if record.settled else None
+        task_engine = self._task_engine.get(task) if record.settled else None
+        group_engine = self._group_engine.get(group) if record.settled else None
         for view in self.views:
             if not view.takes(suspect) or view.version < record.min_version or view.index in record.barred:
                 continue
-            # A swapping engine would make the request wait for its pause.
-            slack = 1 + TASK_SLACK * view.held if view.index == mine else 0.0
-            key = (view.swapping, view.load - slack / view.limit, view.index != ours)
+            # A swapping engine comes last: the request would wait until it goes on.
+            slack = 1 + TASK_SLACK * view.held if view.index == task_engine else 0.0
+            key = (view.swapping, view.load - slack / view.limit, view.index != group_engine)
             if best is None or key < best_key:
                 best, best_key = view, key
         return best
 
     def _bound_view(self, record: RequestRecord) -> EngineView:
-        """The engine of the request's group; chosen once, and again only when it dies or fails the request."""
+        """Return the engine of the request's group. It changes only if it dies or fails the request."""
         group = record.order[0]
         engine = self._group_engine.get(group)
         if engine is not None and self.views[engine].alive and engine not in record.barred:
@@ -300,6 +314,7 @@ class Router:
         return view
 
     def _hold(self, view: EngineView, record: RequestRecord) -> None:
+        """Place a request on an engine."""
         view.held += 1
         if record.suspected:
             view.suspect = record
@@ -311,20 +326,21 @@ class Router:
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def _wait(self, record: RequestRecord, bound: EngineView | None) -> None:
-        record.place = self._arrivals
+        """Put a request into the queue; `bound` is the only engine that may serve it, if there is one."""
+        record.arrival = self._arrivals
         self._arrivals += 1
         only = None if bound is None else bound.index
         record.need = need = Need(only, record.min_version, record.barred, record.suspected)
-        heapq.heappush(self._queues.setdefault(need, []), (record.order, record.place, record))
+        heapq.heappush(self._queues.setdefault(need, []), (record.order, record.arrival, record))
         self._counts[need] += 1
         if bound is not None:
             bound.bound += 1
 
     def withdraw(self, record: RequestRecord) -> None:
-        """A request waits no more; its entry in the heap is cleared when it comes to the top."""
+        """Let a request wait no more. Its entry in the heap is removed when it comes to the top."""
         need = record.need
         assert need is not None, "only a waiting request can leave the queue"
-        record.place = record.need = None
+        record.arrival = record.need = None
         self._counts[need] -= 1
         if not self._counts[need]:
             del self._counts[need]
@@ -346,23 +362,24 @@ class Router:
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """True if an engine may serve requests with this need as soon as its version is new enough."""
+    """Return True if an engine may serve requests with this need as soon as its version is new enough."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:
-    """True if the request still waits at this place; it may have left, and come back at another place."""
-    return entry[2].place == entry[1]
+    """Return True if the request still waits with this entry; it may have left, and come back with another one."""
+    return entry[2].arrival == entry[1]
 
 
 def _by_age(entry: _Entry) -> tuple[tuple[int, int], int]:
+    """Return the sort key of an entry. The record itself cannot be compared."""
     return entry[:2]
 
 
-def _remember(memory: dict[int, int], name: int, engine: int) -> None:
-    """Newest last; the oldest is forgotten."""
-    memory.pop(name, None)
-    memory[name] = engine
-    if len(memory) > REMEMBERED:
-        del memory[next(iter(memory))]
+def _remember(engine_of: dict[int, int], key: int, engine: int) -> None:
+    """Remember the engine of a task or group; the newest comes last, and the oldest is forgotten."""
+    engine_of.pop(key, None)
+    engine_of[key] = engine
+    if len(engine_of) > REMEMBERED:
+        del engine_of[next(iter(engine_of))]

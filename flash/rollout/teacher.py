@@ -89,7 +89,7 @@ class ServedTeacher:
                     f"{self._url}: expected a teacher with the policy's tokenizer"
                 )
 
-    async def told(self, made: Trajectory | Failure) -> Trajectory | Failure:
+    async def score(self, made: Trajectory | Failure) -> Trajectory | Failure:
         """A sample that is to be trained with what the teacher gives its action tokens, or why there is nothing."""
         if isinstance(made, Failure) or made.task.split == "eval":
             return made

@@ -24,7 +24,7 @@ from flash.errors import FlashError, TransportError
 from flash.foreign.forking import Imports
 from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import RolloutNode
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import NodeNumbers, make_node, unix_clock

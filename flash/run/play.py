@@ -22,10 +22,9 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
+from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, text_of
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.settings import episode_settings
 from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import Problems
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
@@ -99,7 +98,7 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     env = LoadedEnvironment(config.env.path, config.env.options)
     problems = Problems.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
-        episode_settings(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
+        EpisodeSettings.of_run(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
     )
     kind = env.kind_of(seed)
     task = Task(0, 0, 0, seed, kind=kind, split="eval" if is_held_out(seed) else "train")

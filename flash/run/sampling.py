@@ -21,7 +21,7 @@ from flash.hub.recovery import RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.startup import tell_beginning, with_held_out_problems
 from flash.samples.rules import Problems

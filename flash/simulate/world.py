@@ -28,9 +28,9 @@ from flash.hub.recovery import Persistence, RecoveredState, SaveState, measure_s
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import response_key
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.supervisor import only
+from flash.rollout.supervisor import same_engine
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine
 from flash.simulate.environment import SimEnvironment, SimTokenizer
@@ -165,7 +165,7 @@ class World:
 
     def makers(self, node: SimNode) -> list[Callable[[int], Engine]]:
         """What makes the engines of a node: those that it has, since none of them dies."""
-        return [only(engine) for engine in node.engines]
+        return [same_engine(engine) for engine in node.engines]
 
     def _deal(self) -> list[SimNode]:
         """The engines in even parts, in order."""

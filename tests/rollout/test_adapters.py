@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
-from flash.rollout.settings import proxy_settings
+from flash.rollout.proxy import ProxySettings
 from flash.rollout.vllm.adapters import Adapter, Adapters
 
 
@@ -99,4 +99,4 @@ def test_what_drains_whole_models_has_adapters_stand_beside_each_other(
     tree = {"run": {"name": "r"}, "model": {"path": "m"}, "env": {"path": "m:E"}, "rollout": {"swap": swap}}
     config = msgspec.convert(tree | tables, Config)
     assert config.adapters == room
-    assert proxy_settings(config).swap == told
+    assert ProxySettings.of(config).swap == told

@@ -26,8 +26,8 @@ def pressure(kv_used: float, *, waiting: int = 0, kv_tokens: int = CACHE) -> Pre
 def lengths_of(responses: list[int]) -> ResponseLengths:
     lengths = ResponseLengths()
     for length in responses:
-        lengths.grew(0, length)
-        lengths.ended(length)
+        lengths.grow(0, length)
+        lengths.end(length)
     return lengths
 
 
@@ -35,8 +35,8 @@ def limit_of(lengths: ResponseLengths, rows: list[tuple[int, int, int]], ceiling
     """Of an engine that runs responses with these prompts, tokens, and greatest lengths."""
     limit = ConcurrencyLimit(ceiling, lengths)
     for number, (prompt, done, longest) in enumerate(rows):
-        limit.begins(number, prompt, done, longest)
-        limit.grows(number, 0)
+        limit.begin(number, prompt, done, longest)
+        limit.grow(number, 0)
     return limit
 
 
@@ -62,10 +62,10 @@ def test_what_ends_within_a_few_steps_is_replaced_in_advance_unless_the_cache_is
 def test_the_hazard_is_the_ends_over_the_tokens_of_those_that_still_run_too() -> None:
     lengths = ResponseLengths()
     for _ in range(1000):
-        lengths.grew(0, 6)
-        lengths.ended(6)
-        lengths.grew(0, 4)  # and runs on
-    rates = dict(zip(EDGES[:-1].round(3), np.diff(lengths.hazard(8)) / np.diff(EDGES), strict=True))
+        lengths.grow(0, 6)
+        lengths.end(6)
+        lengths.grow(0, 4)  # and runs on
+    rates = dict(zip(EDGES[:-1].round(3), np.diff(lengths.cumulative_hazard(8)) / np.diff(EDGES), strict=True))
     assert rates[1.0] == pytest.approx(PRIOR / (2000 + PRIOR * 4)), "the token after the first"
     assert rates[2.828] == pytest.approx(PRIOR / (2000 + PRIOR * 4)), "the token after three, of both"
     assert rates[5.657] == pytest.approx((1000 + PRIOR) / PRIOR / 4), "none has grown beyond six"
@@ -74,10 +74,10 @@ def test_the_hazard_is_the_ends_over_the_tokens_of_those_that_still_run_too() ->
 
 def test_a_response_counts_the_same_in_one_piece_or_in_many() -> None:
     whole, pieces = ResponseLengths(), ResponseLengths()
-    whole.grew(0, 1000)
+    whole.grow(0, 1000)
     for first in range(0, 1000, 7):
-        pieces.grew(first, min(1000, first + 7))
-    assert whole.hazard(2000) == pytest.approx(pieces.hazard(2000))
+        pieces.grow(first, min(1000, first + 7))
+    assert whole.cumulative_hazard(2000) == pytest.approx(pieces.cumulative_hazard(2000))
 
 
 def test_responses_of_one_length_fill_the_cache_up_to_it() -> None:
@@ -98,7 +98,7 @@ def test_as_many_may_begin_as_keep_expectation_and_deviations_within_the_cache(
     rows = [(draw.randrange(10, 200), draw.randrange(600), 2000) for _ in range(count)]
     limit = limit_of(lengths, rows)
     limit.observe(pressure(used))
-    hazard = lengths.hazard(2000)
+    hazard = lengths.cumulative_hazard(2000)
 
     def outlives(age: int, more: float) -> float:
         return math.exp(np.interp(age, EDGES, hazard) - np.interp(age + more, EDGES, hazard)) * (age + more < 2000)
@@ -137,10 +137,10 @@ def test_while_the_engine_has_put_some_back_no_other_begins() -> None:
 
 def test_who_waits_there_for_a_first_token_keeps_nobody_out() -> None:
     limit = limit_of(lengths_of([100] * 50), [(10, 10, 4000)] * 5)
-    limit.begins("new", 10, 0, 4000)
+    limit.begin("new", 10, 0, 4000)
     limit.observe(pressure(0.1, waiting=1))
     assert limit.limit > 6
-    limit.grows("new", 1)
+    limit.grow("new", 1)
     limit.observe(pressure(0.1, waiting=1))
     assert limit.limit == 6, "it was put back"
 
@@ -160,7 +160,7 @@ def test_one_may_always_run() -> None:
     limit = limit_of(ResponseLengths(), [(2 * CACHE, 0, CACHE)])
     limit.observe(pressure(1.0))
     assert limit.limit == 1
-    limit.ends(0, whole=True)
+    limit.end(0, complete=True)
     limit.observe(pressure(0.0))
     assert limit.limit == 1, "what comes next may be as large"
 
@@ -169,10 +169,10 @@ def test_a_response_that_moves_away_is_no_end() -> None:
     lengths = ResponseLengths()
     limit = limit_of(lengths, [(10, 0, 4000)] * 2)
     for name, whole in ((0, False), (1, True)):
-        limit.grows(name, 100)
-        limit.ends(name, whole=whole)
+        limit.grow(name, 100)
+        limit.end(name, complete=whole)
     (place,) = np.flatnonzero((EDGES[:-1] <= 100) & (EDGES[1:] > 100))
-    rate = np.diff(lengths.hazard(4000))[place] / np.diff(EDGES)[place]
+    rate = np.diff(lengths.cumulative_hazard(4000))[place] / np.diff(EDGES)[place]
     assert rate == pytest.approx((1 + PRIOR) / (2 * (100 - math.ceil(EDGES[place])) + PRIOR * 2000))
 
 
@@ -236,17 +236,17 @@ def replayed(cache: int, ceiling: int, longest: int, interval: int, responses: l
             number, (prompt, length) = left.popleft()
             given[number] = 0
             engine.waiting.append([number, prompt, length])
-            limit.begins(number, prompt, 0, longest)
+            limit.begin(number, prompt, 0, longest)
             limit.observe(engine.told)
         ended = engine.step()
         if engine.steps % interval == 0:
             for number, context, _ in engine.running:
                 more = context - responses[number][0] - given[number]
-                limit.grows(number, more)
+                limit.grow(number, more)
                 given[number] += more
         for number in ended:
-            limit.grows(number, responses[number][1] - given.pop(number))
-            limit.ends(number, whole=True)
+            limit.grow(number, responses[number][1] - given.pop(number))
+            limit.end(number, complete=True)
     return engine
 
 
@@ -289,7 +289,7 @@ def test_prompts_that_the_engine_has_not_counted_yet_take_their_room() -> None:
     limit = ConcurrencyLimit(64, lengths)
     told = pressure(0.0, kv_tokens=100_000)
     for number in range(64):
-        limit.begins(number, 8000, 0, 4000)
+        limit.begin(number, 8000, 0, 4000)
         limit.observe(told)
     assert limit.limit <= 12
 

@@ -25,10 +25,10 @@ from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
-from flash.rollout.supervisor import only
+from flash.rollout.supervisor import same_engine
 from flash.rollout.teacher import ServedTeacher
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND
@@ -523,7 +523,7 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
         other = RolloutNode(
             world.config,
             HubLink(1, 1, InProcessCaller(hub)),
-            [only(engine)],
+            [same_engine(engine)],
             CharTokenizer(),
             NodeEnvironment(lambda kind: wrap(Echo(lambda seed: 1.0 + 99.0 * (seed % 2)))),
             now=anyio.current_time,
@@ -575,7 +575,7 @@ def test_a_run_that_ends_does_not_wait_for_a_node_whose_engine_still_starts_for_
         hub = world.build()
         make_env, now = lambda kind: wrap(Echo()), anyio.current_time
         link, env = HubLink(1, 1, InProcessCaller(hub)), NodeEnvironment(make_env)
-        other = RolloutNode(config, link, [only(engine)], CharTokenizer(), env, now=now)
+        other = RolloutNode(config, link, [same_engine(engine)], CharTokenizer(), env, now=now)
 
         async def serve() -> None:
             await other.run()

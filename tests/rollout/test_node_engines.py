@@ -19,9 +19,9 @@ from flash.environment.threaded import wrap
 from flash.errors import DeadlineError, EngineError, FlashError
 from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
-from flash.rollout.supervisor import only
+from flash.rollout.supervisor import same_engine
 from flash.simulate.clock import run_virtual
 from flash.transport.frames import ReplyT, Request, check_reply
 from flash.types import Canary, Failure, Lease, Outcome, Published, Task, Trajectory
@@ -129,7 +129,7 @@ class Steps(Echo):
 
 def node_of(hub: FakeHub, engines: list[FakeEngine], env: Callable[[], Any] = Echo, **changes: Any) -> RolloutNode:
     now = anyio.current_time
-    makers = [only(fake) for fake in engines]
+    makers = [same_engine(fake) for fake in engines]
     link, played = HubLink(0, 0, hub), NodeEnvironment(lambda kind: wrap(env()))
     return RolloutNode(config(**changes), link, makers, CharTokenizer(), played, now=now)
 

@@ -19,7 +19,7 @@ from flash.hub.context import RunEnd
 from flash.hub.hub import Hub, InProcessCaller
 from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hubs import HubLink
+from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay

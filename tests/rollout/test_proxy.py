@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
 from flash.rollout.engine import ResponseRequest
+from flash.rollout.engine_state import OutageClock
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
 from flash.rollout.routing import SUSPECTED
 from flash.simulate.clock import run_virtual

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.rollout.engine import Progress, ResponseRequest
-from flash.rollout.response import Response
+from flash.rollout.proxy import PartialResponse
 from flash.sampling import Kept
 from flash.types import Completion, VersionRun
 
@@ -31,7 +31,7 @@ def versions_of(completion: Completion) -> list[int]:
 def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_number_of_moves(
     engines: list[list[tuple[int, int]]],
 ) -> None:
-    response = Response(ResponseRequest([1, 2], 100, key=5))
+    response = PartialResponse(ResponseRequest([1, 2], 100, key=5))
     expected: list[tuple[int, int]] = []
     for sampled in engines[:-1]:
         rest = response.rest()
@@ -49,7 +49,7 @@ def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_numb
     tokens = [token for token, _ in last]
     runs = [VersionRun(version, 1) for _, version in last]
     end = Completion(tokens, [-float(token) for token in tokens], runs, "stop", kept(tokens))
-    whole = response.completed(end)
+    whole = response.complete(end)
     expected += last
     assert list(zip(whole.token_ids, versions_of(whole), strict=True)) == expected
     assert whole.logprobs == [-float(token) for token in whole.token_ids]
@@ -58,7 +58,7 @@ def test_law_4_tokens_logprobs_versions_and_kept_sets_stay_aligned_over_any_numb
 
 
 def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None:
-    response = Response(ResponseRequest([1], 2, key=0))
+    response = PartialResponse(ResponseRequest([1], 2, key=0))
     response.rest()
     response.add(piece(7, 0))
     assert response.exhausted() is None

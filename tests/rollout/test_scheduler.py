@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flash.hub.protocol import EndedLease
 from flash.rollout.episode.episode import EpisodeProgress
-from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler
+from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler, Wakeup
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 from tests.samples.cases import trajectory
@@ -60,6 +60,9 @@ class Source:
         self.ended += ended
         await anyio.lowlevel.checkpoint()
 
+    def holds(self, lease_id: int) -> bool:
+        return True
+
     def outcomes(self) -> dict[int, Outcome]:
         assert len({ended.lease_id for ended in self.ended}) == len(self.ended), "one result per lease"
         return {ended.lease_id: ended.result.outcome for ended in self.ended}
@@ -100,7 +103,7 @@ def test_at_most_max_concurrent_episodes_are_alive_and_a_freed_place_is_refilled
             alive -= 1
             return ended(of)
 
-        await Scheduler(source, episode, max_concurrent=3).run()
+        await Scheduler(source, episode, Wakeup(), max_concurrent=3).run()
         assert most == 3
         assert anyio.current_time() == 4.0
         assert len(source.outcomes()) == 10
@@ -120,7 +123,7 @@ def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_i
             return ended(of)
 
         async with anyio.create_task_group() as group:
-            group.start_soon(Scheduler(source, episode, max_concurrent=32).run)
+            group.start_soon(Scheduler(source, episode, Wakeup(), max_concurrent=32).run)
             await anyio.sleep(5)
             assert source.asked == [32, 1]
             source.add(*range(32, 64))
@@ -142,8 +145,9 @@ def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_oth
             await anyio.sleep(50)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, room=engine.room)
-        engine.wake = scheduler.wake
+        wakeup = Wakeup()
+        engine.wake = wakeup.notify
+        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
         await scheduler.run()
         assert anyio.current_time() == 6 + 50
 
@@ -165,8 +169,9 @@ def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
             await engine.generate(1)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, room=engine.room)
-        engine.wake = scheduler.wake
+        wakeup = Wakeup()
+        engine.wake = wakeup.notify
+        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
         await scheduler.run()
         assert most == 2
 
@@ -192,7 +197,7 @@ def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) 
                 closed.append(of.lease_id)
 
         async with anyio.create_task_group() as group:
-            scheduler = Scheduler(source, episode)
+            scheduler = Scheduler(source, episode, Wakeup())
             if where == "not begun":
 
                 async def cancel() -> None:
@@ -226,7 +231,7 @@ def test_a_result_that_is_ready_when_its_cancel_comes_is_delivered_as_it_is() ->
             scheduler.cancel([of.lease_id])
             return ended(of)
 
-        scheduler = Scheduler(source, episode)
+        scheduler = Scheduler(source, episode, Wakeup())
         await scheduler.run()
         assert source.outcomes() == {0: Outcome.ENV_ERROR}
 
@@ -244,7 +249,7 @@ def test_a_cancelled_episodes_place_is_refilled_at_once() -> None:
             return ended(of)
 
         async with anyio.create_task_group() as group:
-            scheduler = Scheduler(source, episode, max_concurrent=2)
+            scheduler = Scheduler(source, episode, Wakeup(), max_concurrent=2)
             group.start_soon(scheduler.run)
             await anyio.sleep(3)
             scheduler.cancel([0])
@@ -281,8 +286,9 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
                 assert engine.free == 0 or not source.ready
                 await anyio.sleep(0.25)
 
-        scheduler = Scheduler(source, episode, room=engine.room)
-        engine.wake = scheduler.wake
+        wakeup = Wakeup()
+        engine.wake = wakeup.notify
+        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
         async with anyio.create_task_group() as group:
             group.start_soon(cancel)
             await scheduler.run()
@@ -311,7 +317,7 @@ async def deliveries_of(tokens: int, count: int) -> list[list[int]]:
         await anyio.sleep(0.1)
         return trajectory(of.task, 0, tokens=tokens)
 
-    await Scheduler(source, episode, max_concurrent=64).run()
+    await Scheduler(source, episode, Wakeup(), max_concurrent=64).run()
     return source.deliveries
 
 
@@ -336,7 +342,7 @@ def test_a_cancelled_episode_reports_what_it_had_sampled_and_what_never_arrived(
                 progress.lost += 5
             raise AssertionError("slept for ever")
 
-        scheduler = Scheduler(source, episode)
+        scheduler = Scheduler(source, episode, Wakeup())
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(1)
@@ -357,7 +363,7 @@ def test_a_cancel_that_overtakes_its_lease_ends_it_when_it_comes() -> None:
             await anyio.sleep(1)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, max_concurrent=3)
+        scheduler = Scheduler(source, episode, Wakeup(), max_concurrent=3)
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(2)
@@ -370,7 +376,7 @@ def test_a_cancel_that_overtakes_its_lease_ends_it_when_it_comes() -> None:
     run(scenario)
 
 
-def test_a_drained_scheduler_asks_no_more_and_hands_back_what_does_not_end_in_time() -> None:
+def test_a_scheduler_that_stops_leasing_asks_no_more_and_hands_back_what_it_is_told_to() -> None:
     async def scenario() -> None:
         source = Source(3)
         source.done = False
@@ -379,13 +385,15 @@ def test_a_drained_scheduler_asks_no_more_and_hands_back_what_does_not_end_in_ti
             await anyio.sleep([3, 100, 100][of.lease_id])
             return ended(of)
 
-        scheduler = Scheduler(source, episode)
+        scheduler = Scheduler(source, episode, Wakeup())
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(1)
-            group.start_soon(scheduler.drain, 8)
+            scheduler.stop_leasing()
             await anyio.wait_all_tasks_blocked()
             source.add(3)
+            await anyio.sleep(8)
+            scheduler.hand_back()
         assert anyio.current_time() == 9.0
         assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
 
@@ -401,7 +409,7 @@ def test_a_scheduler_without_room_ends_when_there_is_no_more_work() -> None:
             await engine.generate(1000)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, room=engine.room)
+        scheduler = Scheduler(source, episode, Wakeup(), room=engine.room)
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(5)

@@ -1,4 +1,4 @@
-"""Engines that die and are started again: when, how often, and what their owner is told; on the virtual clock."""
+"""Engines that die and are started again: when, how often, and what the hub is told; on the virtual clock."""
 
 from __future__ import annotations
 
@@ -7,92 +7,121 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from flash.config.waits import LONGEST_PAUSE_S
+from flash.config.waits import LONG_POLL_S, LONGEST_PAUSE_S
 from flash.errors import DeadlineError, EngineDeadError, EngineError
-from flash.rollout.engine import Engine
+from flash.hub import protocol as p
+from flash.rollout.engine_state import OutageClock
+from flash.rollout.episode.episode import EpisodeProgress
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.supervisor import LEAST_STEADY_S, MOST_STEADY_S, STEADY_STARTS, Restart, RestartBudget, Supervisor
+from flash.rollout.hub_client import HubClient, HubLink
+from flash.rollout.proxy import LLMProxy, ProxySettings
+from flash.rollout.reports import NodeReports
+from flash.rollout.scheduler import Scheduler, Wakeup
+from flash.rollout.supervisor import (
+    MAX_STEADY_S,
+    MIN_STEADY_S,
+    STEADY_STARTS,
+    EnginePlace,
+    EngineSupervisor,
+    Restart,
+    RestartBudget,
+)
 from flash.simulate.clock import run_virtual
+from flash.transport.frames import ReplyT, Request, check_reply
+from flash.types import Failure, Lease
+from flash.waiting import first_error
 
 START_S = 20.0
 
 
 def test_pauses_double_up_to_a_limit_and_end_with_the_budget() -> None:
     budget = RestartBudget(9)
-    budget.serves(0.0, START_S)
+    budget.started(0.0, START_S)
     pauses: list[float] = []
     while (restart := budget.died(5.0)) is not None:
         assert restart.number == len(pauses) + 1
         pauses.append(restart.pause_s)
-        budget.serves(5.0, START_S)
+        budget.started(5.0, START_S)
     assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
 @pytest.mark.parametrize(
     ("start_s", "well_s"),
-    [(2.0, LEAST_STEADY_S), (START_S, STEADY_STARTS * START_S), (180.0, MOST_STEADY_S)],
+    [(2.0, MIN_STEADY_S), (START_S, STEADY_STARTS * START_S), (180.0, MAX_STEADY_S)],
 )
 def test_an_engine_that_was_well_for_ten_times_its_start_counts_anew(start_s: float, well_s: float) -> None:
     budget = RestartBudget(2)
     now = 0.0
-    budget.serves(now, start_s)
+    budget.started(now, start_s)
     for _ in range(5):
         now += well_s
         assert budget.died(now) == Restart(1.0, 1)
-        budget.serves(now, start_s)
+        budget.started(now, start_s)
         assert budget.died(now + well_s - 1) == Restart(2.0, 2)
-        budget.serves(now, start_s)
+        budget.started(now, start_s)
     assert budget.died(now + 1) is None
 
 
 def test_time_in_which_no_engine_starts_makes_up_for_nothing() -> None:
     budget = RestartBudget(2)
-    budget.serves(0.0, START_S)
-    assert budget.died(MOST_STEADY_S) == Restart(1.0, 1)
-    assert budget.died(3 * MOST_STEADY_S) == Restart(2.0, 2)
-    assert budget.died(5 * MOST_STEADY_S) is None
+    budget.started(0.0, START_S)
+    assert budget.died(MAX_STEADY_S) == Restart(1.0, 1)
+    assert budget.died(3 * MAX_STEADY_S) == Restart(2.0, 2)
+    assert budget.died(5 * MAX_STEADY_S) is None
 
 
 class Diary:
-    """An owner that gives no work, and writes down what it is told and when."""
+    """A hub that publishes nothing, and writes down the reports of a node and when they come."""
 
-    def __init__(self, line: FakeLine) -> None:
-        self.line = line
-        self.told: list[tuple[float, str]] = []
+    def __init__(self) -> None:
+        self.reports: list[tuple[float, str]] = []
 
-    def write(self, text: str) -> None:
-        self.told.append((anyio.current_time(), text))
-
-    async def serve(self, place: int) -> EngineDeadError:
-        return await self.line.newest.wait_dead()
-
-    async def died(self, place: int, death: EngineDeadError, restart: Restart | None) -> None:
-        self.write(f"{place}: {death}; {restart and restart.pause_s}")
-
-    async def replaced(self, place: int, engine: Engine) -> None:
-        assert engine is self.line.newest
-        assert all(former.closed for former in self.line.made[:-1])
-        self.write(f"{place}: replaced")
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        if isinstance(request, p.VersionRequest):
+            await anyio.sleep(LONG_POLL_S)
+            return check_reply(request, p.VersionReply(None, done=False))
+        assert isinstance(request, p.EngineReport)
+        self.reports.append((anyio.current_time(), "; ".join(request.notes) or "replaced"))
+        return check_reply(request, p.Ack())
 
 
 def engine() -> FakeEngine:
     return FakeEngine(lambda prompt: [], start_seconds=5.0)
 
 
+def supervised(diary: Diary, line: FakeLine, most: int) -> EngineSupervisor:
+    """The supervisor of a node with one place."""
+    now = anyio.current_time
+    hub, wakeup = HubClient(HubLink(0, 7, diary), None, 2 * LONG_POLL_S), Wakeup()
+    place = EnginePlace(0, 7, line, START_S)
+    settings = ProxySettings(max_sequences=1, swap="keep", bind_groups=False, swap_s=10.0, drain_s=10.0)
+    proxy = LLMProxy([place.engine], 7, settings, OutageClock(), on_room=wakeup.notify, now=now)
+    reports = NodeReports(hub, proxy, Scheduler(hub, unplayed, wakeup), now=now, blocked_s=float)
+    return EngineSupervisor([place], proxy, hub, reports, now=now, max_restarts=most)
+
+
+async def unplayed(lease: Lease, progress: EpisodeProgress) -> Failure:
+    raise AssertionError("no lease is granted here")
+
+
 def lives(
-    most: int, then: Callable[[Diary], None], make: Callable[[], FakeEngine] = engine
+    most: int, then: Callable[[FakeLine], None], make: Callable[[], FakeEngine] = engine
 ) -> tuple[list[tuple[float, str]], list[FakeEngine], str]:
-    """What an owner is told when the first engine dies at 100 s and each next one 10 s after its start."""
-    line = FakeLine(make)
-    diary = Diary(line)
+    """What a hub is told when the first engine dies at 100 s and each next one 10 s after its start."""
+    line, diary = FakeLine(make), Diary()
     deaths: list[EngineDeadError] = []
 
     async def scenario() -> None:
-        supervisor = Supervisor(7, line, most, START_S)
-        await supervisor.start()
+        supervisor = supervised(diary, line, most)
+        await supervisor.start(START_S)
 
         async def watch() -> None:
-            deaths.append(await supervisor.run(diary))
+            try:
+                await supervisor.run()
+            except BaseExceptionGroup as errors:
+                error = first_error(errors)
+                assert isinstance(error, EngineDeadError)
+                deaths.append(error)
             group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
@@ -100,33 +129,43 @@ def lives(
             await anyio.sleep(100 - anyio.current_time())
             line.newest.kill()
             while True:
-                seen = len(diary.told)
+                seen = len(diary.reports)
                 await anyio.sleep(1)
-                if len(diary.told) > seen and diary.told[-1][1].endswith("replaced"):
+                if len(diary.reports) > seen and diary.reports[-1][1] == "replaced":
                     await anyio.sleep(9.5)
-                    then(diary)
+                    then(line)
 
     run_virtual(scenario)
-    return diary.told, line.made, str(deaths[0])
+    return diary.reports, line.made, str(deaths[0])
 
 
-KILLED = "7: the fake engine was killed"
+KILLED = "the fake engine was killed"
+
+
+def restarts(number: int, most: int, pause_s: int, death: str = KILLED) -> str:
+    """The note of a death after which another engine starts."""
+    return f"{death}. It starts again in {pause_s} s ({number} of {most} restarts in a row)"
+
+
+def was_last(most: int, death: str = KILLED) -> str:
+    """The note of a death after which no engine is left."""
+    return f"{death}. It was the last one of node 0, which ends with it: engine.max_restarts is {most}"
 
 
 def test_an_engine_comes_back_after_a_pause_and_a_start_until_its_restarts_are_used_up() -> None:
-    told, made, death = lives(2, lambda diary: diary.line.newest.kill())
+    told, made, death = lives(2, lambda line: line.newest.kill())
     assert [text for _, text in told] == [
-        f"{KILLED}; 1.0",
-        "7: replaced",
-        f"{KILLED}; 2.0",
-        "7: replaced",
-        f"{KILLED}; None",
+        restarts(1, 2, 1),
+        "replaced",
+        restarts(2, 2, 2),
+        "replaced",
+        was_last(2),
     ]
     assert told[1][0] == told[0][0] + 1 + 5
     assert told[3][0] == told[2][0] + 2 + 5
     assert len(made) == 3
     assert all(one.closed for one in made), "also the last one: what is left of it holds memory"
-    assert death == "the fake engine was killed"
+    assert death == KILLED
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -139,20 +178,20 @@ def test_a_start_that_fails_or_never_ends_is_tried_again(how: str) -> None:
         one.start_error = EngineError("no memory") if how == "fails" and number == 1 else None
         return one
 
-    told, made, _ = lives(2, lambda diary: diary.line.newest.kill(), make)
+    told, made, _ = lives(2, lambda line: line.newest.kill(), make)
     took, why = (5, "no memory") if how == "fails" else (START_S, f"waited {START_S:g} s for an engine to start again")
-    assert told[0] == (100, f"{KILLED}; 1.0")
+    assert told[0] == (100, restarts(1, 2, 1))
     assert told[1][0] == 100 + 1 + took
-    assert told[1][1].startswith(f"7: {why}")
-    assert told[1][1].endswith("; 2.0")
-    assert [text for _, text in told[2:]] == ["7: replaced", f"{KILLED}; None"]
+    assert told[1][1].startswith(why)
+    assert told[1][1].endswith("It starts again in 2 s (2 of 2 restarts in a row)")
+    assert [text for _, text in told[2:]] == ["replaced", was_last(2)]
     assert all(one.closed for one in made)
 
 
 def begun_with(
     most: int, *ends: Exception | None
-) -> tuple[list[tuple[float, str]], list[FakeEngine], Exception | None]:
-    """What an owner is told in 1000 s when starts end so, one after the other; and what the supervisor raised."""
+) -> tuple[list[tuple[float, str]], list[FakeEngine], BaseException | None]:
+    """What a hub is told in 1000 s when starts end so, one after the other; and what the supervisor raised."""
     each = iter(ends)
 
     def make() -> FakeEngine:
@@ -160,21 +199,20 @@ def begun_with(
         one.start_error = next(each)
         return one
 
-    line = FakeLine(make)
-    diary = Diary(line)
-    raised: list[Exception] = []
+    line, diary = FakeLine(make), Diary()
+    raised: list[BaseException] = []
 
     async def scenario() -> None:
-        supervisor = Supervisor(7, line, most, START_S)
+        supervisor = supervised(diary, line, most)
         with anyio.move_on_after(1000):
             try:
-                await supervisor.start()
-                await supervisor.run(diary)
-            except (EngineError, DeadlineError) as error:
-                raised.append(error)
+                await supervisor.start(START_S)
+                await supervisor.run()
+            except BaseExceptionGroup as errors:
+                raised.append(first_error(errors))
 
     run_virtual(scenario)
-    return diary.told, line.made, raised[0] if raised else None
+    return diary.reports, line.made, raised[0] if raised else None
 
 
 SHOT = EngineDeadError("killed while it started")
@@ -182,15 +220,20 @@ SHOT = EngineDeadError("killed while it started")
 
 def test_a_first_engine_that_is_killed_while_it_starts_has_died_and_another_one_follows() -> None:
     told, made, raised = begun_with(3, SHOT, SHOT, None)
-    assert told == [(5, f"7: {SHOT}; 1.0"), (5 + 1 + 5, f"7: {SHOT}; 2.0"), (11 + 2 + 5, "7: replaced")]
+    assert told == [
+        (5, restarts(1, 3, 1, str(SHOT))),
+        (5 + 1 + 5, restarts(2, 3, 2, str(SHOT))),
+        (11 + 2 + 5, "replaced"),
+    ]
     assert [one.closed for one in made] == [True, True, False]
     assert raised is None
 
 
 def test_starts_that_are_killed_use_up_the_restarts() -> None:
-    told, made, _ = begun_with(1, SHOT, SHOT)
-    assert [text for _, text in told] == [f"7: {SHOT}; 1.0", f"7: {SHOT}; None"]
+    told, made, raised = begun_with(1, SHOT, SHOT)
+    assert [text for _, text in told] == [restarts(1, 1, 1, str(SHOT)), was_last(1, str(SHOT))]
     assert all(one.closed for one in made)
+    assert raised is SHOT
 
 
 @pytest.mark.parametrize("error", [EngineError("no such model"), DeadlineError("engine 7 to start", 20, "its log")])
@@ -203,7 +246,7 @@ def test_a_place_whose_engines_cannot_start_by_themselves_is_given_up_at_once(ki
 
 
 def test_without_restarts_the_first_death_is_the_last() -> None:
-    told, made, death = lives(0, lambda diary: None)
-    assert told == [(100, f"{KILLED}; None")]
+    told, made, death = lives(0, lambda line: None)
+    assert told == [(100, was_last(0))]
     assert made[0].closed
-    assert death == "the fake engine was killed"
+    assert death == KILLED

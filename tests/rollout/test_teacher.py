@@ -80,7 +80,7 @@ async def taught(server: Callable[[httpx.Request], httpx.Response]) -> AsyncGene
 def told(made: Trajectory | Failure, server: Callable[[httpx.Request], httpx.Response]) -> Trajectory | Failure:
     async def ask() -> Trajectory | Failure:
         async with taught(server) as teacher:
-            return await teacher.told(made)
+            return await teacher.score(made)
 
     return run_virtual(ask)
 
@@ -149,7 +149,7 @@ def test_a_sample_of_which_the_teacher_says_nothing_has_failed(said: httpx.Respo
 def test_a_server_that_stays_away_is_given_up_in_time() -> None:
     async def ask() -> tuple[Trajectory | Failure, float]:
         async with taught(Counting(*[httpx.ConnectError("no route")] * 1000)) as teacher:
-            return await teacher.told(trajectory([5, 6], [(1, 2)])), anyio.current_time()
+            return await teacher.score(trajectory([5, 6], [(1, 2)])), anyio.current_time()
 
     failed, took = run_virtual(ask)
     assert isinstance(failed, Failure)

@@ -1,7 +1,7 @@
 """What an engine tells of itself, every two seconds: the page's table of engines, Prometheus and `flash watch` have it.
 
 A number that the engine itself knows is a field of `flash.rollout.engine.Pressure` of the same name; what its node
-counts is added in `flash.rollout.node_watch`.
+counts is added in `flash.rollout.reports`.
 """
 
 from __future__ import annotations

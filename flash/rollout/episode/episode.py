@@ -14,7 +14,7 @@ bounded by a deadline of its own or by that of the episode, and the failure name
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Protocol, cast
 import anyio
 import msgspec
 
+from flash.config.tree import Config
 from flash.environment.calls import EnvTimeoutError, call_method, check_returned, make_environment
 from flash.environment.interface import Environment, Informed, ResetResult, StepResult
 from flash.environment.results import (
@@ -35,12 +36,13 @@ from flash.environment.results import (
 )
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
 from flash.rollout.engine import ResponseRequest, ignore_count
+from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.ahead import ResponsesAhead
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits
 from flash.rollout.episode.view import TranscriptView
-from flash.rollout.outage import OutageClock
+from flash.samples.rules import ONE_KIND, DomainSettings
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Trajectory, Turn
 from flash.waiting import unwrapped_group
 
@@ -73,6 +75,28 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     """Seconds that a whole episode may take, closing excepted."""
     domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
     """Settings of the kinds of problems that have limits of their own."""
+
+    @staticmethod
+    def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
+        """Return the settings of a run, with those of the domains that have limits of their own."""
+        run = EpisodeSettings(
+            seed=config.run.seed if config.seeded else None,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_length=config.model.max_length,
+            max_turns=config.rollout.max_turns,
+            max_branches=config.rollout.max_branches,
+            max_tokens=config.rollout.max_episode_tokens or config.rollout.max_branches * config.model.max_length,
+            reset_s=config.deadlines.env_reset,
+            step_s=config.deadlines.env_step,
+            close_s=config.deadlines.close,
+            generate_s=config.deadlines.generate,
+            episode_s=config.deadlines.episode,
+        )
+        own = {
+            name: msgspec.structs.replace(run, max_turns=domain.max_turns, max_new_tokens=domain.max_new_tokens)
+            for name, domain in domains.items()
+        }
+        return msgspec.structs.replace(run, domains=own)
 
     def of(self, kind: str) -> EpisodeSettings:
         """Return the settings for a kind of problems."""

@@ -23,9 +23,9 @@ from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError, EnvError
+from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
-from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
 from flash.run.loop_watch import run_watched
 from flash.run.models.fetch import described, source_of, why_not_there
@@ -94,7 +94,7 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
     async with sharing(config.run.name, close_s=config.deadlines.close):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
-        settings, seed = episode_settings(config), config.run.seed
+        settings, seed = EpisodeSettings.of_run(config), config.run.seed
         played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
         told = await try_own_answer(config, env, played.task.seed)
         with suppress(ConfigError):  # it fails now and then: the run tries such a sample again

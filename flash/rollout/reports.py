@@ -1,0 +1,167 @@
+"""Reports of a node to its hub: what its engines did, how they died, and how the node is doing.
+
+`send` reports the engines after each swap, death and restart: the hub books the seconds and the restarts, and shows the
+notes to people. `run` also sends a status every few seconds; it is only for people, and nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import NamedTuple
+
+import anyio
+from msgspec.structs import asdict
+
+from flash.environment.calls import UserTask
+from flash.environment.shared import stocks
+from flash.errors import TransportError
+from flash.hub import protocol as p
+from flash.observe.cluster import FAILURE_TEXT, EngineNow, EngineState, NodeStatus, shortened
+from flash.observe.columns.table import columns
+from flash.rollout.engine_state import EngineRecord
+from flash.rollout.hub_client import HubClient
+from flash.rollout.proxy import LLMProxy
+from flash.rollout.scheduler import Scheduler
+
+
+class _Deaths(NamedTuple):
+    """The deaths of the engines in one place of the node."""
+
+    number: int
+    last: float
+    """When the last one died, in Unix seconds."""
+    why: str
+    returns: bool
+    """True if another engine starts in the place."""
+
+
+class NodeReports:
+    """Gathers what the node has to report, and sends it.
+
+    Args:
+        hub: receives the reports.
+        proxy: knows the engines.
+        scheduler: knows the episodes.
+        now: Unix seconds on the loop's clock.
+        blocked_s: returns the seconds in which the event loop was blocked so far.
+    """
+
+    def __init__(
+        self,
+        hub: HubClient,
+        proxy: LLMProxy,
+        scheduler: Scheduler,
+        *,
+        now: Callable[[], float],
+        blocked_s: Callable[[], float],
+    ) -> None:
+        self._hub = hub
+        self._proxy = proxy
+        self._scheduler = scheduler
+        self._now = now
+        self._blocked_s = blocked_s
+        self._numbers = count(1)
+        self._notes: list[str] = []
+        self._restarts = 0
+        """Restarts of engines since the last report."""
+        self._reported = blocked_s(), UserTask.abandoned
+        """Blocked seconds and abandoned calls of users' code, as of the last report."""
+        self._started = self._last_status = now()
+        self._host, self._process = socket.gethostname(), os.getpid()
+        self._tokens = [0 for _ in proxy.records]
+        """Tokens that each place had given at the last status."""
+        self._deaths: dict[int, _Deaths] = {}
+
+    # -- engine reports ----------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """Add a line for people to the next report."""
+        self._notes.append(text)
+
+    def add_death(self, place: int, why: str, *, returns: bool) -> None:
+        """Add the death of a place's engine to the next report; `returns`: another engine starts in the place."""
+        before = self._deaths[place].number if place in self._deaths else 0
+        self._deaths[place] = _Deaths(before + 1, self._now(), shortened(why, FAILURE_TEXT), returns)
+        self._restarts += returns
+        self.note(why)
+
+    async def send(self) -> None:
+        """Send an engine report. Raises the same errors as `HubClient.call`."""
+        await self._hub.call(self.take())
+
+    def take(self) -> Callable[[int], p.EngineReport]:
+        """Return a function that makes the next engine report, given the node's number at the hub.
+
+        The report has all that was gathered since the last one, which this forgets.
+        """
+        engines, activities = self._proxy.report()
+        notes, self._notes = self._notes, []
+        restarts, self._restarts = self._restarts, 0
+        number = next(self._numbers)
+        before, self._reported = self._reported, (self._blocked_s(), UserTask.abandoned)
+        blocked_s, abandoned = self._reported[0] - before[0], self._reported[1] - before[1]
+        return lambda node: p.EngineReport(
+            node, number, engines, activities, notes, restarts, blocked_s=blocked_s, abandoned=abandoned
+        )
+
+    # -- status ------------------------------------------------------------------------------------------------------
+
+    async def run(self, every_s: float | None) -> None:
+        """Send the node's status every so many seconds, until cancelled. None: nobody looks, and nothing is sent."""
+        while every_s is not None:
+            # A status that cannot be sent is no reason to end anything.
+            with suppress(TransportError):
+                await self._hub.call(lambda node: p.StatusReport(node, self.status()))
+            await anyio.sleep(every_s)
+
+    def status(self) -> NodeStatus:
+        """Return the state of the node. Rates are means since the last call."""
+        now, records = self._now(), self._proxy.records
+        seconds, self._last_status = now - self._last_status, now
+        engines = [self._engine(record, seconds) for record in records]
+        self._tokens = [record.tokens for record in records]
+        sampling = sum(len(record.running) for record in records)
+        return NodeStatus(
+            host=self._host,
+            process=self._process,
+            since=self._started,
+            engines=engines,
+            episodes=self._scheduler.alive,
+            asking=sampling,
+            waiting=self._proxy.waiting,
+            stocks=stocks(),
+        )
+
+    def _engine(self, record: EngineRecord, seconds: float) -> EngineNow:
+        place = record.index
+        deaths = self._deaths.get(place)
+        start, loaded_at = record.loaded or (0.0, None)
+        known: dict[str, float | None] = asdict(record.backend.pressure) | {
+            "requests": len(record.running),
+            "limit": record.limit,
+            "tokens_per_second": (record.tokens - self._tokens[place]) / seconds if seconds > 0 else 0.0,
+            "load_s": None if loaded_at is None else loaded_at - start,
+        }
+        figures = {column.name: value for column in columns("engine") if (value := known.get(column.name)) is not None}
+        return EngineNow(
+            number=record.number,
+            state=_engine_state(record, deaths),
+            version=record.backend.version if record.alive else -1,
+            loaded_at=loaded_at,
+            figures=figures,
+            deaths=deaths.number if deaths is not None else 0,
+            died_at=deaths.last if deaths is not None else None,
+            why=deaths.why if deaths is not None else "",
+        )
+
+
+def _engine_state(record: EngineRecord, deaths: _Deaths | None) -> EngineState:
+    if not record.alive:
+        return "gone" if deaths is not None and not deaths.returns else "returning"
+    if record.swapping:
+        return "loading"
+    return "serving" if record.backend.version >= 0 else "starting"
