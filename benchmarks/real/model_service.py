@@ -29,7 +29,7 @@ from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.transport.connection import rare_garbage_collection
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
@@ -207,7 +207,7 @@ async def _streamed(received: BufferedByteReceiveStream) -> str:
 async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tuple[list[Trajectory], float, float]:
     """So many episodes at once, the seconds that they took, and those of the node's processor."""
     played: list[Trajectory] = []
-    episode = Episode(lambda _: make(), Letters(), engine, SETTINGS, FreePhases(), now=time.time)
+    episode = Episode(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
 
     async def one(number: int) -> None:
         ended = await episode.run(Lease(number, Task(number, number, 0, number), 0), EpisodeProgress())

@@ -23,7 +23,7 @@ from flash.environment.shared import sharing
 from flash.errors import EnvError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, text_of
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import Problems
@@ -105,7 +105,7 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
-        episode = Episode(env.make, _Characters(), _Answers(answers), settings, FreePhases(), now=anyio.current_time)
+        episode = Episode(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
         result = await episode.run(Lease(0, task, 0), EpisodeProgress())
     if isinstance(result, Failure):
         raise EnvError(result.message)

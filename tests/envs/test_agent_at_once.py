@@ -13,7 +13,7 @@ from flash.environment import shared, sharing
 from flash.errors import EngineError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import KEYS_PER_TASK, Episode, EpisodeProgress
-from flash.rollout.episode.phases import LockStep, RuledPhases
+from flash.rollout.episode.phases import LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 from tests.envs.agents import BYTES, END, NODE, SETTINGS, Policy, ask, choice_of, make, play
@@ -142,9 +142,7 @@ def test_where_episodes_go_in_step_nothing_is_sampled_ahead() -> None:
     async def main() -> Trajectory | Failure:
         async with sharing("test"):
             await shared(ENDPOINT, NODE.open)
-            episode = Episode(
-                lambda kind: env, BYTES, policy, SETTINGS, RuledPhases(LockStep()), now=anyio.current_time
-            )
+            episode = Episode(lambda kind: env, BYTES, policy, SETTINGS, Phases(LockStep()), now=anyio.current_time)
             return await episode.run(Lease(1, Task(5, 5, 0, 5), 0), EpisodeProgress())
 
     played = run_virtual(main)

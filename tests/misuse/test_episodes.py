@@ -14,7 +14,7 @@ import pytest
 
 from flash.environment import wrap
 from flash.rollout.episode.episode import Episode, EpisodeProgress
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Outcome, Trajectory
 from tests.misuse import misbehaving as m
@@ -32,7 +32,7 @@ async def play(make_env: Callable[[], Any], settings: Any = SETTINGS) -> Traject
     async def one(name: str, make_env: Callable[[], Any]) -> None:
         proxy = Script(say("a"))
         proxy.seconds = 0.0
-        parts = (lambda kind: wrap(make_env()), CharTokenizer(), proxy, settings, FreePhases())
+        parts = (lambda kind: wrap(make_env()), CharTokenizer(), proxy, settings, Phases())
         results[name] = await Episode(*parts, now=anyio.current_time).run(LEASE, EpisodeProgress())
 
     async with anyio.create_task_group() as tasks:

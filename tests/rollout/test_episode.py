@@ -24,7 +24,7 @@ from flash.rollout.episode.episode import (
     response_key,
     response_seed,
 )
-from flash.rollout.episode.phases import FreePhases, LockStep, RuledPhases
+from flash.rollout.episode.phases import LockStep, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.sampling import Kept, Sampling
 from flash.simulate.clock import run_virtual
@@ -127,9 +127,9 @@ def end(reward: float, *, truncated: bool = False) -> Any:
     return "over", reward, not truncated, truncated, {}
 
 
-def episode(env: Any, proxy: Responder, phases: FreePhases | None = None, **changes: Any) -> Episode:
+def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> Episode:
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    return Episode(lambda kind: env, CharTokenizer(), proxy, settings, phases or FreePhases(), now=now)
+    return Episode(lambda kind: env, CharTokenizer(), proxy, settings, phases or Phases(), now=now)
 
 
 def now() -> float:
@@ -284,7 +284,7 @@ def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
         return Env(end(1.0))
 
     async def main() -> None:
-        made = Episode(make, CharTokenizer(), Script(say("a")), SETTINGS, FreePhases(), now=now)
+        made = Episode(make, CharTokenizer(), Script(say("a")), SETTINGS, Phases(), now=now)
         await made.run(LEASE, EpisodeProgress())
 
     run_virtual(main)
@@ -412,7 +412,7 @@ def test_an_environment_that_cannot_be_made_is_an_error_of_the_environment() -> 
         raise RuntimeError(f"no {kind} here")
 
     async def main() -> Trajectory | Failure:
-        made = Episode(make, CharTokenizer(), Script(), SETTINGS, RuledPhases(LockStep()), now=now)
+        made = Episode(make, CharTokenizer(), Script(), SETTINGS, Phases(LockStep()), now=now)
         return await made.run(LEASE, EpisodeProgress())
 
     failure = run_virtual(main)
@@ -691,7 +691,7 @@ def test_law_1_the_deadline_of_the_episode_names_what_was_pending(
 def test_law_1_waiting_for_other_episodes_is_under_the_deadline_of_the_episode(
     method: str, outcome: Outcome, text: str
 ) -> None:
-    class Stuck(FreePhases):
+    class Stuck(Phases):
         async def generated(self, lease: Lease) -> None:
             await anyio.sleep(0 if method == "stepped" else 1e9)
 
@@ -711,10 +711,11 @@ def test_closing_has_its_own_deadline_beside_that_of_the_episode() -> None:
 # -- cancellation -----------------------------------------------------------------------------------------------------
 
 
-class Counting(FreePhases):
+class Counting(Phases):
     """Phases that count the episodes inside, and sleep, so that each phase has an await."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.inside = 0
         self.entered = 0
 
@@ -781,7 +782,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
             CharTokenizer(),
             Echo(),
             SETTINGS,
-            RuledPhases(LockStep()),
+            Phases(LockStep()),
             now=now,
         )
 
@@ -825,7 +826,7 @@ def test_reset_may_give_arguments_of_the_chat_template(info: dict[str, Any], pro
             return "start", info
 
     script, env = Script(say("ok")), Giving(("", 1.0, True, False, {}))
-    episode = Episode(lambda kind: env, Argued(), script, SETTINGS, FreePhases(), now=lambda: 0.0)
+    episode = Episode(lambda kind: env, Argued(), script, SETTINGS, Phases(), now=lambda: 0.0)
     played = run_virtual(lambda: episode.run(LEASE, EpisodeProgress()))
     if prompt:
         assert "".join(map(chr, script.calls[0].prompt)) == prompt

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
-from flash.rollout.episode.phases import FreePhases, GroupBarrier, LockStep, PhaseRule, RuledPhases, phases
+from flash.rollout.episode.phases import GroupBarrier, LockStep, PhaseRule, Phases, phases
 from flash.simulate.clock import run_virtual
 from flash.types import Lease, Split, Task
 
@@ -29,15 +29,14 @@ def config(**rollout: Any) -> Config:
 @pytest.mark.parametrize(
     ("switches", "expected"),
     [
-        ({}, FreePhases),
+        ({}, type(None)),
         ({"env_async": False}, LockStep),
         ({"replicate_prompts": False}, GroupBarrier),
         ({"env_async": False, "replicate_prompts": False}, LockStep),
     ],
 )
 def test_the_switches_choose_the_phases(switches: dict[str, bool], expected: type) -> None:
-    chosen = phases(config(**switches))
-    assert type(chosen.rule if isinstance(chosen, RuledPhases) else chosen) is expected
+    assert type(phases(config(**switches)).rule) is expected
 
 
 class Crowd:
@@ -119,9 +118,7 @@ def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data:
         assert crowd.active() or not crowd.doing, "someone alive can always go on"
 
 
-async def live(
-    room: FreePhases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]
-) -> None:
+async def live(room: Phases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]) -> None:
     """Play an episode that only sleeps: for each turn, seconds to generate and to step. It ends in a task group."""
     room.enter(me)
     try:
@@ -151,7 +148,7 @@ episodes = st.lists(
 
 
 def play(
-    room: FreePhases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
+    room: Phases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
 ) -> list[tuple[str, float, float]]:
     log: list[tuple[str, float, float]] = []
 
@@ -174,7 +171,7 @@ def play(
 def test_episodes_in_lock_step_all_end_and_their_phases_do_not_overlap(
     plan: list[tuple[float, list[tuple[float, float]], float | None]],
 ) -> None:
-    log = play(RuledPhases(LockStep()), plan)
+    log = play(Phases(LockStep()), plan)
     for what, start, stop in log:
         for other, begin, end in log:
             assert what == other or stop <= begin or end <= start
@@ -184,21 +181,21 @@ def test_episodes_in_lock_step_all_end_and_their_phases_do_not_overlap(
 def test_episodes_behind_a_group_barrier_all_end(
     plan: list[tuple[float, list[tuple[float, float]], float | None]],
 ) -> None:
-    log = play(RuledPhases(GroupBarrier()), plan)
+    log = play(Phases(GroupBarrier()), plan)
     turns = sum(len(delays) for _, delays, cancelled in plan if cancelled is None)
     assert len([what for what, _, _ in log if what == "step"]) >= turns
 
 
 def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_response_and_step() -> None:
     plan = [(0.0, [(1.0, 4.0), (3.0, 1.0)], None), (0.0, [(2.0, 1.0), (1.0, 5.0)], None)]
-    log = play(RuledPhases(LockStep()), plan)
+    log = play(Phases(LockStep()), plan)
     assert max(stop for _, _, stop in log) == (2 + 4) + (3 + 5)
-    free = play(FreePhases(), plan)
+    free = play(Phases(), plan)
     assert max(stop for _, _, stop in free) == 9
 
 
 def test_an_episode_that_enters_while_others_step_waits_for_the_next_phase_of_generation() -> None:
-    log = play(RuledPhases(LockStep()), [(0.0, [(1.0, 4.0), (1.0, 1.0)], None), (2.0, [(1.0, 1.0)], None)])
+    log = play(Phases(LockStep()), [(0.0, [(1.0, 4.0), (1.0, 1.0)], None), (2.0, [(1.0, 1.0)], None)])
     assert sorted(log) == [
         ("generate", 0.0, 1.0),
         ("generate", 5.0, 6.0),
@@ -222,7 +219,7 @@ def test_an_environment_that_resets_while_others_step_does_not_keep_them_from_ge
 
 
 def test_an_episode_cancelled_while_others_wait_for_it_releases_them() -> None:
-    log = play(RuledPhases(LockStep()), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
+    log = play(Phases(LockStep()), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
     assert log == [("generate", 0.0, 1.0), ("step", 3.0, 4.0)]
 
 
@@ -231,7 +228,7 @@ def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has
     make_rule: Callable[[], PhaseRule],
 ) -> None:
     async def main() -> None:
-        room, cancelled, other = RuledPhases(make_rule()), lease(1), lease(2)
+        room, cancelled, other = Phases(make_rule()), lease(1), lease(2)
         other_left = anyio.Event()
 
         async def wait() -> None:
@@ -258,5 +255,5 @@ def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has
 
 def test_the_responses_of_a_group_come_home_together_and_other_groups_do_not_wait() -> None:
     plan = [(0.0, [(duration, 1.0)], None) for duration in (1.0, 2.0, 5.0, 3.0)]
-    log = play(RuledPhases(GroupBarrier()), plan)
+    log = play(Phases(GroupBarrier()), plan)
     assert sorted(start for what, start, _ in log if what == "step") == [3.0, 3.0, 5.0, 5.0]

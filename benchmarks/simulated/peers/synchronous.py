@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.simulated.peers.world import Finished, PeerReport, World
 from flash.config.tree import Config
-from flash.rollout.episode.phases import FreePhases, LockStep, RuledPhases
+from flash.rollout.episode.phases import LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Task
 
@@ -53,7 +53,7 @@ class _Synchronous:
     async def _wave(self) -> list[list[Finished]]:
         """A whole batch of groups, all waited for, then their rewards."""
         groups: list[list[Finished]] = [[] for _ in range(self._world.groups_per_batch)]
-        phases = FreePhases() if self._rules.env_async else RuledPhases(LockStep())
+        phases = Phases() if self._rules.env_async else Phases(LockStep())
         async with anyio.create_task_group() as episodes:
             for group in groups:
                 home = None if self._rules.replicate else next(self._homes)
@@ -62,5 +62,5 @@ class _Synchronous:
         await anyio.sleep(max(sample.reward_s for group in groups for sample in group))
         return groups
 
-    async def _play(self, task: Task, home: int | None, phases: FreePhases, group: list[Finished]) -> None:
+    async def _play(self, task: Task, home: int | None, phases: Phases, group: list[Finished]) -> None:
         group.append(await self._world.play(task, home, phases, wait_for_reward=False))

@@ -17,7 +17,7 @@ from benchmarks.simulated.peers.router import PeerEngine, Router
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.samples.tasks import TaskSource
 from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task
@@ -111,10 +111,10 @@ class World:
     # -- rollout -----------------------------------------------------------------------------------------------------
 
     async def play(
-        self, task: Task, home: int | None = None, phases: FreePhases | None = None, *, wait_for_reward: bool = True
+        self, task: Task, home: int | None = None, phases: Phases | None = None, *, wait_for_reward: bool = True
     ) -> Finished:
         """One episode, tried again with a new environment as often as one does not answer in time."""
-        phases = phases or FreePhases()
+        phases = phases or Phases()
         lease = Lease(task.task_id, task, 0)
         phases.enter(lease)
         try:
@@ -128,7 +128,7 @@ class World:
             await anyio.sleep(finished.reward_s)
         return finished
 
-    async def _try(self, task: Task, home: int | None, phases: FreePhases, lease: Lease) -> Finished | None:
+    async def _try(self, task: Task, home: int | None, phases: Phases, lease: Lease) -> Finished | None:
         work, deadline = self.workload, self.config.deadlines.env_step
         name = env_key(task.seed, self._environments[task.seed])
         self._environments[task.seed] += 1

@@ -38,7 +38,7 @@ from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, Prom
 from flash.rollout.engine import ResponseRequest, ignore_count
 from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.ahead import ResponsesAhead
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits
 from flash.rollout.episode.view import TranscriptView
@@ -151,7 +151,7 @@ class Episode:
         tokenizer: Tokenizer,
         proxy: Responder,
         settings: EpisodeSettings,
-        phases: FreePhases,
+        phases: Phases,
         outages: OutageClock | None = None,
         *,
         now: Callable[[], float],

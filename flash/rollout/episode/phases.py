@@ -1,13 +1,13 @@
 """Phases: when an episode may step its environment, and when it may ask for its next response.
 
-Normally at once: episodes are independent of each other (`FreePhases`). Two switches of `[rollout]` tie the episodes of
-a node together, so that the gain of independence can be measured:
+Normally at once: episodes are independent of each other. Two switches of `[rollout]` tie the episodes of a node
+together, so that the gain of independence can be measured:
 
     env_async = false          `LockStep`: no environment steps before all responses are complete, and no response is
-                               asked for before all environments have stepped
+                               requested before all environments have stepped
     replicate_prompts = false  `GroupBarrier`: environments of a group step when all its responses are complete
 
-`Episode.run` reports each change of phase and waits for permission (`RuledPhases`). A rule decides which episodes may
+`Episode` reports each change of phase to `Phases` and waits there for permission. A rule decides which episodes may
 continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
 continue now. An episode that leaves never blocks another one.
 """
@@ -26,25 +26,6 @@ GroupKey = tuple[str, int]
 """Split and group id: evaluations count their groups separately."""
 
 
-class FreePhases:
-    """Independent episodes: every call returns at once."""
-
-    free = True
-    """True if no episode ever waits for another one."""
-
-    def enter(self, lease: Lease) -> None:
-        """Report that an episode begins; its environment resets next."""
-
-    def leave(self, lease: Lease) -> None:
-        """Report that an episode has ended in any way. Called once for each `enter`."""
-
-    async def generated(self, lease: Lease) -> None:
-        """Report that a response is complete, and wait until the environment may step."""
-
-    async def stepped(self, lease: Lease) -> None:
-        """Report that the environment has reset or stepped, and wait until the next response may be asked for."""
-
-
 class PhaseRule(Protocol):
     """Decides which episodes may continue. Methods return the ids of the leases that may continue now."""
 
@@ -57,30 +38,42 @@ class PhaseRule(Protocol):
     def stepped(self, lease: Lease) -> set[int]: ...
 
 
-class RuledPhases(FreePhases):
-    """Episodes that wait until a rule lets them continue. The deadline of the episode bounds the wait."""
+class Phases:
+    """Lets the episodes of a node wait for each other. The deadline of an episode bounds its wait.
 
-    free = False
+    Args:
+        rule: decides which episodes may continue; None: episodes are independent, and every call returns at once.
+    """
 
-    def __init__(self, rule: PhaseRule) -> None:
+    def __init__(self, rule: PhaseRule | None = None) -> None:
         self.rule = rule
         self._waiting: dict[int, anyio.Event] = {}
+        """For each waiting episode, by lease id: set when it may continue."""
+
+    @property
+    def free(self) -> bool:
+        """True if no episode ever waits for another one."""
+        return self.rule is None
 
     def enter(self, lease: Lease) -> None:
         """Report that an episode begins; its environment resets next."""
-        self.rule.enter(lease)
+        if self.rule is not None:
+            self.rule.enter(lease)
 
     def leave(self, lease: Lease) -> None:
-        """Report that an episode has ended in any way. Episodes that waited for it alone continue."""
-        self._release(self.rule.leave(lease))
+        """Report that an episode has ended in any way. Called once for each `enter`."""
+        if self.rule is not None:
+            self._release(self.rule.leave(lease))
 
     async def generated(self, lease: Lease) -> None:
         """Report that a response is complete, and wait until the environment may step."""
-        await self._wait(lease.lease_id, self.rule.generated(lease))
+        if self.rule is not None:
+            await self._wait(lease.lease_id, self.rule.generated(lease))
 
     async def stepped(self, lease: Lease) -> None:
-        """Report that the environment has reset or stepped, and wait until the next response may be asked for."""
-        await self._wait(lease.lease_id, self.rule.stepped(lease))
+        """Report that the environment has reset or stepped, and wait until the next response may be requested."""
+        if self.rule is not None:
+            await self._wait(lease.lease_id, self.rule.stepped(lease))
 
     async def _wait(self, lease: int, released: set[int]) -> None:
         """Release the other leases, and wait unless `lease` is among the released ones."""
@@ -101,12 +94,12 @@ class RuledPhases(FreePhases):
                 event.set()
 
 
-def phases(config: Config) -> FreePhases:
+def phases(config: Config) -> Phases:
     """Return the phases that the configuration asks for; the episodes of one node share them."""
     if not config.rollout.env_async:
         # Lock-step also holds the responses of a group until all are complete, so it serves both switches.
-        return RuledPhases(LockStep())
-    return FreePhases() if config.rollout.replicate_prompts else RuledPhases(GroupBarrier())
+        return Phases(LockStep())
+    return Phases() if config.rollout.replicate_prompts else Phases(GroupBarrier())
 
 
 class LockStep:

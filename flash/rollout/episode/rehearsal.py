@@ -14,7 +14,7 @@ from flash.environment.interface import Environment
 from flash.errors import ConfigError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
-from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.samples.tasks import SEED_STRIDE
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
@@ -47,9 +47,7 @@ async def rehearse(
     Raises:
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
     """
-    episode = Episode(
-        make_env, tokenizer, Echo(), msgspec.structs.replace(settings, max_turns=1), FreePhases(), now=now
-    )
+    episode = Episode(make_env, tokenizer, Echo(), msgspec.structs.replace(settings, max_turns=1), Phases(), now=now)
     first = run_seed * SEED_STRIDE
     failures: list[Failure] = []
     for number in range(PROBLEMS):
