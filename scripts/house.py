@@ -30,23 +30,58 @@ POINTERS = (
 POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
 
 ROAD = (
-    *("samples/tasks.py", "samples/admission.py", "samples/buffer.py", "samples/store.py", "samples/leases.py"),
-    *("hub/dealing.py", "hub/work.py", "hub/nodes.py", "hub/hub.py", "hub/protocol.py"),
-    *("transport/server.py", "transport/connection.py", "transport/frames.py", "transport/client.py"),
-    *("rollout/hub_client.py", "rollout/node.py", "rollout/scheduler.py"),
-    *("rollout/episode/episode.py", "rollout/episode/view.py", "rollout/episode/transcript.py"),
-    *("rollout/episode/tokenizer.py", "rollout/proxy.py", "rollout/routing.py"),
-    *("rollout/engine.py", "rollout/vllm/engine.py", "rollout/vllm/requests.py"),
-    *("samples/ledger.py", "samples/journal.py", "samples/groups.py", "samples/batches.py", "hub/steps.py"),
-    *("hub/trainers.py", "run/trainer_rank.py", "trainer/loop.py", "trainer/step.py", "trainer/plan.py"),
-    *("trainer/packing.py", "trainer/credit.py", "trainer/firstpass.py"),
-    *("trainer/model/logprobs.py", "trainer/model/packed.py", "trainer/model/output_layer.py"),
-    *("trainer/loss.py", "trainer/objective.py", "trainer/optimizer.py"),
+    "samples/tasks.py",
+    "samples/admission.py",
+    "samples/leases.py",
+    "samples/buffer.py",
+    "samples/journal.py",
+    "samples/store.py",
+    "hub/dealing.py",
+    "hub/work.py",
+    "hub/hub.py",
+    "hub/protocol.py",
+    "transport/server.py",
+    "transport/connection.py",
+    "transport/frames.py",
+    "transport/client.py",
+    "rollout/hub_client.py",
+    "rollout/node.py",
+    "rollout/scheduler.py",
+    "rollout/episode/episode.py",
+    "rollout/episode/view.py",
+    "rollout/episode/transcript.py",
+    "rollout/episode/tokenizer.py",
+    "rollout/episode/chat_template.py",
+    "rollout/proxy.py",
+    "rollout/routing.py",
+    "rollout/engine.py",
+    "rollout/vllm/engine.py",
+    "rollout/vllm/requests.py",
+    "foreign/vllm.py",
+    "samples/ledger.py",
+    "samples/groups.py",
+    "hub/steps.py",
+    "samples/batches.py",
+    "hub/trainers.py",
+    "run/trainer_rank.py",
+    "trainer/loop.py",
+    "trainer/step.py",
+    "trainer/plan.py",
+    "trainer/packing.py",
+    "trainer/credit.py",
+    "trainer/firstpass.py",
+    "trainer/model/logprobs.py",
+    "trainer/model/prefixes.py",
+    "trainer/model/packed.py",
+    "trainer/model/attention.py",
+    "trainer/model/output_layer.py",
+    "trainer/loss.py",
+    "trainer/optimizer.py",
 )
 """Files of `flash` through which the task, the requests and the tokens of one sample pass, from lease to gradient.
 
-They stand in the order in which a sample reaches them. Environments and configuration are left out, and so are the
-files that every room uses, such as `types.py` and `errors.py`.
+They stand in the order in which a sample reaches them. Environments, configuration and objectives are left out. So are
+files that every room uses, such as `types.py`, and those that only watch or count, such as metrics.
 """
 
 

@@ -101,23 +101,13 @@ def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to() -> None:
 
 def test_layers_of_different_sizes_are_counted_one_by_one() -> None:
     """Gemma 4's windowed layers have smaller heads, and its configuration names no size for all layers."""
+    described: Any = CONFIG_MAPPING["gemma4_text"]
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    sizes |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            CONFIG_MAPPING["gemma4_text"](
-                vocab_size=40,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                global_head_dim=16,
-                layer_types=["sliding_attention", "full_attention"],
-                sliding_window=4,
-                hidden_size_per_layer_input=0,
-                num_kv_shared_layers=0,
-            )
-        )
+        model = AutoModelForCausalLM.from_config(described(**sizes))
     assert ModelArithmetic.of(model).attention == [AttentionLayer(4, 4 * 2 * 8), AttentionLayer(math.inf, 4 * 2 * 16)]
 
 
