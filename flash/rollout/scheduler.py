@@ -68,7 +68,7 @@ class _LiveEpisode(EpisodeProgress):
         self._silent = silent
         silent.add(self)
 
-    def asks(self) -> None:
+    def on_request(self) -> None:
         """Note that the episode has sent a request: the load of the engines shows it from now on."""
         self._silent.discard(self)
 

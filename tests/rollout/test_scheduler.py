@@ -140,7 +140,7 @@ def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_oth
         source, engine = Source(12), Engine(2)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
-            progress.asks()
+            progress.on_request()
             await engine.generate(1)
             await anyio.sleep(50)
             return ended(of)
@@ -165,7 +165,7 @@ def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
             most = max(most, resetting)
             await anyio.sleep(5)
             resetting -= 1
-            progress.asks()
+            progress.on_request()
             await engine.generate(1)
             return ended(of)
 
@@ -270,7 +270,7 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             generate_s, step_s, _ = lives[of.lease_id]
-            progress.asks()
+            progress.on_request()
             await engine.generate(generate_s)
             await anyio.sleep(step_s)
             return ended(of)
@@ -405,7 +405,7 @@ def test_a_scheduler_without_room_ends_when_there_is_no_more_work() -> None:
         source, engine = Source(4), Engine(2)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
-            progress.asks()
+            progress.on_request()
             await engine.generate(1000)
             return ended(of)
 

@@ -3,6 +3,7 @@
 The scheduler calls `Episode.run` in `episode` for each lease; the episode asks the node's proxy for responses.
 
 - `transcript` keeps the tokens of an episode, `view` shows them to the environment.
+- `ahead` samples responses before the episode comes to them, if the environment expects them.
 - `tokenizer` makes the tokens, with `chat_template` for chat messages and `controls` for control tokens.
 - `phases` decides when environments may step and when episodes may generate.
 - `rehearsal` plays one turn before any engine starts.

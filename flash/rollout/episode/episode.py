@@ -98,7 +98,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         }
         return msgspec.structs.replace(run, domains=own)
 
-    def of(self, kind: str) -> EpisodeSettings:
+    def for_kind(self, kind: str) -> EpisodeSettings:
         """Return the settings for a kind of problems."""
         return self.domains.get(kind, self)
 
@@ -113,8 +113,8 @@ class EpisodeProgress:
         """Tokens that were sampled for the episode and will not be in its trajectory, because their request was
         aborted."""
 
-    def asks(self) -> None:
-        """Do something when a response is requested; for owners that override this."""
+    def on_request(self) -> None:
+        """Called when a response is requested. Owners that want to know override it."""
 
 
 def response_key(task: Task, turn: int) -> int:
@@ -171,7 +171,7 @@ class Episode:
 
         Raises only cancellation and programmer errors. `progress` counts tokens while the episode runs.
         """
-        settings = self._settings.of(lease.task.kind)
+        settings = self._settings.for_kind(lease.task.kind)
         transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
         try:
@@ -335,7 +335,7 @@ class Episode:
             add(len(tokens))
             request.on_tokens(tokens)
 
-        state.progress.asks()
+        state.progress.on_request()
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
         add(len(completion.token_ids) - counted)
         if not completion.token_ids:
