@@ -119,7 +119,12 @@ class UserTask(Generic[_T]):
 
     @types.coroutine
     def _driven(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
-        """Resume the code whenever the thing that it awaits is ready, until the code ends or is abandoned."""
+        """Resume the code whenever the thing that it awaits is ready, until the code ends or is abandoned.
+
+        Stands between asyncio and the code: passes the futures that the code awaits up to asyncio, and cancellations
+        down to the code. So it can leave the code suspended for ever. A task of asyncio that ran the code directly
+        would end only with the code.
+        """
         steps: Any = awaitable.__await__()
         thrown: BaseException | None = None
         # A loop that was blocked lately lets other tasks run before user code (`flash.run.loop_watch.WatchedLoop`).
@@ -184,6 +189,8 @@ class UserTask(Generic[_T]):
         self._scope.cancel()
         with anyio.move_on_after(min(SPIN_S, seconds), shield=True):
             await self.over.wait()
+        # Code that still swallows cancellations by now, one on each turn of the loop, keeps the loop busy: it gets no
+        # more time. Code that awaits something, in a shielded scope for example, may be cleaning up.
         if not self.over.is_set() and not are_delivering(scopes_within(self._scope, self._task)):
             with anyio.move_on_after(seconds, shield=True):
                 await self.over.wait()

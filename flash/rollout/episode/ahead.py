@@ -120,6 +120,7 @@ class ResponsesAhead:
 
     def _fits(self) -> bool:
         """Return True if the limits allow one more response, however long those under way become."""
+        # One more response is under way than is sampled ahead: the one that the episode itself waits for.
         transcript, under_way = self._transcript, len(self._responses) + 1
         total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
         return (
