@@ -18,7 +18,7 @@ from flash.config.tree import ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.run.models.models import export_model
 from flash.trainer import checkpoint, checkpoint_files
-from flash.trainer.model.adapters import add_adapters, engine_tensors, merge
+from flash.trainer.model.adapters import add_adapters, engine_tensors, merge_adapters
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained_parameters
 from tests.trainer.packed_cases import tiny
@@ -62,7 +62,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
 
 def merged(trainer: Trainer, model: Path) -> PreTrainedModel:
     whole = load_model(ModelConfig(path=str(model)))
-    merge(whole, tensors_of(trainer), LORA)
+    merge_adapters(whole, tensors_of(trainer), LORA)
     return whole
 
 

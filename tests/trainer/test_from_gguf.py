@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.trainer.model.from_gguf import Header, convert, described, examine, save_tokenizer
+from flash.trainer.model.from_gguf import Header, convert, describe, examine, save_tokenizer
 from flash.trainer.model.model import load_model
 from flash.types import Message
 from tests.gguf_files import POSITIONS, tensors, write_gguf
@@ -79,7 +79,7 @@ def test_the_tokenizer_alone_is_that_of_the_folder(file: Path, folder: Path, tmp
 
 
 def test_a_file_says_what_it_holds_before_it_is_converted(file: Path) -> None:
-    assert described(file) == "a LlamaForCausalLM of 0.0784M parameters"
+    assert describe(file) == "a LlamaForCausalLM of 0.0784M parameters"
     assert examine(file) == Header(POSITIONS, 2 * sum(values.size for values in tensors().values()))
 
 
@@ -121,7 +121,8 @@ def test_tensors_of_a_type_that_cannot_be_dequantised_are_refused_by_its_name(tm
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [(None, "lacks tensors of its model, such as "), (np.nan, "holds no numbers in its tensor ")]
+    ("value", "why"),
+    [(None, "lacks tensors of its model, such as "), (np.nan, "holds numbers that are not finite in its tensor ")],
 )
 def test_a_file_without_a_tensor_or_with_one_of_no_numbers_is_refused(
     tmp_path: Path, value: float | None, why: str

@@ -13,7 +13,7 @@ from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
 from flash.run.models.models import make_missing_model
 from flash.trainer.model import tiny_model
-from flash.trainer.model.tiny_model import FINGERPRINT, is_current, make_tiny_model, what_changed
+from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, is_current, make_tiny_model
 
 SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
 ENV = "envs.arithmetic:Arithmetic"
@@ -254,7 +254,7 @@ def test_the_warm_start_ends_as_soon_as_the_model_is_good_enough(tmp_path):
     assert step == steps < 500
 
 
-def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_loss_falls_no_further(tmp_path):
+def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_loss_has_stopped_falling(tmp_path):
     config = msgspec.structs.replace(SMALL, warm_start_steps=5000)
     told = make(tmp_path / "tiny", config, f"{__name__}:Dice", {})
     step, steps, loss = told[-1]
@@ -265,10 +265,10 @@ def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_los
 def test_an_option_that_changes_no_example_changes_no_model(tmp_path):
     env = f"{__name__}:Dice"
     make(tmp_path / "tiny", SMALL, env, {})
-    assert what_changed(tmp_path / "tiny", SMALL, env, {"failure_rate": 0.5}) == []
-    assert what_changed(tmp_path / "tiny", SMALL, env, {"sides": 4}) == ["alphabet", "examples"]
+    assert changed_parts(tmp_path / "tiny", SMALL, env, {"failure_rate": 0.5}) == []
+    assert changed_parts(tmp_path / "tiny", SMALL, env, {"sides": 4}) == ["alphabet", "examples"]
     other_seed = msgspec.structs.replace(SMALL, seed=1)
-    assert what_changed(tmp_path / "tiny", other_seed, env, {}) == ["tiny_model", "examples"]
+    assert changed_parts(tmp_path / "tiny", other_seed, env, {}) == ["tiny_model", "examples"]
 
 
 @pytest.mark.parametrize(

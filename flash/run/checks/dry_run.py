@@ -149,7 +149,7 @@ def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
             return
         with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
             from_gguf.save_tokenizer(source, Path(folder))
-            yield _of_folder(config, folder), f"{path} will be made from {source}, {from_gguf.described(source)}"
+            yield _of_folder(config, folder), f"{path} will be made from {source}, {from_gguf.describe(source)}"
         return
     wanted = config.tiny_model
     if wanted is not None and not is_current(path, wanted, config.env.path, config.env.options):

@@ -45,7 +45,7 @@ from flash.trainer.checkpoint_files import (
     newest_complete,
     read_manifest,
 )
-from flash.trainer.model.tiny_model import refuse_foreign, what_changed
+from flash.trainer.model.tiny_model import changed_parts, refuse_foreign
 from flash.transport.server import try_listening
 from flash.waiting import run_apart
 
@@ -286,7 +286,7 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("lora.alpha", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
-            if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):
+            if path.exists() and "alphabet" in changed_parts(path, tiny, config.env.path, config.env.options):
                 message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
                 yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 

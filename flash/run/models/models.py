@@ -34,7 +34,7 @@ from flash.trainer.checkpoint_files import (
     sync_to_disk,
     temporary_of,
 )
-from flash.trainer.model.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
+from flash.trainer.model.tiny_model import changed_parts, interrupted_after, make_tiny_model, show_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +79,7 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
     wanted = (tiny, config.env.path, config.env.options)
     if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
         return  # the weights are those of the run, and others may use the folder
-    if not what_changed(path, *wanted):
+    if not changed_parts(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(
                 f"tiny model: {path} is used as its warm start, interrupted after {steps} steps, has left it; remove "
@@ -87,7 +87,7 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
             )
         return
     with making(path, f"the tiny model {path}", config.deadlines.rendezvous):
-        changed = what_changed(path, *wanted)
+        changed = changed_parts(path, *wanted)
         if not changed:
             return
         if path.exists():
@@ -225,7 +225,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.trainer.model.adapters import add_adapters, merge, write_adapters
+    from flash.trainer.model.adapters import add_adapters, merge_adapters, write_adapters
     from flash.trainer.model.model import empty_model, load_model, trained_parameters
 
     make_fetched(config)
@@ -254,7 +254,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             if merged:
                 model = load_model(config.model)
                 _check_base(checkpoint, model, config)
-                merge(model, tensors, config.lora)
+                merge_adapters(model, tensors, config.lora)
                 tokenizer.add_ends(model.generation_config)
                 model.save_pretrained(folder)
             else:

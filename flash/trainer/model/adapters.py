@@ -1,10 +1,12 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): a model's weights W stay; of W + alpha / rank · B A, A and B are trained.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): W + alpha / rank · B A, where only A and B are trained.
 
-The base has the dtype of the run, to which passes would round it anyway; adapters, their gradients and moments are
-float32. B begins as 0, so that version 0 is the base, to the bit. Without its adapters the policy is its base, and so a
-reference that costs nothing. Beyond this file an adapted model is one of which a part is trained.
+The base weights W have the dtype of the run, to which the forward pass would round them anyway. Adapters, their
+gradients and their moments are float32. B begins as 0, so that version 0 equals the base bit for bit. With its adapters
+disabled the policy is its base, which makes a reference policy that costs no memory.
 
-Adapters are whole on each rank but for what FSDP shards; names and files are peft's.
+Other modules see an adapted model as a model of which a part is trained
+(`flash.trainer.model.model.trained_parameters`). Each rank holds whole adapters but for their sharding by FSDP. Names
+and files are peft's.
 """
 
 from __future__ import annotations
@@ -28,24 +30,26 @@ from flash.trainer.model.model import empty_model, kept_buffers, named_full_tens
 from flash.weights.image import Fingerprint
 
 WEIGHTS = "adapter_model.safetensors"
-"""What peft calls the file."""
+"""peft's name for the file of adapter weights."""
 
 
 def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
-    """What `empty_model` makes, with adapters where the run trains them.
+    """Return the policy with parameters on the meta device, with adapters if the run trains them.
+
+    With `layers`, the model has only this many of its decoder layers, the first ones.
 
     Raises:
-        ConfigError: as `empty_model`, or the model has none of the layers that `lora.targets` names.
+        ConfigError: the model cannot be loaded, or has none of the layers that `lora.targets` names.
     """
     model = empty_model(config.model, layers)
     return model if config.lora is None else add_adapters(model, config.model, config.lora)
 
 
 def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfig) -> PreTrainedModel:
-    """Put adapters without content into an empty model, and have nothing else of it trained.
+    """Put empty adapters into an empty model, and freeze all its other parameters.
 
     Raises:
-        ConfigError: the model has no layer of a name in `lora.targets`, or peft can do nothing with one.
+        ConfigError: the model has no layer of a name in `lora.targets`, or peft does not support one of the layers.
     """
     names = linear_layers(model)
     if unknown := [target for target in lora.targets if target not in names]:
@@ -63,9 +67,9 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
 
 
 def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
-    """Give a sharded policy the weights of a model that `load_plain` has made.
+    """Give a sharded policy the weights of a model from `load_plain`. A collective.
 
-    Of adapters, A is drawn with the seed, as peft would draw it, and B is 0.
+    Of adapters, A is drawn with the seed from the distribution that peft uses, and B is 0.
     """
     state: dict[str, Any] = plain.state_dict()
     if peft.described_in(model) is None:
@@ -78,7 +82,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         if not parameter.requires_grad:
             found[name] = state.pop(_base_name(name)).to(parameter.dtype)
             continue
-        # Not by nn.init, whose draws follow from what a process has drawn before.
+        # nn.init would depend on the random numbers that this process has drawn before.
         whole = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).div_(parameter.shape[1] ** 0.5)
         whole = whole if ".lora_A." in name else torch.zeros_like(whole)
         assert isinstance(parameter, DTensor), "the policy is sharded"
@@ -88,7 +92,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
 
 
 def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
-    """Of a sharded model's parameters, on all ranks together."""
+    """Return the fingerprint of a sharded model's parameters over all ranks. A collective."""
     fingerprint = Fingerprint()
     for parameter in model.parameters():
         fingerprint.add(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
@@ -101,9 +105,10 @@ def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
 
 
 def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[str, Tensor]]:
-    """What engines load of a version: `named_full_tensors`, or the adapters, under the names of peft's files.
+    """Yield name and tensor of everything that engines load of a version: all parameters, or the adapters alone.
 
-    B is multiplied by alpha / rank, so that an engine holds what was published, bit for bit.
+    A collective. Adapters have the names of peft's files. B is multiplied by alpha / rank here and not in the engine,
+    so that the engine holds the published tensors bit for bit.
     """
     if lora is None:
         yield from named_full_tensors(model)
@@ -113,7 +118,7 @@ def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[
 
 
 def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write what peft's `PeftModel.from_pretrained` reads."""
+    """Write a folder that peft's `PeftModel.from_pretrained` can read."""
     from safetensors.torch import save_file
 
     described.inference_mode = True
@@ -124,15 +129,15 @@ def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) 
 
 
 @torch.no_grad()
-def merge(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Add adapters, under their names in the model, to the weights of their base, in place."""
-    for name, down in tensors.items():
+def merge_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
+    """Add adapters to the weights of their base, in place; `tensors` has them by their names in the adapted model."""
+    for name, a in tensors.items():
         layer, found, rest = name.partition(".lora_A.")
         if found:
             weight = model.get_parameter(f"{layer}.weight")
-            weight += (lora.alpha / lora.rank) * (tensors[f"{layer}.lora_B.{rest}"] @ down)
+            weight += (lora.alpha / lora.rank) * (tensors[f"{layer}.lora_B.{rest}"] @ a)
 
 
 def _base_name(name: str) -> str:
-    """What a tensor of an adapted model is called in its base."""
+    """Return the name in the base model of a tensor of the adapted model."""
     return name.replace(".base_layer.", ".")

@@ -1,7 +1,9 @@
-"""A GGUF file becomes an ordinary Hugging Face folder: weights in bfloat16, in no quantised form, and its tokenizer.
+"""Conversion of a GGUF file to a Hugging Face folder: weights in bfloat16 that are not quantized, and the tokenizer.
 
-`transformers` reads such files with the packages gguf and accelerate. What it cannot read is refused before any work:
-by `examine`, which looks at the file's header, and by `described`, which asks transformers about all but the weights.
+`flash.run.models` calls `examine` before a run starts and `convert` when it makes the folder; the dry run calls
+`describe` and `save_tokenizer`. transformers reads such files with the packages gguf and accelerate. Files that it
+cannot read are refused before any work: `examine` reads the file's header, and `describe` lets transformers build the
+model without its weights.
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "model.gguf"
-"""Of the link by which transformers is given a file: with nothing beside it that it might read instead."""
+"""Name of a link to the file in a folder of its own, so that transformers finds nothing else to read beside it."""
 PACKAGES = ("gguf", "accelerate")
-"""Both are needed by transformers for such files, and for nothing else."""
+"""Packages that transformers needs for GGUF files, and that nothing else here needs."""
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
 
 
 class Header(NamedTuple):
-    """What a file says of its model."""
+    """Facts about the model from the header of a GGUF file."""
 
     positions: int | None
-    """Longest sequence, in tokens."""
+    """Longest sequence, in tokens; None if the header does not have it."""
     weights_bytes: int
-    """Of the folder's weights, in bfloat16."""
+    """Bytes of the converted weights, in bfloat16."""
 
 
 def examine(file: Path) -> Header:
-    """Read the file's header, and see that its tensors are all there, in forms that can be dequantised.
+    """Read the file's header, and check that its tensors are complete and of types that can be dequantised.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or holds what cannot be dequantised.
+        ConfigError: the file cannot be read, is damaged, or holds tensors that cannot be dequantised.
     """
     if lacking := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(
-            f"{file} cannot be read without the packages {' and '.join(lacking)}: make the environment anew with "
+            f"{file} cannot be read without the packages {' and '.join(lacking)}: build the environment again with "
             f"`make env`, or install them with `pip install {' '.join(lacking)}`"
         )
     import gguf
@@ -54,7 +56,7 @@ def examine(file: Path) -> Header:
         reader = gguf.GGUFReader(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged file raises whatever numpy and Python find in it
+    except Exception as error:  # a damaged file makes numpy or Python raise errors of any type
         raise ConfigError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): {REMEDY}") from error
     if not reader.tensors:
         raise ConfigError(f"{file} holds no tensors: {REMEDY}")
@@ -68,17 +70,17 @@ def examine(file: Path) -> Header:
     return Header(length and int(length.contents()), 2 * sum(int(tensor.n_elements) for tensor in reader.tensors))
 
 
-def described(file: Path) -> str:
-    """The model's class and size.
+def describe(file: Path) -> str:
+    """Return the model's class and size as a phrase for a message.
 
     Raises:
-        ConfigError: as `examine`; or transformers does not know such a model.
+        ConfigError: the file cannot be read, is damaged, or holds a model that transformers does not know.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     examine(file)
-    with _alone(file) as folder, _refusals(file):
+    with _linked_alone(file) as folder, _conversion_errors(file):
         config = AutoConfig.from_pretrained(folder, gguf_file=NAME)
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config)
@@ -87,16 +89,16 @@ def described(file: Path) -> str:
 
 
 def save_tokenizer(file: Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file, and the configuration that it needs beside it.
+    """Write the tokenizer of a GGUF file, with the configuration that it needs, into a folder.
 
     Raises:
-        ConfigError: it has none that can be read.
+        ConfigError: the file has no tokenizer that can be read.
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    with _alone(file) as alone, _refusals(file):
-        config = AutoConfig.from_pretrained(alone, gguf_file=NAME)
-        tokenizer: Any = AutoTokenizer.from_pretrained(alone, gguf_file=NAME)
+    with _linked_alone(file) as linked, _conversion_errors(file):
+        config = AutoConfig.from_pretrained(linked, gguf_file=NAME)
+        tokenizer: Any = AutoTokenizer.from_pretrained(linked, gguf_file=NAME)
         positions = getattr(config, "max_position_embeddings", None)
         if isinstance(positions, int):
             tokenizer.model_max_length = min(positions, tokenizer.model_max_length)
@@ -104,67 +106,72 @@ def save_tokenizer(file: Path, folder: Path) -> None:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file into an empty folder, and see that it can be loaded.
+    """Write the model of a GGUF file into an empty folder, and check that it can be loaded from there.
 
     Raises:
-        ConfigError: it cannot be converted; tensors are missing or hold no numbers.
+        ConfigError: the file cannot be converted, lacks tensors, or holds numbers that are not finite.
     """
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     from flash.foreign.transformers import open_weights, without_bars
 
-    with _alone(file) as alone, _refusals(file), without_bars(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries, on how they read and dequantise
+    with _linked_alone(file) as linked, _conversion_errors(file), without_bars(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
         save_tokenizer(file, folder)
-        with redirect_stderr(StringIO()):  # its bar, which nothing else turns off
+        with redirect_stderr(StringIO()):  # the only way to hide its progress bar
             read: Any = AutoModelForCausalLM.from_pretrained(
-                alone,
+                linked,
                 gguf_file=NAME,
                 dtype=torch.bfloat16,
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
-        _save(_whole(file, *read), folder)
+        _save(_check_complete(file, *read), folder)
         open_weights(folder)
         again: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
         )
-        _whole(file, *again)
+        _check_complete(file, *again)
 
 
 @contextmanager
-def _alone(file: Path) -> Generator[str]:
+def _linked_alone(file: Path) -> Generator[str]:
+    """Provide a temporary folder that holds nothing but a link to the file."""
     with tempfile.TemporaryDirectory(prefix="flash-gguf-") as folder:
         (Path(folder) / NAME).symlink_to(file.resolve())
         yield folder
 
 
 @contextmanager
-def _refusals(file: Path) -> Generator[None]:
-    """What transformers raises of a file that it cannot take, as one clear error."""
+def _conversion_errors(file: Path) -> Generator[None]:
+    """Turn the errors that transformers raises for a file that it does not support into one ConfigError."""
     try:
         yield
-    except (OSError, MemoryError, ConfigError):  # the machine's matter, or said already
+    except (OSError, MemoryError, ConfigError):  # faults of the machine, or already a clear message
         raise
-    except Exception as error:  # of an architecture or a tokenizer that it does not know it raises a dozen classes
+    except Exception as error:  # for an unknown architecture or tokenizer it raises a dozen classes
         raise ConfigError(f"{file} cannot be converted ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
-def _whole(file: Path, model: PreTrainedModel, told: dict[str, Any]) -> PreTrainedModel:
-    """The model, if every parameter was found and holds numbers."""
+def _check_complete(file: Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
+    """Return the model if every parameter was found and is finite; `info` is transformers' loading report.
+
+    Raises:
+        ConfigError: a parameter is missing or not finite.
+    """
     import torch
 
-    if missing := sorted({*told["missing_keys"], *map(str, told["mismatched_keys"])}):
+    if missing := sorted({*info["missing_keys"], *map(str, info["mismatched_keys"])}):
         raise ConfigError(f"{file} lacks tensors of its model, such as {missing[0]}: {REMEDY}")
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise ConfigError(f"{file} holds no numbers in its tensor {name}: {REMEDY}")
+            raise ConfigError(f"{file} holds numbers that are not finite in its tensor {name}: {REMEDY}")
     return model
 
 
 def _save(read: PreTrainedModel, folder: Path) -> None:
-    """The same weights in a model that counts as none of a quantised form, which could not be saved."""
+    """Save the weights through a fresh model: transformers refuses to save one that was loaded in quantised form."""
     import torch
 
     config: Any = read.config

@@ -1,15 +1,19 @@
-"""A small Qwen3 for machines without a model hub: made here, taught just enough by the environment's solved examples.
+"""A small Qwen3 for machines without a model hub, created here and pretrained on the environment's solved examples.
 
-The result is an ordinary Hugging Face folder with a tokenizer of the environment's characters. The supervised warm
-start ends as soon as the model would sample nearly a quarter of the answers right: it can then answer at all, and
-reinforcement learning has most of the way before it. Where the examples leave something open, such as the moves of a
-demonstrator that draws them, no model gets there: then it ends when the loss falls no further. A fingerprint file of
-what the model is made from makes the folder its own cache; a folder without one belongs to somebody else and is never
-written to. A warm start that is interrupted leaves what it has come to, and says so, as does each use of that.
+`flash.run.models` makes it before a run with a `[tiny_model]` table. The result is an ordinary Hugging Face folder,
+with a tokenizer of the environment's characters.
 
-torch and transformers are imported where they are used: asking whether a folder is current needs neither.
+The supervised warm start ends as soon as the model would sample nearly a quarter of the answers right: then it can
+answer at all, and most of the improvement is left to reinforcement learning. No model gets there if the examples are
+partly random, such as moves that a demonstrator draws. Then the warm start ends when the loss stops falling.
 
-Shape legend: B = examples of a step; T = tokens of the longest example, padded on the right.
+A fingerprint file of all that the model depends on makes the folder its own cache. A folder without this file belongs
+to somebody else and is never written to. An interrupted warm start keeps the model as it is by then, and each later use
+of it prints a notice.
+
+torch and transformers are imported where they are used: checking whether a folder is current needs neither.
+
+Shape legend: B = examples of a step, T = tokens of the longest example (padded on the right), V = vocabulary.
 """
 
 from __future__ import annotations
@@ -36,31 +40,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 FINGERPRINT = "flash_tiny.json"
-"""The file, inside the model folder, that holds all options it was made from."""
+"""Name of the file in the model folder that holds all that the model was made from."""
 
 INTERRUPTED = "interrupted_after"
-"""In that file: steps of a warm start that was interrupted."""
+"""Key in the fingerprint file: steps after which the warm start was interrupted."""
 
 RECIPE = 3
-"""Part of the fingerprint: raised when this file makes another model from the same options."""
+"""Part of the fingerprint. Raise it when this module makes another model from the same options."""
 
 STOP_AT = 0.22
-"""The warm start ends when the model's mean probability of a right answer (its accuracy when sampled at temperature 1)
-reaches this share. Stopping by steps instead would not do: seeds differ by a factor of two in how fast they learn."""
+"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. A fixed
+number of steps would not do: seeds differ by a factor of two in how fast they learn."""
 
 SMOOTHING = 0.1
 """Weight of the newest step in the running mean that is compared with `STOP_AT`."""
 
 WINDOW = 150
-"""Steps over which losses are averaged, to see whether the loss still falls: longer than the plateau at the start."""
+"""Steps over which losses are averaged to decide whether the loss still falls; longer than the plateau at the start."""
 
-LEAST_GAIN = 0.003
-"""Share by which the mean loss of a window has to be below that of the one before, or the loss falls no further."""
+MIN_GAIN = 0.003
+"""Share by which the mean loss of a window must be below that of the window before; else the loss has stopped
+falling."""
 
-TRIED = 3
-"""Solved examples that an environment is asked for before all else."""
-SAMPLE = 16
-"""Examples in the fingerprint: what they show of the environment's options is what the model depends on."""
+CHECKED_EXAMPLES = 3
+"""Solved examples that are checked for form before anything else is made of an environment."""
+FINGERPRINT_EXAMPLES = 16
+"""Solved examples in the fingerprint. They stand for the environment's options: options that do not change the examples
+do not change the model."""
 
 LR_WARMUP_STEPS = 20
 """Steps of linear learning-rate warm-up."""
@@ -73,34 +79,36 @@ CONTEXT = 4096
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""What is said, one after the other and by whomever: a chat of one message is the prompt that the examples have."""
+"""Chat template that concatenates the messages and drops their roles. A chat of one message is rendered as the prompts
+of the examples are."""
 
 IGNORED = -100
-"""Target of positions without a loss, as torch's cross entropy expects it."""
+"""Target id of positions without a loss, as torch's cross entropy expects it."""
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with steps done, steps in all (as many as done, when it was the last), and the loss."""
+"""Callback after each step: steps done, steps in total (equal to steps done at the last step), and the loss."""
 
 
 def show_progress(step: int, steps: int, loss: float) -> None:
-    """Tell of every fiftieth supervised step, and of the last."""
+    """Print every fiftieth supervised step, and the last."""
     if step == steps or step % 50 == 0:
         sys.stdout.write(f"tiny model: supervised step {step}/{steps}, loss {loss:.3f}\n")
         sys.stdout.flush()
 
 
 def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> bool:
-    """Whether the folder holds the model that these options make."""
-    return not what_changed(path, config, env_path, env_options)
+    """Return True if the folder holds the model that these options make."""
+    return not changed_parts(path, config, env_path, env_options)
 
 
-def what_changed(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
-    """Of what the model is made from, the parts that the one in the folder was not made from: nothing, or a word each.
+def changed_parts(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
+    """Return the parts of the fingerprint in which the model in the folder differs; empty if it is current.
 
     Raises:
         ConfigError: the environment offers no examples.
     """
-    wanted, found = _fingerprint(config, _example_source(env_path, env_options), env_options), _read_fingerprint(path)
+    wanted = _fingerprint(config, _example_source(env_path, env_options), env_options)
+    found = _read_fingerprint(path)
     return [name for name in wanted if found.get(name) != wanted[name]]
 
 
@@ -113,20 +121,21 @@ def _read_fingerprint(path: Path) -> dict[str, Any]:
 
 
 def interrupted_after(path: Path) -> int:
-    """Steps after which the warm start of the model in the folder was interrupted; 0: it was not."""
+    """Return the steps after which the warm start of the model in the folder was interrupted; 0 if it was not."""
     return int(_read_fingerprint(path).get(INTERRUPTED, 0))
 
 
 def make_tiny_model(
     path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any], progress: Progress
 ) -> None:
-    """Make the model and put it at `path`; an older one of ours is replaced.
+    """Make the model and write it to `path`; an older tiny model there is replaced.
 
-    Interrupted, it puts there what it has come to, unless what is there was made from the same and is whole.
+    On KeyboardInterrupt, the model as it is by then is written, unless `path` holds the finished model of the same
+    options.
 
     Raises:
-        ConfigError: `path` holds something else, the width does not divide into heads, or the environment offers no
-            usable examples.
+        ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
+            offers no usable examples.
     """
     refuse_foreign(path)
     if config.width % HEAD_DIM:
@@ -157,8 +166,8 @@ def make_tiny_model(
         with _one_thread():
             _warm_start(model, tokenizer, env, config, count)
     except KeyboardInterrupt:
-        whole = is_current(path, config, env_path, env_options) and not interrupted_after(path)
-        if done and not whole:
+        finished = is_current(path, config, env_path, env_options) and not interrupted_after(path)
+        if done and not finished:
             made_from[INTERRUPTED] = done
             save()
             sys.stdout.write(f"tiny model: interrupted after {done} steps; {path} has the model as it is by now\n")
@@ -167,7 +176,11 @@ def make_tiny_model(
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises ConfigError: there is something at `path` that was not made here, and is never written to."""
+    """Refuse to write to a path that holds anything but a tiny model or an empty folder.
+
+    Raises:
+        ConfigError: `path` holds something else.
+    """
     if path.exists() and not _is_ours(path):
         raise ConfigError(
             f"{path} exists and is no tiny model of ours (it has no {FINGERPRINT}); name another folder, or "
@@ -176,7 +189,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
-    """The tokenizer that such a model would have, without the model.
+    """Write the tokenizer that the environment's tiny model would have, without the model.
 
     Raises:
         ConfigError: the environment offers no usable examples.
@@ -185,10 +198,13 @@ def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> 
 
 
 def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str, Any]) -> dict[str, Any]:
-    """Of the environment only what the model is taught: most options, such as a failure rate, change nothing of it."""
-    examples = env.solved_examples(SAMPLE, config.seed)
-    # An environment that draws without the seed shows others each time: its options have to do.
-    repeatable = examples == env.solved_examples(SAMPLE, config.seed)
+    """Return all that the model depends on.
+
+    Of the environment, this is what the model is taught. Most options, such as a failure rate, do not change it.
+    """
+    examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
+    # An environment that ignores the seed returns other examples each time: then its options stand for them.
+    repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     made_from = {
         "recipe": RECIPE,
         "tiny_model": config,
@@ -207,11 +223,11 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
     env = kind(**check_options(kind, env_options, "env.options"))
     if not isinstance(env, WarmStart):
         raise ConfigError(
-            f"{env_path} offers no solved examples, which a tiny model is taught with; give it the methods "
+            f"{env_path} offers no solved examples, which a tiny model learns from; give it the methods "
             "solved_examples and alphabet (see flash.environment.WarmStart), or set model.path to an existing model"
         )
     try:
-        check_solved_examples(env.alphabet(), env.solved_examples(TRIED, 0), TRIED)
+        check_solved_examples(env.alphabet(), env.solved_examples(CHECKED_EXAMPLES, 0), CHECKED_EXAMPLES)
     except Exception as error:  # somebody else's code
         raised = f"its examples or its alphabet raised {describe_error(error)}"
         told = str(error) if isinstance(error, EnvError) else raised
@@ -220,7 +236,7 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
 
 
 def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of the alphabet, then padding and end of text."""
+    """Return a tokenizer with one token per character of the alphabet, then padding and end of text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -241,7 +257,7 @@ def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 with random float32 weights, the same for the same seed."""
+    """Return a Qwen3 with random float32 weights, which depend on the seed alone."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -256,7 +272,7 @@ def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=config.tied,
-        # The usual 0.02 keeps a model this narrow on a plateau for hundreds of steps.
+        # With the usual 0.02, the loss of a model this narrow stays on a plateau for hundreds of steps.
         initializer_range=config.width**-0.5,
         bos_token_id=None,
         eos_token_id=cast("int", tokenizer.eos_token_id),
@@ -276,7 +292,7 @@ def _warm_start(
     config: TinyModelConfig,
     progress: Progress,
 ) -> None:
-    """Supervised steps on fresh solved examples, until the model is good enough, learns no more, or no step is left."""
+    """Train on fresh solved examples until the model is good enough, its loss stops falling, or no step is left."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -295,9 +311,9 @@ def _warm_start(
         optimizer.step()
         accuracy += SMOOTHING * (probability - accuracy)
         losses.append(loss.item())
-        good_enough = accuracy >= STOP_AT or _falls_no_further(losses)
-        progress(step + 1, step + 1 if good_enough else config.warm_start_steps, losses[-1])
-        if good_enough:
+        finished = accuracy >= STOP_AT or _has_stopped_falling(losses)
+        progress(step + 1, step + 1 if finished else config.warm_start_steps, losses[-1])
+        if finished:
             return
     if config.warm_start_steps:
         sys.stdout.write(
@@ -306,16 +322,16 @@ def _warm_start(
         )
 
 
-def _falls_no_further(losses: list[float]) -> bool:
-    """Looked at once per window: the mean of the last one against the one before."""
+def _has_stopped_falling(losses: list[float]) -> bool:
+    """Compare the mean loss of the last window with that of the window before, at the end of each window."""
     if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
         return False
     before, now = sum(losses[-2 * WINDOW : -WINDOW]), sum(losses[-WINDOW:])
-    return now > (1 - LEAST_GAIN) * before
+    return now > (1 - MIN_GAIN) * before
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, int64 [B, T]; targets are `IGNORED` except where the next token is the answer's or EOS."""
+    """Return token ids and targets, int64 [B, T]. Targets are `IGNORED` unless the next token is an answer's or EOS."""
     import torch
 
     rows = [_encode_example(tokenizer, example) for example in examples]
@@ -329,7 +345,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
 
 
 def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
-    """Token ids and targets of all turns, in the order in which an episode has them."""
+    """Return token ids and targets of all turns, in the order in which an episode has them."""
     try:
         check_letters(example, tokenizer.get_vocab().keys())
     except EnvError as error:
@@ -345,10 +361,10 @@ def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) 
 
 
 def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, float]:
-    """Mean loss per answer token, and the mean probability with which the model gets an example all right."""
+    """Return the mean loss per answer token, and the mean probability of sampling all answers of an example."""
     import torch
 
-    # Padding stands on the right, where causal attention never looks: no mask is needed.
+    # Padding is on the right, where causal attention does not see it: no mask is needed.
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     loss_BT = torch.nn.functional.cross_entropy(
         logits_BTV.transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
@@ -359,9 +375,10 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
 
 @contextlib.contextmanager
 def _one_thread() -> Generator[None]:
-    """Let torch compute in one thread: in models this small, threads that wait for each other decide how long it takes.
+    """Let torch compute in one thread: in a model this small, threads mostly wait for each other.
 
-    Where another program shares two cores, a step of examples/tiny.toml takes 0.2 s in one thread, and 3 s in two.
+    While another program uses the same two cores, a step of examples/tiny.toml takes 0.2 s in one thread and 3 s in
+    two.
     """
     import torch
 
