@@ -1,8 +1,9 @@
-"""Waiting: deadlines that name what was waited for, long work in slices, and the errors of task groups."""
+"""Waiting: deadlines that name what was waited for, a loop that is not stopped for long, and errors of task groups."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +19,13 @@ T = TypeVar("T")
 
 ITEMS_AT_ONCE = 4096
 """Items that `free_in_slices` frees in one slice."""
+
+GC_THRESHOLDS = (500, 3_600, 10)
+"""Thresholds of the garbage collector's three generations while `rare_garbage_collection` is in force.
+
+Episodes and samples leave no reference cycles, but they live long enough to be scanned again and again: with Python's
+own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms, so
+new objects are scanned in small groups, and objects that survived one scan only after 1.8 million allocations."""
 
 MessagePart = str | Callable[[], str]
 """Part of an error's message. A function is called once the error has happened, when more may be known."""
@@ -112,3 +120,34 @@ def _leaves(error: BaseException) -> Generator[BaseException]:
             left += reversed(one.exceptions)
         else:
             yield one
+
+
+class _GarbageCollection:
+    """State of `rare_garbage_collection` in this process."""
+
+    blocks = 0
+    """Number of blocks that are in force."""
+    thresholds = gc.get_threshold()
+    """Thresholds before the first of these blocks."""
+
+
+@contextmanager
+def rare_garbage_collection() -> Generator[None]:
+    """Collect reference cycles rarely inside the block, and never scan objects that existed before it.
+
+    Keeps Python's collector from stopping the event loop. Blocks may overlap; the last one to end restores the former
+    thresholds.
+    """
+    if _GarbageCollection.blocks == 0:
+        _GarbageCollection.thresholds = gc.get_threshold()
+        # torch and vLLM load objects that live as long as the process. A full collection over them takes 0.3 s.
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+    _GarbageCollection.blocks += 1
+    try:
+        yield
+    finally:
+        _GarbageCollection.blocks -= 1
+        if _GarbageCollection.blocks == 0:
+            gc.set_threshold(*_GarbageCollection.thresholds)
+            gc.unfreeze()

@@ -31,8 +31,8 @@ from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.transport.connection import rare_garbage_collection
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
+from flash.waiting import rare_garbage_collection
 
 AGENTS = 500
 TURNS = 8

@@ -38,10 +38,10 @@ from flash.observe.observer import MemoryObserver
 from flash.samples.batches import deal
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND
-from flash.transport.connection import rare_garbage_collection
 from flash.transport.frames import Request
 from flash.transport.server import Peer, serve
 from flash.types import Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.waiting import rare_garbage_collection
 
 CALL_GOAL_MS = 20
 RATE_GOAL = 2000

@@ -38,7 +38,7 @@ class HubCaller(Protocol):
 
 
 class BlockingHubCaller(Protocol):
-    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`."""
+    """A connection to the hub whose calls block their thread, such as `flash.transport.blocking.BlockingClient`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most."""

@@ -37,9 +37,8 @@ from flash.rollout.reports import NodeReports
 from flash.rollout.scheduler import MAX_EPISODES, Scheduler, Wakeup
 from flash.rollout.supervisor import EnginePlace, EngineSupervisor
 from flash.samples.rules import ONE_KIND, Problems
-from flash.transport.connection import rare_garbage_collection
 from flash.types import Failure, Lease, Trajectory
-from flash.waiting import deadline, unwrapped_group
+from flash.waiting import deadline, rare_garbage_collection, unwrapped_group
 
 if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher

@@ -55,9 +55,8 @@ from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import Problems
 from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
 from flash.transport.client import connect
-from flash.transport.connection import rare_garbage_collection
 from flash.transport.server import serve
-from flash.waiting import first_error
+from flash.waiting import first_error, rare_garbage_collection
 
 if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher

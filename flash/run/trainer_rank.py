@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from flash.hub.protocol import BatchReply, IncarnationReply
-    from flash.transport.client import BlockingClient
+    from flash.transport.blocking import BlockingClient
     from flash.transport.frames import ReplyT, Request
     from flash.types import Activity
 
@@ -117,7 +117,7 @@ def _enter(
 ) -> tuple[BlockingClient, IncarnationReply]:
     """Connect to a hub, until the stack is closed, and ask what to begin with."""
     from flash.hub import protocol as p
-    from flash.transport.client import BlockingClient
+    from flash.transport.blocking import BlockingClient
 
     with ExitStack() as entered:
         peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect)

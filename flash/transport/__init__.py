@@ -19,7 +19,8 @@ memory is allocated for it (`auth`, `frames.FrameDecoder`). Connections without 
 from __future__ import annotations
 
 from flash.transport.auth import new_token
-from flash.transport.client import BlockingClient, Client, connect
+from flash.transport.blocking import BlockingClient
+from flash.transport.client import Client, connect
 from flash.transport.frames import Request
 from flash.transport.server import Handler, Peer, serve
 

@@ -7,17 +7,12 @@ Backpressure: a sender waits for room while `BUFFER_BYTES` are unsent. If the pe
 two buffers (one that is being sent, one that fills) and one frame per sender.
 
 A machine that vanished is noticed by the kernel (keepalive and user timeout), so there is no heartbeat message.
-
-`rare_garbage_collection` is for processes whose event loop serves many such connections.
 """
 
 from __future__ import annotations
 
-import gc
 import socket
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import anyio
 import msgspec
@@ -41,12 +36,6 @@ PROBE_SECONDS = 10
 """Seconds between two probes."""
 PROBES = 4
 """Unanswered probes until the connection is given up: a silent peer is lost after 20 + 4 · 10 = 60 seconds."""
-GC_THRESHOLDS = (500, 3_600, 10)
-"""Thresholds of the garbage collector's three generations while `rare_garbage_collection` is in force.
-
-Episodes and samples leave no reference cycles, but they live long enough to be scanned again and again: with Python's
-own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms, so
-new objects are scanned in small groups, and objects that survived one scan only after 1.8 million allocations."""
 
 
 class FrameConnection:
@@ -182,34 +171,3 @@ def set_socket_options(stream: SocketStream) -> None:
         # The kernel does not probe while sent data is unacknowledged. Without this limit it then waits 15 minutes.
         lost_after_ms = (IDLE_SECONDS + PROBES * PROBE_SECONDS) * 1000
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_ms)
-
-
-class _GarbageCollection:
-    """State of `rare_garbage_collection` in this process."""
-
-    blocks = 0
-    """Number of blocks that are in force."""
-    thresholds = gc.get_threshold()
-    """Thresholds before the first of these blocks."""
-
-
-@contextmanager
-def rare_garbage_collection() -> Generator[None]:
-    """Collect reference cycles rarely inside the block, and never scan objects that existed before it.
-
-    Keeps Python's collector from stopping the event loop. Blocks may overlap; the last one to end restores the former
-    thresholds.
-    """
-    if _GarbageCollection.blocks == 0:
-        _GarbageCollection.thresholds = gc.get_threshold()
-        # torch and vLLM load objects that live as long as the process. A full collection over them takes 0.3 s.
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
-    _GarbageCollection.blocks += 1
-    try:
-        yield
-    finally:
-        _GarbageCollection.blocks -= 1
-        if _GarbageCollection.blocks == 0:
-            gc.set_threshold(*_GarbageCollection.thresholds)
-            gc.unfreeze()

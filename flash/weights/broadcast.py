@@ -5,7 +5,7 @@ each version, over tcp and with the proof of the token. The connection carries t
 come by broadcast, in pieces. `flash.weights.rounds` decides which workers are in a round. nccl's pieces lie on the GPUs
 (it was not run there yet), gloo's in host memory.
 
-    worker → trainer   JoinRequest: a version; again after its group failed, with the number of pieces that it has
+    worker → trainer   BroadcastRequest: a version; again after its group failed, with the number of pieces that it has
     trainer → worker   VersionManifest, once; or VersionRefused
     trainer → worker   RoundOrder: the group to join or keep, and the pieces that come through it
     trainer → worker   LeaveGroup: the group failed; leave it and request again
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+class BroadcastRequest(msgspec.Struct, frozen=True, tag=True):
     """A worker waits for a version."""
 
     member: str
@@ -109,7 +109,7 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
     """The group has failed."""
 
 
-FromWorker = JoinRequest | VersionReceived
+FromWorker = BroadcastRequest | VersionReceived
 FromTrainer = VersionManifest | VersionRefused | RoundOrder | LeaveGroup
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
@@ -183,7 +183,7 @@ class BroadcastServer(WeightServer):
         member: str | None = None
         received = False
         try:
-            while isinstance(message := receive_message(connection, _FROM_WORKER, MAX_REQUEST_BYTES), JoinRequest):
+            while isinstance(message := receive_message(connection, _FROM_WORKER, MAX_REQUEST_BYTES), BroadcastRequest):
                 if member is None:
                     if (image := self._held_image(message.version)) is None:
                         send_message(connection, VersionRefused(self._not_held(message.version)))
@@ -340,7 +340,7 @@ class BroadcastReceiver:
         listener = threading.Thread(target=self._listen, args=(connection, inbox), daemon=True)
         listener.start()
         try:
-            send_message(connection, JoinRequest(self._name, source.version, 0))
+            send_message(connection, BroadcastRequest(self._name, source.version, 0))
             first = _next_message(inbox)
             if not isinstance(first, VersionManifest):
                 raise TransportError(f"{source.host}:{source.port} answers out of turn: {first!r}")
@@ -412,7 +412,7 @@ class BroadcastReceiver:
             except RuntimeError as error:  # torch's errors have no other base
                 _log.info("version %d is requested again, because its group failed: %s", source.version, str(error))
                 self.leave()
-                send_message(connection, JoinRequest(self._name, source.version, held))
+                send_message(connection, BroadcastRequest(self._name, source.version, held))
 
     def _join(self, order: RoundOrder, source: WeightSource) -> Broadcasts:
         """Return the group of an order, which is formed if it is a new one."""

@@ -15,6 +15,7 @@ exception twice, and a trainer that dies in the middle of a pull is an expected 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,7 +70,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
     def start_weight_update(self) -> None:
         """Make the layers expect new tensors."""
         self.failure = None
-        begin_reload(self.model, self.device, self._note_sums)
+        begin_reload(self.model, self.device, partial(keep_sums, self.layer_sums))
 
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
         """Load each tensor as it arrives. A failed pull is left in `failure`."""
@@ -91,13 +92,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
     def shutdown(self) -> None:
         """Leave the group of the last broadcast, if any."""
         self._broadcasts.leave()
-
-    def _note_sums(self, layer: nn.Module) -> None:
-        """Keep the fingerprint of a layer whose new weights are about to be packed, after which none can be taken."""
-        fingerprint = Fingerprint()
-        for parameter in layer.parameters(recurse=False):
-            fingerprint.add(parameter)
-        self.layer_sums[layer] = fingerprint.sums
 
 
 class WorkerExtension:
@@ -138,6 +132,14 @@ class WorkerExtension:
         receiver = worker.weight_transfer_engine
         failure = receiver.failure if isinstance(receiver, WeightReceiver) else None
         return None if failure is None else failure.to_plain()
+
+
+def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:
+    """Add a layer's fingerprint to `layer_sums`. Its new weights are about to be packed; later none can be taken."""
+    fingerprint = Fingerprint()
+    for parameter in layer.parameters(recurse=False):
+        fingerprint.add(parameter)
+    layer_sums[layer] = fingerprint.sums
 
 
 def model_sums(model: nn.Module, layer_sums: LayerSums) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 
 from flash.errors import TransportError
 from flash.transport.auth import MAGIC, blocking_handshake, client_handshake
-from flash.weights.broadcast import BroadcastReceiver, BroadcastServer, JoinRequest, VersionReceived
+from flash.weights.broadcast import BroadcastReceiver, BroadcastRequest, BroadcastServer, VersionReceived
 from flash.weights.image import Fingerprint, make_image
 from flash.weights.tcp import NO_DIGEST, PULL_REQUEST, WORKER_NAME, TcpReceiver, WeightServer, WeightSource, pull
 from tests.fuzz.hub import Records
@@ -62,9 +62,15 @@ def _with_token(connection: socket.socket, source: WeightSource, rng: Random) ->
     version = rng.choice((0, 1, 2, -1, 2**63 - 1, -(2**63), rng.randrange(2**32)))
     asked = PULL_REQUEST.pack(version, rng.choice((NO_DIGEST, bytes.fromhex(source.digest), rng.randbytes(32))))
     asked = asked[: rng.choice((len(asked), len(asked), 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9)))
-    # Whoever holds the token may hold up a round, and so no attacker asks for what there is.
+    # A peer with the token may delay a round, so no attacker requests a version that there is.
     word = msgspec.msgpack.encode(
-        rng.choice((JoinRequest("", rng.choice((0, 2, 2**63 - 1)), 0), JoinRequest("x" * 99, 1, -1), VersionReceived()))
+        rng.choice(
+            (
+                BroadcastRequest("", rng.choice((0, 2, 2**63 - 1)), 0),
+                BroadcastRequest("x" * 99, 1, -1),
+                VersionReceived(),
+            )
+        )
     )
     framed = struct.pack("!I", rng.choice((len(word), len(word), 2**31))) + flipped(word, rng)
     connection.sendall(rng.choice((asked, framed, framed + framed)))

@@ -15,7 +15,7 @@ import torch
 
 from flash.errors import DeadlineError, TransportError, VersionGoneError, WeightsError
 from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
-from flash.weights.broadcast import JoinRequest, VersionReceived
+from flash.weights.broadcast import BroadcastRequest, VersionReceived
 from flash.weights.image import make_image
 from flash.weights.publisher import HostPublisher
 from flash.weights.tcp import CHUNK_BYTES, TcpReceiver, WeightServer, WeightSource, pull, receive_message
@@ -226,4 +226,4 @@ def test_a_word_that_cannot_be_read_is_a_transport_error(word: bytes) -> None:
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(word)) + word)
         with pytest.raises(TransportError, match="cannot be read"):
-            receive_message(ours, msgspec.msgpack.Decoder(VersionReceived | JoinRequest))
+            receive_message(ours, msgspec.msgpack.Decoder(VersionReceived | BroadcastRequest))

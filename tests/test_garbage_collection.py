@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from flash.transport.connection import GC_THRESHOLDS, rare_garbage_collection
+from flash.waiting import GC_THRESHOLDS, rare_garbage_collection
 
 
 def test_of_blocks_that_overlap_the_last_one_restores_what_stood_before():
