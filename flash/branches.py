@@ -30,17 +30,17 @@ TOKENS_AT_ONCE = 1 << 18
 
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
     """Return the versions of the first `counts[0]` tokens, of the next `counts[1]` tokens, and so on."""
-    left, parts = iter(runs), list[list[VersionRun]]()
-    version = rest = 0
+    later_runs, parts = iter(runs), list[list[VersionRun]]()
+    version = left = 0  # the current run, and its tokens that no part has yet
     for count in counts:
         part: list[VersionRun] = []
         while count > 0:
-            if rest == 0:
-                version, rest = msgspec.structs.astuple(next(left))
+            if left == 0:
+                version, left = msgspec.structs.astuple(next(later_runs))
                 continue
-            taken = min(rest, count)
+            taken = min(left, count)
             part.append(VersionRun(version, taken))
-            count, rest = count - taken, rest - taken
+            count, left = count - taken, left - taken
         parts.append(part)
     return parts
 

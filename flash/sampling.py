@@ -100,11 +100,11 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def fault(self, tokens: int) -> str | None:
         """Return why these cannot be the kept sets of `tokens` sampled tokens; None if they can."""
         if len(self.ids) % 4 or len(self.counts) % 4:
-            return "kept sets with parts of numbers"
+            return "kept sets whose bytes are not whole int32 numbers"
         ids, counts = self.numbers()
         if len(counts) != tokens or (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(ids):
-            return f"{tokens} sampled tokens, and kept sets of {len(counts)} with {len(ids)} tokens"
-        return "a kept token below 0" if (ids < 0).any() else None
+            return f"{tokens} sampled tokens, but kept sets for {len(counts)}, with {len(ids)} tokens"
+        return "a kept token with a negative id" if (ids < 0).any() else None
 
 
 def join_kept(parts: Iterable[Kept]) -> Kept:
@@ -163,7 +163,7 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def fault(self, tokens: int) -> str | None:
         """Return why these cannot be the routes of `tokens` tokens; None if they can."""
         if self.bits not in (8, 16) or self.layers < 1 or self.each < 1 or len(self.ids) != tokens * self._row_bytes:
-            return f"{tokens} tokens, and {len(self.ids)} bytes of experts of {self.layers} layers, {self.each} each"
+            return f"{tokens} tokens, but {len(self.ids)} bytes of experts for {self.layers} layers, {self.each} each"
         return None
 
 

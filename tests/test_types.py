@@ -87,7 +87,7 @@ def test_kept_sets_that_were_divided_are_the_whole_again(counts: list[int], data
 def test_kept_sets_that_cannot_be_those_of_the_tokens_are_told() -> None:
     good = Kept.of([5, 6, 7], [2, 0, 1])
     assert good.fault(3) is None
-    assert good.fault(2) == "2 sampled tokens, and kept sets of 3 with 3 tokens"
+    assert good.fault(2) == "2 sampled tokens, but kept sets for 3, with 3 tokens"
     for wrong in (
         Kept(good.ids[:-1], good.counts),
         Kept(good.ids, good.counts[:-2]),

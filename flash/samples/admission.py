@@ -145,12 +145,15 @@ class Admission:
         self.openings = 0
         """Counts events that may have made a lease possible: a task queued again, a place given back, a wave over.
         The owner compares it with an earlier value to see whether to offer tasks to waiting nodes again."""
-        # Groups start as a whole: a step that waits for a begun group must not hold back the rest of the group.
-        whole = rules.whole_groups or rules.on_expire == "wait"
         self._sizes = rules.sizes(contract.group_size)
+        """Members of a group by domain, redundant ones included."""
         self._largest = max(self._sizes.values())
+        # With on_expire = "wait" a step waits for the groups that have begun. If such a group could not go out as a
+        # whole, the step would wait for members that wait for the next version, and so for the step.
+        whole = rules.whole_groups or rules.on_expire == "wait"
         self._first_counted = contract.group_size - 1 if whole else 0
-        """Index of the member whose version all earlier members of its group need, too."""
+        """Index from which members count one by one. Where groups go out as a whole, it is the last one: all members
+        need the version that the last one needs."""
 
     def available(self, newest: int) -> int:
         """Return how many tasks could go out to nodes whose newest engine runs version `newest`.

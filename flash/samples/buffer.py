@@ -206,7 +206,7 @@ class SampleBuffer:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
         """
         if not self.samples.batches.training or self.samples.batches.step != version:
-            raise ContractError(f"step {version} was committed, but no batch was handed out for it")
+            raise ContractError(f"step {version} was committed, but no batch was formed for it")
         self._record_and_apply(Committed(version, self.samples.books))
 
     def close(self) -> None:

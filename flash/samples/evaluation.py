@@ -127,6 +127,7 @@ class Evaluations:
         """Start the evaluation of a published version, if it is due and no other one runs."""
         due = self._is_wanted(version)
         if version == self._first_version:
+            # After a restart: is there a result of the newest version that was due so far, or of a later one?
             newest = max(filter(self._is_wanted, range(version + 1)))
             due = not any(newest <= done <= version for done in self._evaluated)
         if due:

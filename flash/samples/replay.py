@@ -58,12 +58,17 @@ class Replay:
             self._begin(event.settings, state)
             return
         if (store := self._store) is None:
-            raise ContractError("the journal of a run without a checkpoint begins in the middle")
+            raise ContractError(
+                "the journal of a run without a checkpoint begins in the middle; expected the start of a hub first"
+            )
         if isinstance(event, Delivered) and isinstance(event.result, Trajectory):
             self.delivered += 1
         if isinstance(event, Committed):
             if event.books != store.books:
-                raise ContractError(f"before step {event.step}, {event.books} were booked, and now {store.books}")
+                raise ContractError(
+                    f"before step {event.step} the run had booked {event.books} (tasks issued, tasks in flight, tokens "
+                    f"generated), and its replay comes to {store.books}"
+                )
             oldest = store.contract.min_token_version(event.step)
             self._booked += [(FormedGroup(event.step, group), oldest) for group in store.batches.training.values()]
             self.reached = event.step + 1

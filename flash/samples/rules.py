@@ -378,7 +378,7 @@ class Breaker:
         if self.streaks.given_up >= self._samples:
             raise BreakerError(
                 f"{self.streaks.given_up} samples in a row were given up and none finished between; "
-                f"the last one ({failure.outcome}): {failure.message}. Fix the cause, or raise rollout.breaker "
+                f"the last one ({failure.outcome}): {failure.message}. Repair the cause, or raise rollout.breaker "
                 "or rollout.retries."
             )
         return False
@@ -400,6 +400,7 @@ class Breaker:
         if self.streaks.filtered >= self._groups:
             kinds = f" ({', '.join(f'{of_kind[name]} of {name}' for name in sorted(of_kind))})" if any(of_kind) else ""
             raise BreakerError(
-                f"{self.streaks.filtered} groups in a row{kinds} were filtered out and none was kept: nothing is left "
-                "to learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
+                f"{self.streaks.filtered} groups in a row{kinds} were filtered out and none was kept, so there is "
+                "nothing to learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too "
+                "narrow."
             )

@@ -157,7 +157,7 @@ class SampleStore:
         self.batches = FormedBatches(state.formed)
         self.backlog = Backlog(settings.slice_size)
         streaks = state.streaks if same_incarnation else None
-        # A new incarnation tries all kinds again: whoever resumes a run may have mended what failed.
+        # A new incarnation tries all kinds again: the user may have repaired what failed before resuming the run.
         tried_again = [] if same_incarnation else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
@@ -177,7 +177,7 @@ class SampleStore:
         """Messages for the user. The owner empties the list."""
         if tried_again:
             kinds = ", ".join(map(repr, tried_again))
-            self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
+            self.notes.append(f"environments of these kinds were in quarantine and are tried again: {kinds}")
         self._noted_failures: set[Outcome] = set()
         """Kinds of failures of which an example was noted."""
         self._restore(state, from_future, same_incarnation)
@@ -211,8 +211,9 @@ class SampleStore:
             self._age_groups()
         if other_problems:
             self.notes.append(
-                f"the problems are others than before: in the {len(state.groups)} groups of the old ones nothing more "
-                "begins; those with finished samples are trained as they are, the others leave"
+                "the environment's problems have changed since the last run: no more samples are started in the "
+                f"{len(state.groups)} groups of the earlier problems. Groups with finished samples are trained as they "
+                "are, and the other groups are given up"
             )
 
     def _end_unfinished(self, group: Group) -> None:
@@ -269,7 +270,7 @@ class SampleStore:
             case Closed():
                 self._close()
             case _:
-                raise ContractError(f"{type(event).__name__} changes no buffer")
+                raise ContractError(f"the event {type(event).__name__} cannot be applied to a buffer")
 
     def issue(self, event: Issued) -> Group:
         """Issue a group: its tasks are queued. Returns the group."""
@@ -295,7 +296,7 @@ class SampleStore:
     def _deliver(self, event: Delivered) -> None:
         member, result = self.leases.out.pop(event.lease_id, None), event.result
         if member is None:
-            raise ContractError(f"lease {event.lease_id} is not out")
+            raise ContractError(f"a result was delivered for lease {event.lease_id}, which no node holds")
         group, given_up = self.pool[member.task.group_id], False
         self.ledger.generated_tokens += result.sampled_tokens
         if isinstance(result, Failure):
@@ -387,7 +388,7 @@ class SampleStore:
         if in_a_row := self.domains.filtered(group.kind, self.quarantined):
             self.notes.append(
                 f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
-                "easy or too hard. Until one is trained it has its turns, and what comes to nothing is not made up for"
+                "easy or too hard. Until one of its groups is trained, filtered groups of this domain are not replaced"
             )
         self._breaker.filtered(group.kind)
 
@@ -476,7 +477,7 @@ class SampleStore:
         self._leave(group)
 
     def _withdraw(self, group: Group) -> None:
-        """Remove a whole group that is of no use any more."""
+        """Remove a whole group that will not be trained."""
         self._drop_pending(group, "beaten", Outcome.CANCELLED)
         self._drop_done(group, "beaten", Outcome.CANCELLED)
         self._leave(group)

@@ -1,6 +1,6 @@
 """TaskSource: decides which problem the next group of tasks is about. Pure state.
 
-`flash.samples.buffer` asks for the next problem when admission has room for another group, and issues its tasks.
+`flash.samples.buffer` requests the next problem when admission has room for another group, and issues its tasks.
 
 Training problems are numbered in the order of issue. The environment's seed of problem p is `run seed · 2^20 + p`,
 modulo `HELD_OUT`, so that an environment over a data set can walk it without replacement. Each number is issued once,
@@ -37,7 +37,7 @@ class Cursor(msgspec.Struct):
     next_problem: int = 0
     """Number of the next problem, where problems are taken in their order."""
     next_of: dict[str, int] = {}
-    """Number of the next problem to look at for each domain, where problems are asked for by domain."""
+    """Number of the next problem to look at for each domain, if the run has domains."""
     quarantined: list[str] = []
     """Kinds of which no more problems are issued."""
     ended: int = 0
@@ -56,7 +56,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str
     """Kind of environment; empty if the run has one kind only."""
     of_domain: bool = False
-    """True if the problem was asked for by its kind, so that the cursor of this domain moves on."""
+    """True if the problem was requested for its domain, so that the cursor of this domain moves on."""
 
 
 class TaskSource:
@@ -99,10 +99,14 @@ class TaskSource:
             if kind == domain or (domain is None and kind not in self.cursor.quarantined):
                 return Problem(number + 1, seed, kind, domain is not None)
         if domain is not None:
-            raise ContractError(f"of {SEARCH} problems in a row none is of the kind {domain!r}, which has a weight")
+            raise ContractError(
+                f"the domain {domain!r} has a weight, but none of the next {SEARCH} problems is of this kind; expected "
+                "`kind_of` to return it for some seeds"
+            )
         raise BreakerError(
-            f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
-            "left to train on. The notes above say why each was given up; mend it, and --resume tries all again"
+            f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}), so there is "
+            "nothing to train on. The notes above say why each kind was given up. Repair the cause; --resume tries all "
+            "kinds again"
         )
 
     def issue_group(self) -> list[Task]:

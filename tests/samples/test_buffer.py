@@ -370,12 +370,12 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
             for lease in lease_all(buffer, 0):
                 buffer.deliver(lease.lease_id, fail(lease))
 
-    with pytest.raises(BreakerError, match="--resume tries all again"):
+    with pytest.raises(BreakerError, match="--resume tries all kinds again"):
         only_fail()
     while buffer.tidy():
         pass
     again = resumed(buffer, 0, **options)
-    assert "in quarantine are tried again: 'a', 'b'" in again.samples.notes[0]
+    assert "in quarantine and are tried again: 'a', 'b'" in again.samples.notes[0]
     finish_all(again, lease_all(again, 0), 0)
     assert again.next_batch(0) is not None
     again.commit(0)
@@ -390,7 +390,7 @@ def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
     same = resumed(buffer, 0, **options, problems="old")
     assert {lease.task.group_id for lease in lease_all(same, 0)} == {1, 2, 3}
     again = resumed(buffer, 0, **options, problems="new")
-    assert "in the 4 groups of the old ones nothing more begins" in again.samples.notes[-1]
+    assert "no more samples are started in the 4 groups" in again.samples.notes[-1]
     assert {lease.task.group_id for lease in lease_all(again, 0)} == {4, 5}
     sizes = [len(group.trajectories()) for step in range(2) for group in gathered(again, step)]
     assert sizes == [4, 3]

@@ -503,6 +503,6 @@ def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
         replay.apply(event)
     assert replay.state(until=3) == stored
     again = void(buffer_of(domains, groups=2, alpha=0, state=stored, step=3))
-    assert again.samples.notes[0] == "kinds of environments that were in quarantine are tried again: 'a'"
+    assert again.samples.notes[0] == "environments of these kinds were in quarantine and are tried again: 'a'"
     assert Counter(lease.task.kind for lease in lease_all(again, 3)) == {"a": 2, "b": 2}
     assert again.samples.domains.row([]) == {}

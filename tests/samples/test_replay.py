@@ -343,7 +343,7 @@ def test_a_journal_that_does_not_belong_to_the_state_is_noticed() -> None:
     with pytest.raises(ContractError, match="begins in the middle"):
         replayed(None, 0, journal.events[1:])
     ended = next(event for event in journal.events if isinstance(event, Delivered))
-    with pytest.raises(ContractError, match=r"lease \d+ is not out"):
+    with pytest.raises(ContractError, match=r"lease \d+, which no node holds"):
         replayed(None, 0, [*journal.events, ended])
     lacking = [event for event in journal.events if not isinstance(event, Delivered)]
     with pytest.raises((ContractError, KeyError)):

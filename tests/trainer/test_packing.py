@@ -230,7 +230,7 @@ def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_ke
 
 
 @pytest.mark.parametrize(
-    ("kept", "why"), [(None, "there are no kept sets"), (Kept.of([], [0, 0]), "7 sampled tokens, and kept sets of 2")]
+    ("kept", "why"), [(None, "there are no kept sets"), (Kept.of([], [0, 0]), "7 sampled tokens, but kept sets for 2")]
 )
 def test_a_sample_that_does_not_say_what_it_was_drawn_from_is_refused_by_name(kept: Kept | None, why: str) -> None:
     one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
