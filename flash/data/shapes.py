@@ -20,7 +20,7 @@ import msgspec
 
 from flash.data.tables import Row, json_of, suggested, value_of, without_nulls
 from flash.errors import ConfigError
-from flash.service.chat import Spoken, messages_of
+from flash.service.chat import ChatMessage, messages_of
 from flash.service.errors import ApiError
 from flash.types import ASSISTANT, TOOL, Message
 
@@ -202,7 +202,7 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
         ConfigError: one of them is of no known role, or has a field of a wrong type.
     """
     try:
-        return messages_of(msgspec.convert(list(messages), list[Spoken]))
+        return messages_of(msgspec.convert(list(messages), list[ChatMessage]))
     except ApiError as error:
         raise ConfigError(f"{place}, {error.said['error']['param']}: {error}") from None
     except msgspec.ValidationError as error:

@@ -110,7 +110,7 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
     """The text at which it ended, and which the message does not show."""
 
 
-class Spoken(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """A message, as requests and data sets give it."""
 
     role: str
@@ -138,7 +138,7 @@ class _Body(AskedSampling, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
-    messages: list[Spoken]
+    messages: list[ChatMessage]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -206,11 +206,15 @@ def _refuse_the_rest(asked: _Body) -> None:
         raise unsupported("response_format", MASKED)
 
 
-def messages_of(spoken: list[Spoken]) -> list[Message]:
-    """Messages; those of functions bear the name that the call before them had. Raises ApiError."""
+def messages_of(given: list[ChatMessage]) -> list[Message]:
+    """Return messages in the form of the episode. A result of a function gets the function's name from its call.
+
+    Raises:
+        ApiError: a message has an unknown role, calls of functions from another role, or content that is not text.
+    """
     called: dict[str, str] = {}
     messages: list[Message] = []
-    for index, one in enumerate(spoken):
+    for index, one in enumerate(given):
         message = _message(one, f"messages[{index}]")
         called |= {call.id: call.name for call in message.tool_calls}
         if message.role == TOOL:
@@ -220,18 +224,18 @@ def messages_of(spoken: list[Spoken]) -> list[Message]:
     return messages
 
 
-def _message(spoken: Spoken, place: str) -> Message:
-    if spoken.role not in ROLES or spoken.function_call:
+def _message(given: ChatMessage, place: str) -> Message:
+    if given.role not in ROLES or given.function_call:
         known = ", ".join(ROLES)
         raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)
-    if spoken.tool_calls and spoken.role != ASSISTANT:
+    if given.tool_calls and given.role != ASSISTANT:
         raise ApiError(400, "Only an assistant calls functions.", None, place)
     return Message(
-        role=ROLES[spoken.role],
-        content=text_of(spoken.content, place) or spoken.refusal or "",
-        reasoning=spoken.reasoning or spoken.reasoning_content or spoken.thinking or "",
-        tool_calls=tools.calls_of(spoken.tool_calls or []),
-        tool_call_id=spoken.tool_call_id or "",
+        role=ROLES[given.role],
+        content=text_of(given.content, place) or given.refusal or "",
+        reasoning=given.reasoning or given.reasoning_content or given.thinking or "",
+        tool_calls=tools.calls_of(given.tool_calls or []),
+        tool_call_id=given.tool_call_id or "",
     )
 
 

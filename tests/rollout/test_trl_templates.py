@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.service.chat import Spoken, messages_of
+from flash.service.chat import ChatMessage, messages_of
 
 EXPECTED = Path(__file__).with_name("trl_templates.json")
 FOUND = find_spec("trl")
@@ -196,7 +196,7 @@ def outcome(tokenizer: HfTokenizer, case: str) -> str:
         AssertionError: something else is shown or learned, without a warning or an error.
     """
     conversation, tools = CASES[case]
-    messages = messages_of(msgspec.convert(conversation, list[Spoken]))
+    messages = messages_of(msgspec.convert(conversation, list[ChatMessage]))
     tokenizer._reported.clear()
     given = {"enable_thinking": False} if case == "no thinking" else {}
     tokenizer = tokenizer.with_arguments(given)
