@@ -164,12 +164,15 @@ class HubContext(NamedTuple):
     now: Callable[[], float]
     """Returns Unix seconds, on the loop's clock."""
     progress: RunProgress
+    """Versions of the run, its end, and the signals of changes."""
     contract: AgeContract
+    """Bounds on the age of tokens and on the samples in flight."""
     buffer: SampleBuffer
     """All training samples. It keeps the law of conservation: issued = trained + filtered + given_up + in_flight."""
     evaluations: Evaluations
     """All evaluation samples."""
     persistence: Persistence
     metrics: StepMetrics
+    """Sums for the row of the next step."""
     fleet: Fleet
     """The engines of all nodes."""

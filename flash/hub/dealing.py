@@ -137,6 +137,7 @@ class NodeShares:
             now: the time.
             unable: nodes that can run none of the tasks that are left.
         """
+        # A node for which a share is kept takes part, so that its share is left over, but is given nothing now.
         loads: list[NodeLoad] = []
         for node, known in self._nodes.items():
             takes = known.waits and node not in unable

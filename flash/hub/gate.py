@@ -318,6 +318,7 @@ def _branch_fault(trajectory: Trajectory) -> str | None:
     spans, responses = iter(trajectory.action_spans), Counter(turn.branch for turn in trajectory.turns)
     for number, (begin, end) in enumerate(zip(trajectory.branches, ends, strict=True)):
         own = list(islice(spans, responses[number]))
+        # A branch begins with a prompt, and something was sampled in it.
         if not own or own[0].start <= begin or own[-1].stop > end or own[0].start == own[-1].stop:
             return f"branch {number} at tokens [{begin}, {end}) with the responses {own[:4]}"
     return "a response in no branch" if next(spans, None) is not None else None

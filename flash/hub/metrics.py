@@ -115,7 +115,7 @@ class StepMetrics:
             version: the version that the step made.
             batch: means over the samples of the step's batch.
             trainer: metrics that the trainer measured; times in seconds.
-            samples: the books.
+            samples: the ledger, and the counts of samples.
             engines: all living engines.
             now: Unix seconds.
         """
@@ -123,6 +123,7 @@ class StepMetrics:
         ran = self._since is not None
         step_s = trainer.get("trainer_step_s", 0.0)
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
+        # A wait that began before the interval counts only from there on.
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - step_s))
         totals = ledger.totals(0)
         booked = {name: total - self._booked.get(name, 0) for name, total in totals.items()}

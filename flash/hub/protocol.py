@@ -135,7 +135,7 @@ class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     ended: list[EndedLease]
     """Results, each of a lease that the node holds and of no other."""
     capacity: int
-    """Number of tasks that the node could start now. It replaces the capacity of the `LeaseRequest` that is waiting."""
+    """Number of tasks that the node could start now. It may be more than its waiting `LeaseRequest` has asked for."""
 
 
 class CancelReply(msgspec.Struct, frozen=True, tag=True):
@@ -177,8 +177,8 @@ class VersionReply(msgspec.Struct, frozen=True, tag=True):
 class VersionRequest(NodeRequest[VersionReply], frozen=True, tag=True):
     """A node asks, for one of its engines, for a version newer than the one that the engine has.
 
-    The hub answers when there is a newer version whose publisher is alive, or empty after the long poll. From the
-    reply on the trainer ranks keep the weights until the node has reported that it loaded them.
+    The hub answers when there is a newer version whose publisher is alive, or empty after the long poll. After the
+    reply the hub announces no further version until the node has reported that it has loaded this one.
     """
 
     after: int
@@ -224,7 +224,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
-    """A node reports its engines after each swap, death and restart, and right after it has joined.
+    """A node reports its engines after each swap, death and restart, and when it has moved to the next hub.
 
     The hub answers at once. Reports may overtake each other on the way; `number` orders them.
     """
@@ -373,8 +373,9 @@ class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
 class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
     """Rank 0 announces a version that engines can load now.
 
-    The hub answers once no engine is still loading an older version, so engines are at most one version behind. Rank 0
-    waits for at most `flash.config.waits.taken_s`. Engines are told only of versions that bring the run forward.
+    The hub answers once every engine has the version before, so engines are at most one version behind. Rank 0 waits
+    for at most `flash.config.waits.taken_s`. Ranks that train earlier steps again publish too, but engines are given
+    only the run's version.
     """
 
     published: Published
@@ -423,9 +424,9 @@ class Interrupt(Request[Ack], frozen=True, tag=True):
 
 
 class Fatal(Request[Ack], frozen=True, tag=True):
-    """A node, a rank or a messenger reports an error that ends the run.
+    """A node, a rank or a messenger reports an error that ends the run, or a collective that ends an incarnation.
 
-    The hub does not answer: it reports the error and closes the connection.
+    The hub does not answer: it reports the error, and the connection ends with the run or the incarnation.
     """
 
     error: str
@@ -459,8 +460,8 @@ class RunReply(msgspec.Struct, frozen=True, tag=True):
 class RunRequest(GuestRequest[RunReply], frozen=True, tag=True):
     """A guest asks what the run is; the hub answers at once, or refuses a guest with another `dialect`.
 
-    The guest asks again every second until a hub answers. Every version of Flash has this message with these fields,
-    so that two versions can at least refuse each other in words.
+    A launcher that waits for a hub asks again every second. Every version of Flash has this message with these fields,
+    so that the hub can refuse a node of another version with an error message.
     """
 
     code: str
@@ -479,7 +480,8 @@ class JoinReply(msgspec.Struct, frozen=True, tag=True):
 class JoinRequest(GuestRequest[JoinReply], frozen=True, tag=True):
     """A guest asks to become a rollout node. The hub answers at once.
 
-    A guest with another digest is refused: the hub has restarted with a new configuration since `RunRequest`.
+    A guest with another digest is refused, and asks with `RunRequest` again: the hub has restarted with another
+    configuration meanwhile.
     """
 
     digest: str

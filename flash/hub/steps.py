@@ -111,6 +111,7 @@ class TrainingSteps:
         self._asking += 1
         self._progress.send("run")
         try:
+            # A batch that is being formed is still dealt if the run stops meanwhile.
             while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
                 await self._progress.until("batches", self._work.ranks_can_proceed)
                 if not self.training and self._progress.stopping is None:
