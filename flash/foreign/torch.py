@@ -59,7 +59,7 @@ def collective_failed(error: BaseException) -> bool:
 
 
 def open_store(host: str, seconds: float) -> tuple[Store, int]:
-    """A store for a process group, served by this process, and its port."""
+    """Return a store for a process group, which this process serves, and its port."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False)
@@ -67,41 +67,42 @@ def open_store(host: str, seconds: float) -> tuple[Store, int]:
 
 
 def reach_store(host: str, port: int, seconds: float) -> Store:
-    """One that another process serves; reading a key waits for it."""
+    """Return a store that another process serves. Reading a key waits until it is set."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 def private_store() -> Store:
-    """A store of this process alone, for a process group of one rank."""
+    """Return a store of this process alone, for a process group of one rank."""
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     return HashStore()
 
 
 def file_store(file: Path, ranks: int) -> Store:
-    """A store of so many processes of one machine, in a file that is not there yet."""
+    """Return a store of `ranks` processes of one machine, in a file that does not exist yet."""
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     return FileStore(str(file), ranks)
 
 
 class Broadcasts:
-    """A process group beside the default one, for broadcasts from its rank 0; forming it waits for all of its ranks.
+    """A process group beside the default one, for broadcasts from its rank 0. Forming it waits for all of its ranks.
 
-    Of gloo a broadcast of which a rank is gone fails on those that were to send to it, or to hear from it; on others
-    when these leave. With nccl it fails where `abort` is called, or at the limit.
+    If a rank dies in the middle of a broadcast with gloo, the broadcast fails on the ranks that send to it or receive
+    from it, and on further ranks when these leave. With nccl it fails on a rank that calls `abort`, or at the time
+    limit.
 
     Args:
         backend: gloo or nccl.
-        store: where the ranks meet.
-        rank: of this process.
-        size: how many there are.
-        limit_s: seconds for forming it, and for each broadcast.
+        store: the store through which the ranks meet.
+        rank: rank of this process.
+        size: number of ranks.
+        limit_s: seconds for forming the group, and for each broadcast.
 
     Raises:
-        RuntimeError: also each broadcast: it failed, or took too long. The group is of no use any more.
+        RuntimeError: forming the group, or later a broadcast, failed or took too long. The group cannot be used again.
     """
 
     def __init__(self, backend: str, store: Store, rank: int, size: int, limit_s: float) -> None:
@@ -125,25 +126,25 @@ class Broadcasts:
         self._group._register_backend(device, kind, inner)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0 sends it, the others fill theirs; returns when that is done here."""
+        """Send `tensor` if this is rank 0, else fill it. Returns when this rank's part is done."""
         self._group.broadcast(tensor, 0).wait()
 
     def abort(self) -> None:
-        """End a broadcast of nccl, which another thread is in."""
+        """End an nccl broadcast that another thread waits in."""
         if (inner := self._inner) is not None:
             inner.abort()
 
     def close(self) -> None:
-        """Leave; connections end."""
+        """Leave the group and end its connections."""
         self.abort()
         self._group = self._inner = None
 
 
 @contextmanager
 def _blocking_wait() -> Generator[None]:
-    """A group of nccl that is made meanwhile waits for its collectives on the host, and raises their errors.
+    """Let an nccl group that is made in the block wait for its collectives on the host and raise their errors.
 
-    Any other leaves them to a thread that ends the process.
+    By default torch leaves errors to a thread that ends the process.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)

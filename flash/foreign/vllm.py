@@ -336,15 +336,13 @@ def undelivered(queue: Any) -> int:
 
 
 async def pause(llm: Any, *, keep_cache: bool) -> None:
-    """Stop the scheduler between two steps; requests keep their tokens.
-
-    Below `AsyncLLM.pause_generation`, which sleeps 20 ms after the pause for the order of its callers' events.
-    """
+    """Stop the scheduler between two steps. Requests keep their tokens."""
+    # Not `AsyncLLM.pause_generation`, which sleeps for 20 ms after the pause to order the events of its callers.
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
 
 
 async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
-    """Let the workers meet the trainer."""
+    """Initialise the weight receiver of each worker for a publisher (`UpdateInfo.init`)."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
@@ -353,7 +351,7 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
 ) -> dict[str, str] | None:
-    """Load new weights while paused, or a LoRA adapter. Tokens sampled from then on carry `label`.
+    """Load new weights into a paused engine, or load a LoRA adapter. Tokens sampled from then on carry `label`.
 
     Args:
         llm: the AsyncLLM.
@@ -382,31 +380,34 @@ async def update_weights(
 
 
 def room_for_rank(rank: int) -> int:
-    """The least of the ranks that engines can be made for that holds adapters of this one."""
+    """Return the smallest rank that vLLM supports and that has room for adapters of rank `rank`."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(room for room in get_args(MaxLoRARanks) if room >= rank)
 
 
 def adapter_request(name: str, number: int) -> Any:
-    """What has a request run under an adapter that the workers hold; blocks of its cache are found by the name, too."""
+    """Return the object with which a request runs under adapter `number`, which the workers hold.
+
+    Blocks of the prefix cache are shared only between requests whose adapters have the same name.
+    """
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, "held by the workers")
 
 
 async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
-    """Of the weights that each worker holds, or of the adapter of this number."""
+    """Return the fingerprint of the weights that each worker holds; of adapter number `adapter` if it is not 0."""
     return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
 async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
-    """Call a method of each worker, between two steps; what each returns."""
+    """Call a method of each worker between two steps, and return each worker's result."""
     return await llm.collective_rpc(method, args=arguments)
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Make a weight backend of ours known in this process of vLLM's."""
+    """Register a weight receiver of ours with vLLM in this process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(name, module, class_name)

@@ -1,7 +1,6 @@
-"""vLLM beyond what it documents, inside its worker: how new weights and adapters are put in place. Importing this
-imports vLLM.
+"""Undocumented parts of vLLM that Flash uses inside its workers, to put new weights and adapters in place.
 
-What is touched here is listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
+Importing this module imports vLLM. The attributes that are used are listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def begin_reload(
 ) -> None:
     """Make the layers expect new tensors, in the storage that compiled graphs point into.
 
-    On the CPU `before_packing` is called with each layer whose new weights are there and still have their plain form.
+    On the CPU `before_packing` is called with each layer once its new weights have come and before they are packed.
     """
     if device.type == "cpu":
         for layer in model.modules():
@@ -75,9 +74,10 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
 
 
 def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], dropped: Sequence[int]) -> None:
-    """Hold an adapter under this number, in place of one that has it and of those that are dropped.
+    """Hold an adapter as number `number`, in place of an older one of that number and of the adapters `dropped`.
 
-    The tensors have the names of peft's files, and what they make counts once. vLLM would read a folder.
+    The tensors have the names that peft uses in its files, and their product is added with the factor 1. vLLM's own way
+    would read a folder.
     """
     manager: Any = worker.model_runner.lora_manager
     held: Any = manager._adapter_manager
@@ -85,7 +85,7 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
     adapter = LoRAModel.from_lora_tensors(
         number,
         tensors,
-        PEFTHelper(r=1, lora_alpha=1, target_modules=[]),  # of which vLLM takes the ratio
+        PEFTHelper(r=1, lora_alpha=1, target_modules=[]),  # vLLM uses only the ratio of alpha to r, which is 1
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if renamed is None else renamed.get_rename_mapper(),
@@ -100,7 +100,7 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
 
 
 def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
-    """The tensors that a worker multiplies by for an adapter, with zeros around them."""
+    """Yield the tensors with which a worker computes for an adapter. They are padded with zeros."""
     held: Any = worker.model_runner.lora_manager._adapter_manager
     slot = held.lora_index_to_id.index(number)
     for layer in held.modules.values():
@@ -109,7 +109,13 @@ def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
 
 
 def _widen_head(model: torch.nn.Module, model_config: Any, *, anew: bool) -> None:
-    """Give the model a `WideHead` where its output layer is in another dtype; `anew`: that layer has new weights."""
+    """Give the model a `WideHead` if its output layer computes in another dtype.
+
+    Args:
+        model: the model.
+        model_config: vLLM's configuration of it.
+        anew: whether the output layer has new weights, so that an older `WideHead` has to be replaced.
+    """
     for layer in model.modules():
         if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
             head: Any = layer._apply_head  # pyright: ignore[reportPrivateUsage]
@@ -117,17 +123,17 @@ def _widen_head(model: torch.nn.Module, model_config: Any, *, anew: bool) -> Non
 
 
 class WideHead:
-    """Multiplies by one version's output layer in float32 on the CPU, with the kernel of a model in float32.
+    """Multiplies by the output layer of one version in float32 on the CPU, with the kernel of a model in float32.
 
-    vLLM would copy the whole weight to float32 at every step, which takes a third of a small model's. Its kernel also
-    gives each row the same result in any company, as seeded responses need it.
+    vLLM would copy the whole weight to float32 at every step, which takes a third of a small model's step. This kernel
+    also gives a row the same result whatever other rows are in the batch, as seeded responses need it.
     """
 
     def __init__(self) -> None:
         self._head: Any = None
 
     def __call__(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
-        """Logits in float32."""
+        """Return the logits in float32."""
         if self._head is None:
             self._head = torch.nn.Module()
             self._head.weight = torch.nn.Parameter(lm_head.weight.float(), requires_grad=False)

@@ -172,6 +172,7 @@ class SendTimer:
             self._timer = None
 
     def _check(self) -> None:
+        """End the connection if the client took less than `bytes_per_s`, else measure again."""
         taken = self._waiting - self._transport.get_write_buffer_size()
         if taken < self._limits.bytes_per_s * self._limits.stall_s:
             self._transport.abort()

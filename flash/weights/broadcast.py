@@ -197,6 +197,7 @@ class BroadcastServer(WeightServer):
             received = True
         finally:
             with self._changed:
+                # The worker may have connected again meanwhile; then its newer connection counts.
                 if member is not None and self._connections.get(member) is connection:
                     del self._connections[member]
                     if received:

@@ -160,8 +160,8 @@ class IpcPublisher:
         for handles in gathered:
             for target, handle in zip(merged, handles, strict=True):
                 target.update(handle)
-        # vLLM's receiver takes handles as pickle and no other way. It is the only pickle that Flash sends; it travels
-        # to the engine over the hub's connections, whose ends have proven the token.
+        # vLLM's receiver takes handles as pickle and no other way. They travel to the engine over the hub's
+        # connections, whose ends have proven the token, so that nobody else can make vLLM unpickle anything.
         update = {
             "names": [name for name, _ in staged],
             "dtype_names": [dtype_name(tensor.dtype) for _, tensor in staged],

@@ -109,6 +109,7 @@ class RoundPlanner:
         return member in self._requests and self._requests[member].version == version
 
     def _leave_round(self, member: str) -> None:
+        """Let the running round fail if `member` has not finished it."""
         if member in self.unfinished:
             self.unfinished.discard(member)
             self.fail()

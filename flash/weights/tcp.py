@@ -189,6 +189,7 @@ class WeightServer:
                     connection.sendall(part[start : start + CHUNK_BYTES])
 
     def _held_image(self, version: int) -> WeightImage | None:
+        """Return the image of a version; None if newer ones have replaced it."""
         with self._lock:
             return self._images.get(version)
 
@@ -286,6 +287,7 @@ class AuthenticatedListener:
                 self._log.warn("a pull of weights from %s ended early: %s", peer, error)
 
     def _authenticate(self, connection: socket.socket) -> None:
+        """Prove the token both ways. Raises OSError or TransportError if that fails or takes longer than `prove_s`."""
         end = time.monotonic() + self._prove_s
 
         def set_timeout() -> None:
