@@ -25,8 +25,8 @@ from benchmarks.simulated.configure import TWO_ENGINES, configure
 from flash.config.tree import Config
 from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.rollout.engine_state import OutageClock
+from flash.rollout.fake_engine import WrappedEngine
 from flash.rollout.proxy import LLMProxy, ProxySettings
-from flash.rollout.wrapped_engine import WrappedEngine
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine
 from flash.types import Canary, Completion, Published

@@ -139,8 +139,7 @@ def of_run(model: str) -> list[str]:
 def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
     """Start engines, play with the model that is named, by default `model.path`, and describe what was played."""
     from flash.environment.load import LoadedEnvironment
-    from flash.rollout.vllm.engine import VLLMEngine
-    from flash.rollout.vllm.fixed import FixedEngine
+    from flash.rollout.vllm.engine import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer
     from flash.run.loop_watch import run_watched
     from flash.run.processes.scratch import remember_shared_memory, scratch_folder
@@ -160,7 +159,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
             return [partial(resident, config)] * config.engines_on(0)
 
         def resident(config: Config, number: int) -> FixedEngine:
-            return FixedEngine(VLLMEngine(config, number, config.engine_gpus(0, number), remember_shared_memory))
+            return FixedEngine(config, number, config.engine_gpus(0, number), remember_shared_memory)
 
         def tell(text: str) -> None:
             sys.stderr.write(f"[{harmless(text)}]\n")

@@ -417,7 +417,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.gauges.PressureGauge.read`."""
+    """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.state.PressureGauge.read`."""
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,

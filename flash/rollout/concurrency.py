@@ -1,4 +1,4 @@
-"""How many requests an engine may hold at once, so that its KV cache is full and seldom overflows. Pure state.
+"""Limit on the requests that an engine holds at once, so that its KV cache is full and seldom overflows. Pure state.
 
 A running sequence grows by one token per step until it ends. How soon it ends is estimated from the responses so far.
 The hazard of an end (its probability per token) is constant within each quarter of an octave of lengths: the number of
@@ -101,8 +101,8 @@ class ConcurrencyLimit:
         self._ceiling = ceiling
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
-        """One row per running response: tokens of its prompt, its tokens so far, most tokens that it may have, and 1
-        if this engine has given any of them, else 0. Only then the engine's own count surely includes it."""
+        """Rows of the running responses: tokens of the prompt, tokens so far, most tokens that the response may have,
+        and 1 if this engine has given any of them, else 0. Only with a 1 the engine's own count surely includes it."""
         self._seen: Pressure | None = None
         """Pressure of the last update. The engine makes a new object after each step."""
         self._worst = 0

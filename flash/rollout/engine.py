@@ -1,7 +1,8 @@
-"""What the rollout side needs of an inference engine, in five methods and two properties.
+"""Engine: the protocol between the proxy and an inference engine, and the requests and responses that pass it.
 
-An engine serves many `generate` calls at once. `load` swaps weights under sequences in flight: it pauses between two
-engine steps, loads, resumes; sequences go on and their later tokens carry the new version.
+The proxy calls `generate` for many requests at once; the supervisor calls `start`, `load` for each policy version, and
+`close`. `load` swaps weights under running sequences: the engine pauses between two steps, loads and goes on, and later
+tokens carry the new version.
 """
 
 from __future__ import annotations
@@ -69,41 +70,46 @@ class Progress(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logprobs: list[float]
+    """Log-prob of each token, under the distribution that it was drawn from."""
     versions: list[VersionRun]
-    """Policy version of each token of this piece, run-length."""
+    """Policy version of each token, run-length encoded."""
     kept: Kept | None = None
-    """Where the request's sampling keeps some tokens only."""
+    """Tokens that could have been drawn at each position; None unless the request's sampling leaves some out."""
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """How full an engine is."""
+    """Load of an engine, as of its last step."""
 
     running: int
-    """Sequences it decodes."""
+    """Sequences that it decodes."""
     waiting: int
     """Requests that it has accepted and not begun."""
     kv_used: float
-    """Share of its KV cache that is taken, from 0 to 1."""
+    """Share of the KV cache that is in use, from 0 to 1."""
     preemptions: int
-    """Sequences it put back for want of KV cache, since its start."""
+    """Sequences that it has preempted for lack of KV cache, since its start."""
     kv_tokens: int = 0
-    """Tokens that its KV cache holds, of those that run and of those that ran; 0: it has not told, or never fills."""
+    """Tokens that the KV cache can hold; 0: the engine does not report it, or the cache never fills."""
     prefix_hit_share: float | None = None
-    """Of the prompt tokens of late, those that its prefix cache held; None: it has not told."""
+    """Share of the recent prompt tokens that the prefix cache held; None: the engine does not report it."""
     accepted_share: float | None = None
-    """Of the tokens drafted of late, those that were accepted; None: none were drafted."""
+    """Share of the recent draft tokens that were accepted; None: there were none."""
     drafted: int = 0
-    """Tokens drafted since the start."""
+    """Draft tokens since the start."""
     accepted: int = 0
-    """Those of them that stayed."""
+    """Draft tokens that were accepted, since the start."""
 
 
 class Engine(Protocol):
-    """One inference engine. All methods may raise `EngineError`; `EngineDeadError` when it is gone for good."""
+    """An inference engine that serves many requests at once.
+
+    All methods may raise `EngineError`, and `EngineDeadError` if the engine is gone for good. `fake_engine.FakeEngine`
+    is one for tests.
+    """
 
     @property
     def version(self) -> int:
-        """The policy version loaded and verified; −1 before the first `load`."""
+        """Policy version that is loaded and verified; −1 before the first `load`."""
         ...
 
     async def start(self) -> None:
@@ -112,11 +118,11 @@ class Engine(Protocol):
 
     @property
     def pressure(self) -> Pressure:
-        """How full it is, as far as it has told."""
+        """Load of the engine, as of its last step."""
         ...
 
     def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
+        """Stream one response: any number of `Progress`, then one `Completion` with all of it.
 
         The `Completion` holds the new tokens only, not the `request.generated` ones. Closing or cancelling the iterator
         aborts the request in the engine.
@@ -124,23 +130,25 @@ class Engine(Protocol):
         ...
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Swap to a published version with sequences in flight; return the canary's mean difference.
+        """Swap to a published version while sequences run. Returns the mean log-prob difference on the canary, in nats.
 
-        Their KV cache is made again under the new weights, or kept from the old ones.
+        Args:
+            published: the version.
+            keep_cache: keep the KV cache of the running sequences; else it is computed again under the new weights.
 
         Raises:
-            WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.
-            EngineError, DeadlineError: it failed for a reason of its own, or took too long; it serves nothing before it
-                has loaded a version.
+            WeightsError: a named tensor fails its checksum, or the canary differs by more than the tolerance.
+            EngineError, DeadlineError: the swap failed for another reason, or took too long. The engine serves nothing
+                before it has loaded a version.
         """
         ...
 
     def reassign(self, number: int) -> None:
-        """From now on it has this number, the next hub's, and goes on with what it does."""
+        """Give the engine the number that it has at the next hub. It goes on with its requests."""
         ...
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives."""
+        """Wait until the engine dies by itself or hangs, and return how. Never returns while it lives."""
         ...
 
     async def close(self) -> None:

@@ -1,28 +1,40 @@
-"""An engine for tests: answers after a set time per token on the loop's clock, with the tokens a function gives.
+"""Engines for tests and benchmarks: one that needs no model, and one that wraps another engine.
 
-It keeps the contract of `Engine`, which `tests/rollout/engine_contract.py` holds it and vLLM to: progress streams, the
-last tokens come with the completion, requests beyond its slots wait in order, a swap pauses after the step in flight
-and changes the version of later tokens only, a request begun elsewhere goes on after its own tokens, a dead engine
-fails every request at once.
+`FakeEngine` answers after a set time per token on the loop's clock, with the tokens that a function gives. It keeps the
+contract of `Engine`, to which `tests/rollout/engine_contract.py` holds it and vLLM: pieces stream; the last tokens come
+with the completion; requests beyond its slots wait in order; a swap pauses after the step in flight and changes the
+version of later tokens only; a request that began elsewhere goes on after its own tokens; a dead engine fails every
+request at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from flash.errors import EngineDeadError, EngineError, EngineRefusal
-from flash.rollout.engine import Pressure, Progress, ResponseRequest
+from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
 """Slots of an engine that runs whatever it is given."""
 
+EngineT = TypeVar("EngineT", bound=Engine)
+
 
 class FakeEngine:
-    """`answer(prompt)` gives the response's tokens; each takes `seconds_per_token`."""
+    """An `Engine` without a model.
+
+    Args:
+        answer: returns the tokens of the response to a prompt.
+        seconds_per_token: time of one step.
+        swap_seconds: time of a `load`.
+        slots: most requests that run at once.
+        start_seconds: time of `start`.
+    """
 
     def __init__(
         self,
@@ -38,9 +50,9 @@ class FakeEngine:
         self._slots = anyio.Semaphore(slots)
         self.start_seconds = start_seconds
         self.start_error: Exception | None = None
-        """What its start ends with."""
+        """Error that `start` ends with."""
         self.load_error: Exception | None = None
-        """What its next loads end with."""
+        """Error that each `load` from now on ends with."""
         self.closed = False
         self._version = -1
         self._death: EngineDeadError | None = None
@@ -48,39 +60,45 @@ class FakeEngine:
         self._resumed = anyio.Event()
         self._resumed.set()
         self._failures: list[EngineError] = []
+        """Errors of the next requests."""
         self.aborted = 0
+        """Requests that ended before their completion."""
         self.running = 0
         self.waiting = 0
         self.requests: list[ResponseRequest] = []
-        """All that it was ever asked."""
+        """All requests that came."""
         self.numbers: list[int] = []
-        """What it was called by one hub after the first."""
+        """Numbers that `reassign` gave."""
         self.kept_cache: list[bool] = []
-        """What each load was told about the KV cache."""
+        """The `keep_cache` of each load."""
         self.kv_used = 0.0
         self.preemptions = 0
         self.kv_tokens = 0
 
     @property
     def version(self) -> int:
+        """See `Engine`."""
         return self._version
 
     @property
     def pressure(self) -> Pressure:
+        """See `Engine`."""
         return Pressure(self.running, self.waiting, self.kv_used, self.preemptions, self.kv_tokens)
 
     async def start(self) -> None:
+        """See `Engine`."""
         await anyio.sleep(self.start_seconds)
         if self.start_error is not None:
             raise self.start_error
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """See `Engine`."""
         self._check_alive()
         if not request.prompt:
             raise EngineRefusal("a prompt of 0 tokens does not fit")
         self.requests.append(request)
-        problem = len(request.prompt) - request.generated
-        answer = self._answer(request.prompt[:problem])[request.generated :]
+        prompt_length = len(request.prompt) - request.generated
+        answer = self._answer(request.prompt[:prompt_length])[request.generated :]
         tokens = answer[: request.max_new_tokens]
         finish = "length" if len(answer) > len(tokens) else "stop"
         self.waiting += 1
@@ -106,14 +124,14 @@ class FakeEngine:
         yield Completion(tokens, [-1.0] * len(tokens), versions, finish)
 
     async def _step(self) -> None:
-        """One token's time, after any pause."""
+        """Let the time of one token pass, after any pause for a swap."""
         await self._resumed.wait()
-        await self._live(self._seconds_per_token)
+        await self._pass(self._seconds_per_token)
         if self._failures:
             raise self._failures.pop()
 
-    async def _live(self, seconds: float) -> None:
-        """Let time pass, unless the engine dies in it."""
+    async def _pass(self, seconds: float) -> None:
+        """Let time pass. Raises EngineDeadError as soon as the engine dies."""
         with anyio.move_on_after(seconds):
             await self._died.wait()
         self._check_alive()
@@ -123,15 +141,17 @@ class FakeEngine:
             raise self._death
 
     def reassign(self, number: int) -> None:
+        """See `Engine`."""
         self.numbers.append(number)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """See `Engine`."""
         self._check_alive()
         self.kept_cache.append(keep_cache)
         if self._resumed.is_set():
             self._resumed = anyio.Event()
-        await self._live(self._seconds_per_token if self.running else 0.0)
-        await self._live(self._swap_seconds)
+        await self._pass(self._seconds_per_token if self.running else 0.0)
+        await self._pass(self._swap_seconds)
         if self.load_error is not None:
             raise self.load_error
         assert published.version > self._version, "an engine never goes back"
@@ -140,7 +160,7 @@ class FakeEngine:
         return 0.0
 
     def kill(self) -> None:
-        """Die, as a process does."""
+        """Die, like a process that is killed."""
         self._death = self._death or EngineDeadError("the fake engine was killed")
         self._died.set()
         self._resumed.set()
@@ -150,33 +170,77 @@ class FakeEngine:
         self._failures = [EngineError("the fake engine was told to fail")] * requests
 
     def refuse_next(self, requests: int = 1) -> None:
-        """Refuse this many requests."""
+        """Refuse this many requests, at their next token."""
         self._failures = [EngineRefusal("the fake engine was told to refuse")] * requests
 
     async def wait_dead(self) -> EngineDeadError:
+        """See `Engine`."""
         await self._died.wait()
         assert self._death is not None
         return self._death
 
     async def close(self) -> None:
-        """What is asked of it from now on finds it gone; `wait_dead` does not return for that."""
+        """End the engine: later requests fail. `wait_dead` does not return for that."""
         self._death = self._death or EngineDeadError("the fake engine is closed")
         self.closed = True
         await anyio.lowlevel.checkpoint()
 
 
 class FakeLine:
-    """Makes one fake engine after the other for a place, as a supervisor asks for them; `made` has them all."""
+    """Makes the fake engines of one place, one after the other, when a supervisor asks for them."""
 
     def __init__(self, make: Callable[[], FakeEngine]) -> None:
         self._make = make
         self.made: list[FakeEngine] = []
+        """All engines so far."""
 
     def __call__(self, number: int = 0) -> FakeEngine:
+        """Return the next engine of the place."""
         self.made.append(self._make())
         return self.made[-1]
 
     @property
     def newest(self) -> FakeEngine:
-        """The one that was made last."""
+        """The engine that was made last."""
         return self.made[-1]
+
+
+class WrappedEngine(Generic[EngineT]):
+    """An `Engine` that passes everything on to another one. A subclass overrides what it does differently."""
+
+    def __init__(self, engine: EngineT) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        """See `Engine`."""
+        return self._engine.version
+
+    @property
+    def pressure(self) -> Pressure:
+        """See `Engine`."""
+        return self._engine.pressure
+
+    async def start(self) -> None:
+        """See `Engine`."""
+        await self._engine.start()
+
+    def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """See `Engine`."""
+        return self._engine.generate(request)
+
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """See `Engine`."""
+        return await self._engine.load(published, keep_cache=keep_cache)
+
+    def reassign(self, number: int) -> None:
+        """See `Engine`."""
+        self._engine.reassign(number)
+
+    async def wait_dead(self) -> EngineDeadError:
+        """See `Engine`."""
+        return await self._engine.wait_dead()
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        await self._engine.close()

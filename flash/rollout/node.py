@@ -110,11 +110,16 @@ class RolloutNode:
             engines, link.first_engine, ProxySettings.of(config), outages, on_room=wakeup.notify, now=now
         )
         settings = EpisodeSettings.of_run(config, env.problems.domains)
-        self._episode = Episode(env.make, tokenizer, self._proxy, settings, phases(config), outages, now=now)
+        episode = Episode(env.make, tokenizer, self._proxy, settings, phases(config), outages, now=now)
+
+        async def run_and_score(lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+            result = await episode.run(lease, progress)
+            return result if teacher is None else await teacher.score(result)
+
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self._hub,
-            self._run_episode,
+            run_and_score,
             wakeup,
             room=self._proxy.capacity if most == "auto" else None,
             max_concurrent=MAX_EPISODES if most == "auto" else most,
@@ -124,10 +129,6 @@ class RolloutNode:
         self._supervisor = EngineSupervisor(
             self._places, self._proxy, self._hub, self._reports, now=now, max_restarts=restarts
         )
-
-    async def _run_episode(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        result = await self._episode.run(lease, progress)
-        return result if self._teacher is None else await self._teacher.score(result)
 
     async def run(self) -> None:
         """Work until the hub has no more work or until `drain`, then close the engines."""

@@ -41,8 +41,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
     max_sequences: int
     """Most requests that an engine holds at once."""
     swap: Literal["recompute", "keep", "abort", "drain", "beside"]
-    """What a swap does to running requests: the values of `rollout.swap`, or `beside`, with which a request ends under
-    the version that it began with."""
+    """Treatment of running requests by a swap: the values of `rollout.swap`, or `beside`, with which a request ends
+    under the version that it began with."""
     bind_groups: bool
     """True if all requests of a group go to one engine."""
     swap_s: float
@@ -166,7 +166,7 @@ class LLMProxy:
             EngineRecord(engine, index, first_index + index, settings.max_sequences, lengths)
             for index, engine in enumerate(engines)
         ]
-        """One record per place of the node."""
+        """Records of the node's places, in their order."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RequestRecord, _Wait] = {}
         self._on_room = on_room

@@ -59,7 +59,7 @@ class RequestRecord:
         self.deaths = 0
         """Engines that have died under the request since one of them gave a token of it."""
         self.death = ""
-        """How the last of these engines died."""
+        """Text that says how the last of these engines died."""
 
     @property
     def movable(self) -> bool:
@@ -158,7 +158,7 @@ class Router:
         self.views = views
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
-        """One heap for each kind of need. May hold entries of requests that do not wait any more."""
+        """Heaps of waiting requests, one for each need. Some entries may be of requests that do not wait any more."""
         self._counts: Counter[Need] = Counter()
         """Number of requests in each queue that still wait; never 0."""
         self._arrivals = 0

@@ -73,7 +73,7 @@ class RestartBudget:
 
 
 class EnginePlace:
-    """One place of a node, which has one engine after the other.
+    """A place of a node, which has one engine after the other.
 
     Args:
         index: number of the place on its node.
@@ -96,7 +96,7 @@ class EnginePlace:
         self.served = False
         """True if an engine of the place has ever loaded a version."""
         self.killed_at_start: EngineDeadError | None = None
-        """How the first engine died, if it was killed while it started."""
+        """Death of the first engine, if it was killed while it started."""
         self.took_s = 0.0
         """Seconds that the start of the newest engine took."""
         self._has_started = False

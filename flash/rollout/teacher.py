@@ -1,8 +1,8 @@
-"""A teacher that a vLLM server holds: what it gives the tokens of a sample travels with the sample.
+"""ServedTeacher: log-probs of a teacher model on a vLLM server, which travel with the samples.
 
-It is asked when an episode has ended, while others go on, for the log-probs of a prompt: the sample's own tokens, a
-request for each branch. A sample of which it says nothing fails as one without a reward does: it is tried again, and
-a run that only fails is stopped.
+When an episode has ended, and while others go on, the node asks the server for the log-probs of the sample's own tokens
+as a prompt: one request per branch. A sample for which the server has no answer fails as one without a reward does: it
+is tried again, and a run that only fails is stopped.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from flash.errors import ConfigError, RewardError
 from flash.types import Failure, Outcome, Trajectory
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
-"""Between two tries."""
-AT_ONCE = 64
-"""Connections: the others wait here for their turn."""
+"""Seconds between two tries: the first pause and the longest one. Each is twice as long as the one before."""
+MAX_CONNECTIONS = 64
+"""Most requests at once; others wait for their turn."""
 SLICE = 512
-"""Tokens whose numbers are read at once, in less than a millisecond."""
-LEAST = -9999.0
-"""What vLLM says in place of −∞."""
+"""Tokens whose numbers are decoded before the loop may go on: less than a millisecond."""
+MINUS_INFINITY = -9999.0
+"""Number that vLLM writes for a log-prob of −∞."""
 QUOTED = 300
-"""Letters of a refusal that are told."""
+"""Letters of the server's answer that an error quotes."""
 
 
 class _Token(msgspec.Struct):
@@ -49,78 +49,95 @@ _ANSWERS = msgspec.json.Decoder(_Answer)
 
 
 class ServedTeacher:
-    """Asks one server.
+    """A client of the teacher's server.
 
     Args:
-        url: where it is.
-        seconds: that an answer may take, all tries together.
-        transport: in place of the network.
+        url: address of the server.
+        seconds: time for an answer, with all tries.
+        transport: used in place of the network.
     """
 
     def __init__(self, url: str, seconds: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._url, self._seconds = url, seconds
-        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
-        self._turns = anyio.Semaphore(AT_ONCE)
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
+        self._turns = anyio.Semaphore(MAX_CONNECTIONS)
         self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport)
 
     async def aclose(self) -> None:
-        """Give up its connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def check(self, length: int, vocabulary: int, texts: Callable[[Sequence[int]], list[str]]) -> None:
-        """Have it read `length` tokens from all over the policy's vocabulary, of which `texts` tells the text.
+        """Check that the server reads `length` tokens and has the policy's tokenizer.
+
+        Args:
+            length: tokens of the longest sample.
+            vocabulary: number of tokens of the policy; the tokens of the check are spread over all of them.
+            texts: returns the texts of tokens, by the policy's tokenizer.
 
         Raises:
-            ConfigError: it cannot, or they are other tokens to it.
+            ConfigError: the server cannot read so many tokens, or has other texts for them.
         """
-        asked = np.linspace(0, vocabulary - 1, max(length, 2)).astype(int).tolist()
+        tokens = np.linspace(0, vocabulary - 1, max(length, 2)).astype(int).tolist()
         try:
-            told = await self._told(asked, range(1, len(asked)))
+            answers = await self._logprobs(tokens, range(1, len(tokens)))
         except RewardError as error:
             raise ConfigError(
                 f"{error}; expected vLLM, with --max-model-len above {length} (model.max_length)"
             ) from error
-        for token, mine, said in zip(asked[1:], texts(asked[1:]), told, strict=True):
-            # A part of a letter is told in several ways, and so are blanks at the ends of a token.
-            theirs = mine if said.decoded_token is None else said.decoded_token
+        for token, mine, answer in zip(tokens[1:], texts(tokens[1:]), answers, strict=True):
+            theirs = mine if answer.decoded_token is None else answer.decoded_token
+            # Tokenizers differ in how they write a part of a letter, and blanks at the ends of a token.
             if theirs.strip(" ") != mine.strip(" ") and "\ufffd" not in f"{mine}{theirs}":
                 raise ConfigError(
-                    f"algorithm.teacher.url: token {token} is {mine!r} to the policy and {said.decoded_token!r} to "
+                    f"algorithm.teacher.url: token {token} is {mine!r} to the policy and {answer.decoded_token!r} to "
                     f"{self._url}: expected a teacher with the policy's tokenizer"
                 )
 
-    async def score(self, made: Trajectory | Failure) -> Trajectory | Failure:
-        """A sample that is to be trained with what the teacher gives its action tokens, or why there is nothing."""
-        if isinstance(made, Failure) or made.task.split == "eval":
-            return made
-        found: list[float] = []
-        try:
-            for branch in sequences(made):
-                places = np.flatnonzero(branch.action_mask()).tolist()
-                found += [one.logprob for one in await self._told(branch.tokens().tolist(), places)]
-        except RewardError as error:
-            return Failure(made.task, Outcome.REWARD_ERROR, str(error), made.sampled_tokens)
-        return msgspec.structs.replace(made, teacher=np.array(found, dtype="<f4").tobytes())
+    async def score(self, result: Trajectory | Failure) -> Trajectory | Failure:
+        """Return a trajectory with the teacher's log-probs of its action tokens, or a failure if there are none.
 
-    async def _told(self, tokens: list[int], places: Sequence[int]) -> list[_Token]:
-        """What it gives the tokens at these places, each after all before it."""
-        content = await self._answer(msgspec.json.encode({"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}))
+        Failures and trajectories of evaluations are returned unchanged.
+        """
+        if isinstance(result, Failure) or result.task.split == "eval":
+            return result
+        logprobs: list[float] = []
+        try:
+            for branch in sequences(result):
+                positions = np.flatnonzero(branch.action_mask()).tolist()
+                logprobs += [token.logprob for token in await self._logprobs(branch.tokens().tolist(), positions)]
+        except RewardError as error:
+            return Failure(result.task, Outcome.REWARD_ERROR, str(error), result.sampled_tokens)
+        return msgspec.structs.replace(result, teacher=np.array(logprobs, dtype="<f4").tobytes())
+
+    async def _logprobs(self, tokens: list[int], positions: Sequence[int]) -> list[_Token]:
+        """Return the server's log-probs of the tokens at these positions, each given all tokens before it.
+
+        Raises:
+            RewardError: there is no answer, or it has no log-prob for one of the tokens.
+        """
+        content = await self._ask(msgspec.json.encode({"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}))
         found: list[_Token] = []
         try:
             (choice,) = _ANSWERS.decode(content).choices
-            for place in places:
-                found.append(_TOKENS.decode(choice.prompt_logprobs[place])[str(tokens[place])])
+            for position in positions:
+                found.append(_TOKENS.decode(choice.prompt_logprobs[position])[str(tokens[position])])
                 if len(found) % SLICE == 0:
                     await anyio.lowlevel.checkpoint()
         except (msgspec.DecodeError, LookupError, ValueError) as error:
-            raise self._fault(f"gives no log-probs of a prompt: {error!r}; expected a server of vLLM") from error
-        if any(one.logprob <= LEAST for one in found):
-            raise self._fault("gives a sampled token no probability at all")
+            raise self._error(f"gives no log-probs of a prompt: {error!r}; expected a server of vLLM") from error
+        if any(token.logprob <= MINUS_INFINITY for token in found):
+            raise self._error("gives a sampled token no probability at all")
         return found
 
-    async def _answer(self, content: bytes) -> bytes:
-        said, pause = "nothing", FIRST_PAUSE_S
-        # Whose turn has not come does not wait for the server: each turn ends.
+    async def _ask(self, content: bytes) -> bytes:
+        """Send a request until the server answers it, and return the answer.
+
+        Raises:
+            RewardError: the server refuses the request, or does not answer in time.
+        """
+        problem, pause = "nothing", FIRST_PAUSE_S
+        # The time begins with the turn: each request before this one has a limit of its own.
         async with self._turns:
             with anyio.move_on_after(self._seconds):
                 while True:
@@ -129,18 +146,18 @@ class ServedTeacher:
                             "/v1/completions", content=content, headers={"content-type": "application/json"}
                         )
                     except httpx.TransportError as error:
-                        said = repr(error)
+                        problem = repr(error)
                     else:
                         if reply.is_success:
                             return reply.content
-                        said = f"HTTP {reply.status_code}: {' '.join(reply.text[:QUOTED].split())}"
+                        problem = f"HTTP {reply.status_code}: {' '.join(reply.text[:QUOTED].split())}"
                         if reply.status_code == HTTPStatus.NOT_IMPLEMENTED:
-                            raise self._fault(f"is no server of a model: {said}")
+                            raise self._error(f"is no server of a model: {problem}")
                         if reply.is_client_error and reply.status_code != HTTPStatus.TOO_MANY_REQUESTS:
-                            raise self._fault(f"refuses a sample's tokens: {said}")
+                            raise self._error(f"refuses a sample's tokens: {problem}")
                     await anyio.sleep(pause)
                     pause = min(2 * pause, LAST_PAUSE_S)
-        raise self._fault(f"gives no answer within {self._seconds:g} s (deadlines.env_step): {said}")
+        raise self._error(f"gives no answer within {self._seconds:g} s (deadlines.env_step): {problem}")
 
-    def _fault(self, what: str) -> RewardError:
-        return RewardError(f"algorithm.teacher.url: {self._url} {what}")
+    def _error(self, text: str) -> RewardError:
+        return RewardError(f"algorithm.teacher.url: {self._url} {text}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flash.config.tree import Config
 from flash.rollout.proxy import ProxySettings
-from flash.rollout.vllm.adapters import Adapter, Adapters
+from flash.rollout.vllm.state import Adapter, Adapters
 
 
 @given(st.integers(2, 5), st.lists(st.integers(0, 9), max_size=80))
@@ -22,10 +22,10 @@ def test_law_no_adapter_that_a_request_runs_under_is_dropped_and_all_have_room(
     adapters, loaded, running, version = Adapters(room), set[int](), list[Adapter](), 0
     for choice in course:
         if choice < 5:
-            running.append(adapters.begins())
+            running.append(adapters.begin_request())
         elif choice < 8 and running:
-            adapters.ends(running.pop(choice % len(running)))
-        elif (found := adapters.place(version)) is not None:
+            adapters.end_request(running.pop(choice % len(running)))
+        elif (found := adapters.add(version)) is not None:
             adapter, dropped = found
             assert not {one.number for one in running} & {*dropped}
             assert adapters.newest.number not in dropped
@@ -41,45 +41,45 @@ def test_law_no_adapter_that_a_request_runs_under_is_dropped_and_all_have_room(
 
 def test_requests_keep_the_version_that_they_began_with_where_there_is_room_for_it() -> None:
     adapters = Adapters(2)
-    adapters.newest, _ = adapters.place(0) or pytest.fail("empty")
-    old = adapters.begins()
-    adapters.newest, dropped = adapters.place(1) or pytest.fail("room for two")
-    assert (old.labels, adapters.begins().labels, dropped) == ([("0", 0)], [("1", 0)], [])
-    assert adapters.place(2) is None
-    adapters.ends(old)
-    adapter, dropped = adapters.place(2) or pytest.fail("the first one is free")
+    adapters.newest, _ = adapters.add(0) or pytest.fail("empty")
+    old = adapters.begin_request()
+    adapters.newest, dropped = adapters.add(1) or pytest.fail("room for two")
+    assert (old.version_starts, adapters.begin_request().version_starts, dropped) == ([("0", 0)], [("1", 0)], [])
+    assert adapters.add(2) is None
+    adapters.end_request(old)
+    adapter, dropped = adapters.add(2) or pytest.fail("the first one is free")
     assert (adapter.number, dropped) == (3, [1])
 
 
 def test_with_room_for_one_the_next_version_takes_its_place_and_what_runs_moves_on() -> None:
     adapters = Adapters(1)
-    placed = [adapters.place(version) for version in (0, 1)]
-    assert [one and (one[0].number, one[0].version, one[1], one[0].labels) for one in placed] == [
+    placed = [adapters.add(version) for version in (0, 1)]
+    assert [one and (one[0].number, one[0].version, one[1], one[0].version_starts) for one in placed] == [
         (1, 0, [], None),
         (1, 1, [], None),
     ]
-    assert Adapters(0).place(5) is not None
-    assert Adapters(0).begins().asked is None
+    assert Adapters(0).add(5) is not None
+    assert Adapters(0).begin_request().lora_request is None
 
 
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_a_version_waits_for_the_end_of_those_whose_place_it_needs() -> None:
     adapters = Adapters(2)
-    adapters.newest, _ = await adapters.placed(0)
-    first = adapters.begins()
-    adapters.newest, _ = await adapters.placed(1)
-    adapters.begins()
+    adapters.newest, _ = await adapters.wait_and_add(0)
+    first = adapters.begin_request()
+    adapters.newest, _ = await adapters.wait_and_add(1)
+    adapters.begin_request()
     found: list[list[int]] = []
 
     async def place() -> None:
-        found.append((await adapters.placed(2))[1])
+        found.append((await adapters.wait_and_add(2))[1])
 
     async with anyio.create_task_group() as group:
         group.start_soon(place)
         await anyio.wait_all_tasks_blocked()
         assert found == []
-        adapters.ends(first)
+        adapters.end_request(first)
     assert found == [[1]]
 
 

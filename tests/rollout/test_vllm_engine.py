@@ -624,9 +624,7 @@ def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served:
         assert isinstance(await anext(stream), Progress)
         (running,) = served.engine._llm.output_processor.external_req_ids
         await served.engine._llm.abort(running)
-        said = (
-            rf"^request {running} of engine 0 was ended by vLLM, .* it says 'abort' after \d+ of at most {LONG} tokens"
-        )
+        said = rf"^request {running} of engine 0 was ended by vLLM, .* says 'abort' after \d+ of at most {LONG} tokens"
         with pytest.raises(EngineError, match=said):
             async for _ in stream:
                 pass

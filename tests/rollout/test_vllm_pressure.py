@@ -6,7 +6,7 @@ import pytest
 
 from flash.foreign.vllm import step_numbers
 from flash.rollout.engine import Pressure
-from flash.rollout.vllm.gauges import PROMPT_STEPS, PressureGauge
+from flash.rollout.vllm.state import SHARE_STEPS, PressureGauge
 
 
 def read(gauge: PressureGauge, resumed: int, *, waiting: int = 0) -> Pressure:
@@ -24,7 +24,7 @@ def test_sequences_that_were_put_back_count_as_preempted_when_they_go_on() -> No
 def test_a_swap_that_puts_all_sequences_back_is_no_want_of_cache() -> None:
     gauge = PressureGauge()
     read(gauge, 0)
-    gauge.all_put_back()
+    gauge.excuse_preemptions()
     assert read(gauge, 5, waiting=3).preemptions == 0
     assert read(gauge, 3).preemptions == 0
     assert read(gauge, 2).preemptions == 2, "the excuse has served"
@@ -33,7 +33,7 @@ def test_a_swap_that_puts_all_sequences_back_is_no_want_of_cache() -> None:
 def test_an_excuse_ends_when_nobody_waits_to_go_on() -> None:
     gauge = PressureGauge()
     read(gauge, 0)
-    gauge.all_put_back()
+    gauge.excuse_preemptions()
     read(gauge, 2)
     assert read(gauge, 4).preemptions == 4
 
@@ -44,7 +44,7 @@ def test_prefix_hits_are_those_of_late_and_unknown_before_the_first_prompt() -> 
     gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=100, cached=25)
     gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=300, cached=275)
     assert read(gauge, 0).prefix_hit_share == 0.75, "a step that begins nothing changes nothing"
-    for _ in range(PROMPT_STEPS):
+    for _ in range(SHARE_STEPS):
         gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=10, cached=0)
     assert gauge.pressure.prefix_hit_share == 0.0
 

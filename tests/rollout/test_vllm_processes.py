@@ -92,7 +92,7 @@ def test_the_first_process_that_ends_is_told_once_and_the_others_are_ended(which
             died.set()
 
         processes = EngineProcesses(tell)
-        processes.begun(process)
+        processes.set_core(process)
         processes.watch()
         assert processes.core == process.pid
         os.kill(process.pid if which == "core" else worker, how)
@@ -113,7 +113,7 @@ def test_a_stopped_worker_is_ended_and_what_was_closed_tells_nothing() -> None:
     async def scenario() -> None:
         process, worker = begin()
         processes = EngineProcesses(causes.append)
-        processes.begun(process)
+        processes.set_core(process)
         processes.watch()
         os.kill(worker, signal.SIGSTOP)
         processes.unwatch()
@@ -151,7 +151,7 @@ def test_a_core_that_begins_after_its_start_was_given_up_is_ended_at_once() -> N
     processes = EngineProcesses(lambda cause: None)
     processes.end_starting(10)
     process, worker = begin()
-    processes.begun(process)
+    processes.set_core(process)
     assert process.pid is not None
     assert ended(process.pid)
     assert ended(worker)
@@ -188,7 +188,7 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
 
         def start() -> None:
             begun.append(begin(tells=True))
-            processes.begun(begun[0][0])
+            processes.set_core(begun[0][0])
             anyio.from_thread.run_sync(has_begun.set)
             anyio.from_thread.run(over.wait)
 

@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from flash.errors import EngineError
 from flash.foreign import vllm
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.vllm.requests import TIES, Told, routes_of, tail, told
+from flash.rollout.vllm.requests import TIES, read_logprobs, read_routes, stop_text_tokens
 from flash.sampling import Kept, Sampling
 
 VOCABULARY = 100
@@ -51,19 +51,19 @@ def test_law_4_pieces_that_vllm_has_put_together_say_what_they_said_alone() -> N
     whole = piece(drawn[0], likeliest[0])
     for later in pieces[1:]:
         whole.extend(later)
-    expected = Told([-3.0, -1.0, -1.0, -3.0], Kept.of([5, 6, 8, 1, 2], [2, 0, 1, 2]))
-    assert told(whole, drawn, HOW, VOCABULARY) == expected
-    alone = [told(flat, [token], HOW, VOCABULARY) for flat, token in zip(pieces, drawn, strict=True)]
-    assert [one.logprobs[0] for one in alone] == expected.logprobs
-    assert [one.kept for one in alone] == [expected.kept and expected.kept.part(at, at + 1) for at in range(4)]
+    expected = [-3.0, -1.0, -1.0, -3.0], Kept.of([5, 6, 8, 1, 2], [2, 0, 1, 2])
+    assert read_logprobs(whole, drawn, HOW, VOCABULARY) == expected
+    alone = [read_logprobs(flat, [token], HOW, VOCABULARY) for flat, token in zip(pieces, drawn, strict=True)]
+    assert [logprobs[0] for logprobs, _ in alone] == expected[0]
+    assert [kept for _, kept in alone] == [expected[1].part(at, at + 1) for at in range(4)]
 
 
 def test_experts_of_other_tokens_than_were_computed_are_an_error() -> None:
     chosen = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    assert (routes_of(SimpleNamespace(routed_experts=chosen), 4).numbers() == chosen).all()
+    assert (read_routes(SimpleNamespace(routed_experts=chosen), 4).numbers() == chosen).all()
     for told_of in (None, chosen[:3]):
-        with pytest.raises(EngineError, match="the experts of 4 tokens were to be told, got"):
-            routes_of(SimpleNamespace(routed_experts=told_of), 4)
+        with pytest.raises(EngineError, match="should return the experts of 4 tokens"):
+            read_routes(SimpleNamespace(routed_experts=told_of), 4)
 
 
 @pytest.mark.parametrize("drawn", [0, TIES + 2])
@@ -71,9 +71,9 @@ def test_more_ties_than_were_asked_for_are_an_error(drawn: int) -> None:
     ids = range(HOW.top_k + TIES)
     whole = piece(1, [1])
     whole.extend(piece(drawn, ids))
-    assert told(whole, [1, drawn], HOW, len(ids)).kept is not None
+    assert read_logprobs(whole, [1, drawn], HOW, len(ids))[1] is not None
     with pytest.raises(EngineError, match="exactly as likely"):
-        told(whole, [1, drawn], HOW, VOCABULARY)
+        read_logprobs(whole, [1, drawn], HOW, VOCABULARY)
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
@@ -90,7 +90,7 @@ def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done
     parameters = vllm.sampling_parameters(asked(Sampling(stop=moved.stop)) | {"stop": ["ñb"]}, 9)
     request = EngineCoreRequest("r", moved.prompt, None, parameters, None, 0, None, None, None, external_req_id="r")
     processor.add_request(request, None, queue=queue)
-    vllm.continue_text(SimpleNamespace(output_processor=processor), queue, moved.prompt, tail(moved))
+    vllm.continue_text(SimpleNamespace(output_processor=processor), queue, moved.prompt, stop_text_tokens(moved))
     found = list[int]()
     for token in said[done:]:
         lists = LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.array([1]))

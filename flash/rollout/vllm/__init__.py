@@ -1,1 +1,5 @@
-"""vLLM as an engine of a node: how it is started, its processes, its requests, and what it tells of its load."""
+"""The vLLM engine of a node.
+
+`engine` is the `Engine`; `start` has its arguments and environment, `processes` its processes, `requests` translates
+requests and responses, and `state` is the pure state beside them.
+"""

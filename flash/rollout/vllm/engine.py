@@ -1,9 +1,10 @@
-"""A vLLM engine in the node loop: stream, abort, pause → swap → resume, canary.
+"""VLLMEngine: a vLLM engine in the node loop, behind the `Engine` protocol.
 
-vLLM's engine core is a child process, its workers are grandchildren; this object owns them. They leave with `close`,
-with this process, or take the engine's requests with them when they die on their own.
+It is started, streams and aborts requests, and swaps weights: pause → load → resume → canary. vLLM's engine core is a
+child process and its workers are grandchildren; this object owns them. They end with `close` and with this process; if
+one of them dies, all requests of the engine fail.
 
-vLLM stamps each token with the version label that was set at the end of the last weight update. The label only changes
+vLLM stamps each token with the version label that was set at the end of the last weight update. The label changes only
 while no step is running, so the stamps are exact.
 """
 
@@ -31,45 +32,46 @@ from flash.errors import (
 )
 from flash.foreign import vllm, vllm_processes
 from flash.rollout.engine import Pressure, Progress, ResponseRequest
-from flash.rollout.vllm.adapters import Adapter, Adapters
-from flash.rollout.vllm.gauges import PressureGauge, StepWatch
 from flash.rollout.vllm.processes import CORES, EngineProcesses
 from flash.rollout.vllm.requests import (
     GOOD_ENDS,
     SamplingParameters,
     check_prompt,
-    finish_of,
-    routes_of,
-    tail,
-    told,
+    read_finish,
+    read_logprobs,
+    read_routes,
+    stop_text_tokens,
     version_runs,
 )
 from flash.rollout.vllm.start import configure, engine_environment
+from flash.rollout.vllm.state import Adapter, Adapters, PressureGauge, StepWatch
 from flash.sampling import Kept, join_kept
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
 
 FIRST_VERSION = -1
-"""The version of an engine that loaded none: it serves whatever the model folder holds."""
+"""Version of an engine that has loaded none: it serves the weights of the model folder."""
 CANARY_PRIORITY = -1
-"""Goes before every sample (0), so that the canary never waits for a running sequence to end."""
+"""Priority of the canary in vLLM: before every sample (0), so that it never waits for a running sequence to end."""
 
 SECOND_LOOK_S = 1.0
-"""Between the moment in which an engine seems to hang and the verdict: a loop that was blocked has to read first."""
+"""Seconds between the moment in which an engine seems to hang and the verdict. If the event loop was blocked, it has to
+read first what the engine has sent meanwhile."""
 
 
 class VLLMEngine:
-    """One AsyncLLM behind the `Engine` protocol.
+    """Engine of one AsyncLLM of vLLM. See the module's docstring.
 
     Args:
         config: the run.
-        index: this engine's number among all engines of the run.
-        gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
-        remember: told the process id of the engine's core, in a thread: again and again while it starts, since
-            whatever kills it may kill this process too, and once it serves.
-        cpus: as of `engine_environment`.
-        ends: tokens that end a response beside those that the model's files name.
+        index: number of this engine among all engines of the run.
+        gpus: GPUs of the engine, counted among those visible to this process; empty on the CPU.
+        remember: called in a thread with the process id of the engine's core, so that a later process can clean up
+            after it: again and again while it starts, since whatever kills it may kill this process too, and once it
+            serves.
+        cpus: CPU cores of all engines, if they compute on cores; None: those of this process.
+        ends: tokens that end a response, beside those that the model's files name.
     """
 
     def __init__(
@@ -89,10 +91,10 @@ class VLLMEngine:
         self._llm: Any = None
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
-        """The version that will compute what is asked now: that of a swap from its pause on."""
+        """Version that will compute requests that come now; from the pause of a swap on, the swap's version."""
         self._joined: dict[str, Any] | None = None
         self._adapters = Adapters(config.adapters)
-        # Of adapters one worker has nothing but what was published.
+        # A single worker holds an adapter exactly as it was published.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters(ends)
@@ -102,7 +104,7 @@ class VLLMEngine:
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
         self._answer_scope: anyio.CancelScope | None = None
-        """Of the start or swap that waits for vLLM's answers."""
+        """Scope of the start or swap that waits for vLLM's answers."""
         self._gauge = PressureGauge()
 
     @property
@@ -112,19 +114,16 @@ class VLLMEngine:
 
     @property
     def pressure(self) -> Pressure:
-        """As of the engine's last step."""
+        """See `Engine`."""
         return self._gauge.pressure
 
     async def start(self) -> None:
         """Load the model and be ready to generate.
 
-        vLLM's constructor blocks until the model is loaded, so it runs in a thread; it binds nothing to an event loop
-        and installs no signal handler, and what belongs to the loop starts with the first call made here.
-
         Raises:
-            ConfigError: vLLM has no attention for this model here.
-            DeadlineError: not ready within deadlines.engine_start.
-            EngineDeadError: one of its processes was killed; another start may do better.
+            ConfigError: vLLM has no attention for this model on this machine.
+            DeadlineError: the engine was not ready within deadlines.engine_start.
+            EngineDeadError: one of its processes was killed; another start may work.
             EngineError: vLLM refused its configuration or failed; the reason is in its log.
         """
         seconds = self._config.deadlines.engine_start
@@ -132,15 +131,18 @@ class VLLMEngine:
             with deadline(seconds, f"engine {self._index} to start", "vLLM's log above") as self._answer_scope:
                 async with unwrapped_group() as group:
                     group.start_soon(self._processes.follow_start, self._remember)
+                    # vLLM's constructor blocks until the model is loaded. It binds nothing to an event loop and
+                    # installs no signal handler; its tasks on the loop start with the first call below.
                     await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
                     group.cancel_scope.cancel()
                 self._processes.watch()
-                self._gauge.has_cache(vllm.cache_tokens(self._llm))
+                self._gauge.set_cache(vllm.cache_tokens(self._llm))
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
                 await self._llm.update_weight_version(str(FIRST_VERSION))
                 await anyio.to_thread.run_sync(self._remember, self._processes.core)
-        except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
+        except Exception as error:
+            # vLLM's start fails with errors of any type, from ValueError to those of pydantic.
             killed = self._processes.killed_in_start(error)
             await self._give_up()
             if killed is not None:
@@ -149,7 +151,8 @@ class VLLMEngine:
             if isinstance(error, DeadlineError | ConfigError):
                 raise
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
-        except BaseException:  # cancelled: nobody else would end what has started
+        except BaseException:
+            # If this is cancelled, nobody else ends the processes that have started.
             await self._give_up()
             raise
         finally:
@@ -158,7 +161,7 @@ class VLLMEngine:
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """See `Engine`.
 
-        The response ends at the model's end-of-text token, at a limit, or at the end of the context.
+        The response ends with an end token or stop text, at a limit, or at the end of the context.
         """
         self._check_alive()
         check_prompt(request.prompt, self._config.model.max_length)
@@ -169,14 +172,14 @@ class VLLMEngine:
         kept: list[Kept] = []
         finished = False
         queue: Any = None
-        self._steps.begins(anyio.current_time())
-        adapter = self._adapters.begins()
+        self._steps.begin_request(anyio.current_time())
+        adapter = self._adapters.begin_request()
         try:
-            # The salt keeps the prefixes of older weights apart, where a swap kept them.
+            # The salt keeps new requests away from cached prefixes of older weights, which a swap may have kept.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
-            queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.asked)
-            vllm.continue_text(llm, queue, request.prompt, tail(request))
+            queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
+            vllm.continue_text(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.briefly(llm, queue) if request.sampling.keeps else None
             while True:
@@ -184,38 +187,40 @@ class VLLMEngine:
                 piece = output.outputs[0]
                 start = len(token_ids)
                 token_ids += piece.token_ids
-                new = told(piece.logprobs, piece.token_ids, request.sampling, vocabulary)
-                logprobs += new.logprobs
-                if new.kept is not None:
-                    kept.append(new.kept)
+                new, new_kept = read_logprobs(piece.logprobs, piece.token_ids, request.sampling, vocabulary)
+                logprobs += new
+                if new_kept is not None:
+                    kept.append(new_kept)
                 if forget is not None:
                     forget()
                 if output.finished:
                     break
-                versions = version_runs(adapter.labels or starts(), start, len(token_ids))
-                yield Progress(piece.token_ids, new.logprobs, versions, new.kept)
+                versions = version_runs(adapter.version_starts or starts(), start, len(token_ids))
+                yield Progress(piece.token_ids, new, versions, new_kept)
             finished = True
-        except Exception as error:  # vLLM's errors have no common base: all of them become ours here
+        except Exception as error:
+            # vLLM's errors have no common base.
             raise self._typed(error) from error
         finally:
-            self._steps.ends()
+            self._steps.end_request()
             if not finished:
                 await self._abort(request_id, queue, request.on_lost)
-            self._adapters.ends(adapter)
-        if piece.finish_reason not in GOOD_ENDS:  # as all requests of an engine that is closed
+            self._adapters.end_request(adapter)
+        # All requests of an engine that is closed or dead are ended by vLLM as well.
+        if piece.finish_reason not in GOOD_ENDS:
             self._check_alive()
-        finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
-        spans = adapter.labels or [(span.version, span.start) for span in piece.weight_versions or ()]
+        finish = read_finish(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
+        spans = adapter.version_starts or [(span.version, span.start) for span in piece.weight_versions or ()]
         whole = join_kept(kept) if kept else None
-        tells = self._config.rollout.routing_replay
-        routes = routes_of(piece, len(request.prompt) + len(token_ids) - 1) if tells else None
+        replays = self._config.rollout.routing_replay
+        routes = read_routes(piece, len(request.prompt) + len(token_ids) - 1) if replays else None
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole, routes)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`.
 
-        New requests never share the cache of older weights. After an error the engine's weights are undefined, and it
-        stays paused if it was, until it is closed or has loaded a version.
+        New requests never use the KV cache of older weights. After an error the engine's weights are undefined; if it
+        was paused, it stays so until it is closed or has loaded a version.
         """
         self._check_alive()
         version = published.version
@@ -223,33 +228,40 @@ class VLLMEngine:
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
-            emptying = waits.emptying_s(self._config) if self._adapters.beside else 0.0
+            emptying = waits.emptying_s(self._config) if self._adapters.several else 0.0
             with self._waiting(emptying + self._config.deadlines.swap, waited_for, look_at):
                 tokens = published.canary.token_ids
                 observed, held, adapter = await self._swap(info, version, tokens, keep_cache=keep_cache)
         except FlashError:
             raise
-        except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
+        except Exception as error:
+            # An error in one of vLLM's workers arrives as a bare Exception.
             raise self._swap_error(error, version) from error
         except anyio.get_cancelled_exc_class():
-            self._die("it was left in the middle of a swap")  # paused, with weights that nobody knows
+            # The engine is paused, with unknown weights.
+            self._die("it was left in the middle of a swap")
             raise
-        self._steps.goes_on(anyio.current_time())
+        self._steps.resume(anyio.current_time())
         self._loaded.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(published.canary, observed, engine=self._index, version=version)
         self._version = version
         self._salt, self._adapters.newest = version, adapter
         return gap
 
-    async def adopt(self, version: int) -> None:
-        """From now on what the engine serves, the model folder's own weights at first, counts as this version."""
+    async def _adopt(self, version: int) -> None:
+        """Give the weights that the engine has, at first those of the model folder, the number `version`."""
         self._check_alive()
         await self._llm.update_weight_version(str(version))
         self._version = self._salt = version
 
     @contextmanager
     def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
-        """Wait for vLLM's answers, for so long; the engine's death ends that too."""
+        """Bound the block, which waits for vLLM's answers, by a deadline and by the engine's death.
+
+        Raises:
+            DeadlineError: vLLM took longer than `seconds`.
+            EngineDeadError: the engine has died meanwhile.
+        """
         try:
             with deadline(seconds, what, look_at) as self._answer_scope:
                 yield
@@ -266,19 +278,19 @@ class VLLMEngine:
     async def wait_dead(self) -> EngineDeadError:
         """See `Engine`.
 
-        Waits for the moment in which it could have made no step for too long.
+        Waits for the death of a process, or until the engine could have made no step for too long.
         """
         while self._death is None:
-            with anyio.move_on_after(self._steps.left(anyio.current_time())):
+            with anyio.move_on_after(self._steps.seconds_left(anyio.current_time())):
                 await self._died.wait()
-            if self._death is None and not self._steps.left(anyio.current_time()):
+            if self._death is None and not self._steps.seconds_left(anyio.current_time()):
                 await anyio.sleep(SECOND_LOOK_S)
-                if not self._steps.left(anyio.current_time()):
+                if not self._steps.seconds_left(anyio.current_time()):
                     self._die(f"it has made no step for {waits.hang_s(self._config):g} s, while requests run")
         return self._death
 
     async def close(self) -> None:
-        """End the engine and its processes. Requests in flight fail; closing twice does nothing."""
+        """End the engine and its processes. Running requests fail. Closing twice does nothing."""
         self._closing = True
         self._processes.unwatch()
         llm, self._llm = self._llm, None
@@ -287,14 +299,17 @@ class VLLMEngine:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._shut_down, llm)
             if self._death is not None:
-                # Where it was raised, and from what: frames that hold the AsyncLLM.
+                # The traceback and the causes have frames that hold the AsyncLLM.
                 self._death.__traceback__ = self._death.__cause__ = self._death.__context__ = None
-            # AsyncLLM shuts down once more when it is collected, which fails if that is at the interpreter's end.
+            # An AsyncLLM shuts down once more when it is collected. At the end of the interpreter that would fail.
             del llm
             gc.collect()
 
     def _shut_down(self, llm: Any) -> None:
-        """End all processes; blocks. Half of the time for an orderly end, which frees shared memory; then by force."""
+        """End all processes; blocks.
+
+        Half of deadlines.close is for an orderly end, which frees shared memory; the rest is for an end by force.
+        """
         llm.shutdown(timeout=self._config.deadlines.close / 2)
         self._processes.end(self._config.deadlines.close / 2)
 
@@ -306,31 +321,29 @@ class VLLMEngine:
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
-            # The one who waited has left: nobody else knows of these processes.
+            # The caller has left meanwhile: nobody else knows of these processes.
             self._llm.shutdown(timeout=0)
 
     def _stepped(self, stats: Any) -> None:
-        """vLLM tells of a step."""
+        """Take the numbers of a step, which vLLM reports."""
         self._gauge.read(**vllm.step_numbers(stats))
-        self._steps.steps(anyio.current_time())
+        self._steps.step(anyio.current_time())
 
     def _die(self, cause: str) -> EngineDeadError:
-        """The engine is gone for good, whoever noticed: the first cause counts."""
+        """Note that the engine is gone for good, and return how it died. The first cause counts."""
         if self._death is None:
             self._processes.unwatch()
-            self._death = EngineDeadError(
-                f"engine {self._index} is dead: {cause}; vLLM's own words stand above, if any"
-            )
+            self._death = EngineDeadError(f"engine {self._index} is dead: {cause}; vLLM's log above may say more")
             self._died.set()
             if self._llm is not None:
                 vllm.fail_requests(self._llm)
             if self._answer_scope is not None:
-                # vLLM never completes the calls that a dead engine was to answer.
+                # vLLM never completes calls to an engine that has died.
                 self._answer_scope.cancel()
         return self._death
 
     async def _give_up(self) -> None:
-        """Leave no process of a start that did not succeed."""
+        """End all processes of a start that has failed."""
         self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
@@ -339,33 +352,35 @@ class VLLMEngine:
     async def _swap(
         self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
     ) -> tuple[list[float], list[list[int]], Adapter]:
-        """Pause, load, resume; returns the engine's log-probs of the canary, the fingerprint of each worker, and what
-        requests of this version run under.
+        """Pause, load a version, resume.
 
-        Beside other adapters one is loaded without a pause, and serves when it has been looked at.
+        Returns the engine's log-probs of the canary tokens after the first, the fingerprint of each worker's weights,
+        and the adapter of the version. An adapter that is put beside others is loaded without a pause; it takes
+        requests only after the caller has verified it.
         """
-        llm, pauses = self._llm, not self._adapters.beside
-        adapter, dropped = await self._adapters.placed(version)
+        llm, pauses = self._llm, not self._adapters.several
+        adapter, dropped = await self._adapters.wait_and_add(version)
         if pauses:
-            # Sent in this turn of the loop: what is asked from now on comes behind it, and meets the new weights.
+            # The pause is sent without giving up the loop: requests that come from now on are behind it in vLLM's
+            # queue, and meet the new weights.
             self._salt, self._adapters.newest = version, adapter
             await vllm.pause(llm, keep_cache=keep_cache)
-        # Not before: the pause waits for the step in flight, which may hang.
-        self._steps.pauses()
+        # Only now: the pause waits for the step in flight, which may hang.
+        self._steps.pause()
         if pauses and not keep_cache:
-            self._gauge.all_put_back()
+            self._gauge.excuse_preemptions()
         if info.init is not None and info.init != self._joined:
             await vllm.join_transfer(llm, info.init)
             self._joined = info.init
         failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
         if failure is not None:
             raise self._load_error(LoadFailure.from_plain(failure), version)
-        # Asked before the resume, so that it runs in the first step.
+        # The canary is added before the engine resumes, so that it runs in the first step.
         queue = await llm.add_request(
             f"{self._index}.canary.{version}",
             {"type": "token", "prompt_token_ids": list(canary)},
             vllm.scoring_parameters(),
-            lora_request=adapter.asked,
+            lora_request=adapter.lora_request,
             priority=CANARY_PRIORITY,
         )
         if pauses:
@@ -375,15 +390,15 @@ class VLLMEngine:
         observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
         return observed, await vllm.held_fingerprints(llm, adapter.number), adapter
 
-    async def _abort(self, request_id: str, queue: Any, lost: Callable[[int], None]) -> None:
-        """Free a request's place in the engine, also when the one who asked was cancelled; tell what it had sampled."""
+    async def _abort(self, request_id: str, queue: Any, on_lost: Callable[[int], None]) -> None:
+        """Abort a request, also while the caller is cancelled, and report its tokens that were in no piece yet."""
         if self._llm is None or self._death is not None:
             return
-        # An engine that cannot be told any more has nothing left to abort.
+        # An engine that cannot be reached has nothing left to abort.
         with anyio.CancelScope(shield=True), suppress(Exception):
             await self._llm.abort(request_id)
             if queue is not None:
-                lost(vllm.undelivered(queue))
+                on_lost(vllm.undelivered(queue))
 
     def _check_death(self) -> None:
         if self._death is not None:
@@ -395,11 +410,11 @@ class VLLMEngine:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
     def _typed(self, error: Exception) -> FlashError:
-        """Our name for an error of vLLM's."""
+        """Return the error of our own that stands for an error of vLLM's."""
         if isinstance(error, FlashError):
             return error
         if vllm.is_core_death(error):
-            # While it is closed its requests end so too.
+            # The requests of an engine that is closed end with the same error.
             if self._closing:
                 return EngineDeadError(f"engine {self._index} is closed")
             return self._die(self._processes.how_core_ended())
@@ -421,3 +436,12 @@ class VLLMEngine:
         message = f"engine {self._index} could not load version {version}: {failure.message}"
         # A damaged version is damaged for every engine, so it stops the run. Any other failure is this engine's own.
         return WeightsError(message) if failure.kind == "damaged" else EngineError(message)
+
+
+class FixedEngine(VLLMEngine):
+    """A `VLLMEngine` that serves the weights of the model folder, for runs that train nothing."""
+
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """See `Engine`. Takes the number of the version only."""
+        await self._adopt(published.version)
+        return 0.0

@@ -1,6 +1,7 @@
-"""Imported, once, by the process from which node loops and engines are forked: what each would import for itself.
+"""Module that the fork server imports once: everything that a node loop or an engine would import for itself.
 
-That takes seconds of a processor; a node loop or an engine that starts again takes none of them.
+The imports take seconds of a processor. Node loops and engines are forked from the fork server, so a restart needs none
+of them.
 """
 
 from flash.foreign import vllm_processes

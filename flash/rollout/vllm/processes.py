@@ -1,9 +1,11 @@
-"""The processes of one vLLM engine: its core, and the workers of that.
+"""The processes of one vLLM engine: its core, and the core's workers.
 
 The core is forked from a process that has imported vLLM (`flash.rollout.vllm.fork_server`), and forks its workers; all
-of them share a process group of their own. They end by themselves when the node loop is gone, however it went. When one
-of them ends the engine is lost, and is told so; when it is closed, all end. A core that loses a worker to a signal ends
-at once, and tells it by its exit code: the node loop names the cause, of which vLLM would only tell the consequences.
+of them are in one process group. They end by themselves when the node loop ends, however it ended. When one of them
+ends, the engine is dead and `EngineProcesses` reports how; when the engine is closed, all of them are ended.
+
+A core whose worker was killed by a signal ends at once, with an exit code that names the signal. So the node loop can
+report the cause; vLLM would only report its consequences.
 """
 
 from __future__ import annotations
@@ -30,23 +32,22 @@ from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
-"""Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
+"""Base of a core's exit code if a worker was killed: the number of the signal is added to it."""
 FIND_S = 0.1
-"""Seconds between two looks for a core that is about to be started."""
+"""Seconds between two checks if the core has been started."""
 REMEMBER_S = 0.5
-"""Seconds between two notes of what a starting engine keeps on this machine."""
+"""Seconds between two calls of `remember` while an engine starts."""
 FOLLOWS_S = 2.0
-"""Seconds in which a core follows its worker, and tells by its own end how that one ended."""
+"""Seconds that a core has to end after one of its workers has; its exit code then says how the worker ended."""
 ENDS_S = 0.05
-"""Seconds in which a core ends of which vLLM says that it is dead; blocks, once in an engine's life."""
-
+"""Seconds to wait for the end of a core that vLLM reports as dead. This blocks the loop, once in an engine's life."""
 
 SERVER = Server("flash.rollout.vllm.fork_server")
-"""Of which cores are forked; of which the node loop was, where a launcher has started it."""
+"""Process from which cores are forked. If a launcher has started the node loop, that was forked from it too."""
 
 
 class _Starting(threading.local):
-    """What a thread is about to start."""
+    """The engine that the current thread is about to start."""
 
     engine: EngineProcesses | None = None
 
@@ -55,25 +56,25 @@ _starting = _Starting()
 
 
 class ForkServerGoneError(Exception):
-    """The process from which a core was to be forked has ended; the next core begins another one."""
+    """Failure of a core's start because the fork server has ended. The next core starts another fork server."""
 
 
 class Core(ForkedProcess):
-    """The core of the engine that its thread starts; see the module's docstring."""
+    """The core process of the engine that the current thread starts."""
 
     server = SERVER
 
     def start(self) -> None:
-        """As of `Process`."""
+        """See `Process`."""
         try:
             super().start()
         except (EOFError, ConnectionError) as error:
             raise ForkServerGoneError("the process from which engines are forked has ended") from error
         if _starting.engine is not None:
-            _starting.engine.begun(self)
+            _starting.engine.set_core(self)
 
     def enter(self) -> None:
-        """As of `ForkedProcess`."""
+        """See `ForkedProcess`. Runs in the new process."""
         super().enter()
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
@@ -90,9 +91,9 @@ class _Cores(ForkServerContext):
 
 class _Worker(ForkProcess):
     def run(self) -> None:
-        """As of `Process`, in the new process."""
+        """See `Process`. Runs in the new process."""
         follow(int(os.environ[NODE_PID]))
-        # OpenMP has read where its threads are to run in the process that all are forked from.
+        # OpenMP has read these variables in the process that all are forked from, so the threads are bound here.
         bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if bound != "nobind":
             share = bound.split("|")[vllm_processes.worker_rank(self.name)]
@@ -105,109 +106,118 @@ class _Workers(ForkContext):
 
 
 CORES = _Cores()
-"""multiprocessing, as vLLM begins cores with it."""
+"""The multiprocessing context with which vLLM starts cores."""
 
 
 def _end_as_worker(number: int) -> None:
-    """End this core, without a word: its workers end with it."""
+    """End this core at once, after a worker was killed by signal `number`. The other workers end with it."""
     os._exit(WORKER_KILLED + number)
 
 
 def _killed_worker(code: int) -> bool:
-    """Whether a core's exit code tells that a signal has killed a worker; 255 tells that nobody knows how it ended."""
+    """Return True if a core's exit code says that a worker was killed by a signal. 255 says nothing."""
     return WORKER_KILLED < code <= WORKER_KILLED + signal.NSIG
 
 
 class EngineProcesses:
-    """See the module's docstring. `on_end` is told, once, which process has ended and how."""
+    """Starts, watches and ends the processes of one engine. See the module's docstring.
+
+    Args:
+        on_end: called once, with a text that says which process has ended and how.
+    """
 
     def __init__(self, on_end: Callable[[str], object]) -> None:
-        self._tell = on_end
+        self._report = on_end
         self._core: BaseProcess | None = None
         self._given_up = False
         self._lost_worker: int | None = None
-        """The first worker that ended."""
+        """Process id of the first worker that ended."""
         self._workers: dict[int, int] = {}
-        """By process id, a descriptor that becomes readable when it ends."""
+        """Descriptors that become readable when a worker ends, by its process id."""
         self._core_end: int | None = None
-        """The same of the core, which may outlive the one who tells how it ended."""
+        """Descriptor that becomes readable when the core ends. The core may outlive the process that gets its exit
+        code."""
         self._watches = False
         self._started = False
 
     @property
     def core(self) -> int:
-        """The process id of the core, which has begun."""
-        return self._begun.pid or 0
+        """Process id of the core, which must have started."""
+        return self._started_core.pid or 0
 
     @property
-    def _begun(self) -> BaseProcess:
-        assert self._core is not None, "it has begun"
+    def _started_core(self) -> BaseProcess:
+        assert self._core is not None, "the core has started"
         return self._core
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """The core that this thread begins in the block is this engine's."""
+        """Within the block, a core that this thread starts belongs to this engine."""
         _starting.engine = self
         try:
             yield
         finally:
             _starting.engine = None
 
-    def begun(self, core: BaseProcess) -> None:
-        """This is the core; the thread that has begun it waits until it is ready, or has ended."""
+    def set_core(self, core: BaseProcess) -> None:
+        """Take the core that was started. The thread that has started it waits until it is ready, or has ended."""
         self._core = core
         if self._given_up:
             self._kill(core)
 
     async def follow_start(self, remember: Callable[[int], None]) -> None:
-        """Until it is cancelled, tell `remember` of the core again and again, in a thread.
+        """Call `remember` with the core's process id again and again, in a thread, until cancelled.
 
-        What kills an engine that starts may kill this process too.
+        Whatever kills a starting engine may kill this process too, so this cannot wait until the engine serves.
         """
-        while self._core is None:  # noqa: ASYNC110 (the thread that begins it is not the loop's)
+        while self._core is None:  # noqa: ASYNC110 (another thread starts it)
             await anyio.sleep(FIND_S)
         while True:
             await anyio.to_thread.run_sync(remember, self.core)
             await anyio.sleep(REMEMBER_S)
 
     def killed_in_start(self, error: Exception) -> str | None:
-        """Which process of a start that ended with this error a signal has killed; None: it has failed by itself.
+        """Return which process was killed during a start that ended with `error`; None: the start failed by itself.
 
-        To be asked before `end_starting`, which kills them too.
+        Must be called before `end_starting`, which kills the processes too.
         """
         if isinstance(error, ForkServerGoneError):
             return str(error)
         if self._core is None or not vllm_processes.is_end_of_starting_core(error):
             return None
-        words, code = self.how_core_ended(), self._core.exitcode
-        return words if code is not None and (code < 0 or code == ALONE or _killed_worker(code)) else None
+        text, code = self.how_core_ended(), self._core.exitcode
+        return text if code is not None and (code < 0 or code == ALONE or _killed_worker(code)) else None
 
     def watch(self) -> None:
-        """Notice the death of the core or one of its workers, without which it only fails. It has started."""
+        """Report from now on when the core or one of its workers ends. The core must have started.
+
+        Without this, the death of a worker would only show as failing requests.
+        """
         self._started = True
         try:
             self._core_end = os.pidfd_open(self.core)
             for pid in vllm_processes.worker_pids(self.core):
                 self._workers[pid] = os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError):  # since it was ready, one of them has ended
-            self._tell(self.how_core_ended())
+        except (ProcessLookupError, FileNotFoundError):
+            # One of them has ended since the engine was ready.
+            self._report(self.how_core_ended())
             return
         self._watches = True
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._begun.sentinel, self._on_core_end)
+        loop.add_reader(self._started_core.sentinel, self._on_core_end)
         for pid, descriptor in self._workers.items():
             loop.add_reader(descriptor, self._on_worker_end, pid)
 
     def unwatch(self) -> None:
-        """Notice nothing any more."""
+        """Report no more ends of processes."""
         if not self._watches:
             return
         self._watches = False
-        for descriptor in (self._begun.sentinel, *self._workers.values()):
+        for descriptor in (self._started_core.sentinel, *self._workers.values()):
             asyncio.get_running_loop().remove_reader(descriptor)
 
     def end(self, seconds: float) -> None:
-        """End what is left of a started engine, and wait for that, so that its memory is free; blocks."""
+        """Kill the processes of a started engine and wait until their memory is free; blocks."""
         if self._core is None:
             return
         _kill_group(self._core.pid)
@@ -221,7 +231,7 @@ class EngineProcesses:
         self._workers, self._core_end = {}, None
 
     def end_starting(self, seconds: float) -> None:
-        """End the core that the starting thread has begun, or is about to, and nobody watches yet; blocks."""
+        """Kill the core of an engine that has not started yet, also one that its thread is about to start; blocks."""
         self._given_up = True
         if self._core is not None and not self._started:
             self._kill(self._core)
@@ -235,7 +245,7 @@ class EngineProcesses:
         self._on_end(self.how_core_ended())
 
     def _on_worker_end(self, pid: int) -> None:
-        """Only its parent, the core, learns how it ended, and follows it."""
+        """Wait for the core to end too: as the worker's parent it alone learns how the worker ended."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._workers[pid])
         if self._lost_worker is None:
@@ -248,17 +258,16 @@ class EngineProcesses:
     def _on_end(self, cause: str) -> None:
         if self._watches:
             self.unwatch()
-            self._tell(cause)
+            self._report(cause)
 
     def how_core_ended(self) -> str:
-        """How the core ended that is dead, in words."""
-        connection.wait([self._begun.sentinel], ENDS_S)
-        code = self._begun.exitcode
+        """Return a text that says how the dead core has ended."""
+        connection.wait([self._started_core.sentinel], ENDS_S)
+        code = self._started_core.exitcode
         if code == ALONE:
             return f"the process from which its core, process {self.core}, was forked has ended"
-        return f"its core, process {self.core}, failed" if code is None else self._with_code(code)
-
-    def _with_code(self, code: int) -> str:
+        if code is None:
+            return f"its core, process {self.core}, failed"
         worker = self._lost_worker or next((pid for pid, end in self._workers.items() if _ended(end)), None)
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
         if _killed_worker(code):
@@ -269,10 +278,12 @@ class EngineProcesses:
 
 
 def _ended(descriptor: int) -> bool:
+    """Return True if the process of a descriptor (`os.pidfd_open`) has ended."""
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
 def _kill_group(core: int | None) -> None:
+    """Kill the process group of a core."""
     if core is not None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(core, signal.SIGKILL)

@@ -1,9 +1,12 @@
-"""A request as vLLM takes it; the versions of its tokens, and its end, as vLLM tells them."""
+"""Translation of one request for vLLM, and of what vLLM returns for it: log-probs, kept tokens, versions, experts, end.
+
+Pure functions, called by `VLLMEngine.generate`. vLLM's own objects (`Any` here) come from `flash.foreign.vllm`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,118 +19,117 @@ from flash.sampling import Kept, Routes, Sampling
 from flash.types import VersionRun
 
 GOOD_ENDS = ("stop", "length")
-"""vLLM's words for the ends that a response should have."""
+"""vLLM's finish reasons that a response should have."""
 SEEDS = 1 << 63
-"""Seeds that torch's generators take."""
-LETTER = 8
-"""Tokens that a letter may take: at most four, and as many special ones that have no text."""
+"""Number of seeds that torch's generators accept."""
+TOKENS_PER_LETTER = 8
+"""Most tokens that one letter of a text may take: four of its bytes, and as many special tokens that have no text."""
 
 TIES = 8
-"""Tokens beyond `top_k` that are asked for: vLLM also keeps those that are exactly as likely as the last."""
-MOST_LOGPROBS = HIGHEST_TOP_K + TIES
-"""Of a token, that an engine tells."""
+"""Tokens beyond `top_k` whose log-probs are requested: vLLM also keeps those that are exactly as likely as the last."""
+MAX_LOGPROBS = HIGHEST_TOP_K + TIES
+"""Most log-probs that an engine returns for one position."""
 
 
 class SamplingParameters:
-    """vLLM's parameters of requests, made once for all that sample alike.
+    """Makes vLLM's parameters of requests; requests that sample alike share one object.
 
     Args:
-        ends: tokens that end a response beside those that the model's files name.
+        end_tokens: tokens that end a response, beside those that the model's files name.
     """
 
-    def __init__(self, ends: Sequence[int] = ()) -> None:
-        self._ends = tuple(ends)
-        self._made: dict[tuple[Sampling, int], Any] = {}
+    def __init__(self, end_tokens: Sequence[int] = ()) -> None:
+        self._end_tokens = tuple(end_tokens)
+        self._cache: dict[tuple[Sampling, int], Any] = {}
 
     def of(self, request: ResponseRequest, vocabulary: int) -> Any:
-        """Those of a request to an engine whose model has so many tokens."""
+        """Return vLLM's parameters of a request, for a model with `vocabulary` tokens."""
         sampling = request.sampling
-        # As vLLM counts: of a response that moved here its first tokens are prompt.
-        least = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
-        if request.stop or least != sampling.min_tokens:
+        # vLLM counts new tokens only: the first tokens of a response that moved here are prompt to it.
+        min_tokens = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
+        if request.stop or min_tokens != sampling.min_tokens:
             stop = (*sampling.stop, *request.stop)
-            sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=least)
-        alike = sampling, request.max_new_tokens
-        made = self._made.get(alike)
-        if made is None:
-            how = msgspec.structs.asdict(sampling)
-            how |= {name: list(how[name]) for name in ("stop", "stop_token_ids")} | {
-                "logit_bias": dict(how["logit_bias"])
+            sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=min_tokens)
+        key = sampling, request.max_new_tokens
+        parameters = self._cache.get(key)
+        if parameters is None:
+            fields = msgspec.structs.asdict(sampling)
+            fields |= {name: list(fields[name]) for name in ("stop", "stop_token_ids")} | {
+                "logit_bias": dict(fields["logit_bias"])
             }
-            how["stop_token_ids"] += self._ends
-            told = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
-            made = vllm.sampling_parameters(how, request.max_new_tokens, likeliest=told)
-            if not request.stop:  # of which there are as many as agents think of
-                self._made[alike] = made
+            fields["stop_token_ids"] += self._end_tokens
+            likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
+            parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
+            # Agents may invent any number of stop texts, which would fill the cache.
+            if not request.stop:
+                self._cache[key] = parameters
         if request.seed is None or sampling.temperature == 0:
-            return made
-        # A response that moved here goes on with other draws than those that its first tokens had.
-        return vllm.seeded(made, (request.seed + request.generated) % SEEDS)
+            return parameters
+        # A response that moved here must not draw the numbers again that its first tokens were drawn with.
+        return vllm.seeded(parameters, (request.seed + request.generated) % SEEDS)
 
 
-def tail(request: ResponseRequest) -> int:
-    """How many tokens at its prompt's end may begin a text that ends the response: its own ones, where it moved."""
+def stop_text_tokens(request: ResponseRequest) -> int:
+    """Return how many of the last `request.generated` tokens of the prompt may begin a text that ends the response."""
     longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
-    return min(request.generated, LETTER * (longest - 1))
+    return min(request.generated, TOKENS_PER_LETTER * (longest - 1))
 
 
-class Told(NamedTuple):
-    """What an engine tells of some tokens that it has sampled."""
+def read_logprobs(
+    flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int
+) -> tuple[list[float], Kept | None]:
+    """Return the log-probs of sampled tokens, and which other tokens could have been drawn, if some could not.
 
-    logprobs: list[float]
-    kept: Kept | None
-
-
-def told(flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int) -> Told:
-    """Log-probs of tokens, and which others could have been drawn: those that have any probability.
+    A token could have been drawn if its probability is above 0.
 
     Args:
-        flat: vLLM's `FlatLogprobs` of them: of each token its own, then those of the likeliest ones.
-        token_ids: the tokens.
-        sampling: how they were drawn.
-        vocabulary: the tokens that the model has.
+        flat: vLLM's `FlatLogprobs`: for each position the sampled token, then the most likely ones.
+        token_ids: the sampled tokens.
+        sampling: the distribution that they were drawn from.
+        vocabulary: number of tokens of the model.
 
     Raises:
-        EngineError: more are as likely as the last that `top_k` keeps than were asked for.
+        EngineError: more than `TIES` tokens are exactly as likely as the last one that `top_k` keeps.
     """
     if not sampling.keeps or not token_ids:
-        return Told(flat.logprobs, Kept() if sampling.keeps else None)
-    # vLLM names the sampled one again among the likeliest, but not in pieces that it has put together.
+        return flat.logprobs, Kept() if sampling.keeps else None
+    # Among the most likely tokens vLLM repeats the sampled one, but not in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
     if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
         raise EngineError(
-            f"more than {TIES} tokens are exactly as likely as the last that top_k = {sampling.top_k} keeps, and which "
-            "they are is not known; expected model.head_dtype and dtype in which logits differ, or another top_k"
+            f"more than {TIES} tokens are exactly as likely as the last one that top_k = {sampling.top_k} keeps, so it "
+            "is not known which tokens could have been drawn; use a model.head_dtype or dtype in which logits differ, "
+            "or another top_k"
         )
     kept &= ids != np.repeat(ids[starts], ends - starts)
-    return Told(logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64)))
+    return logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64))
 
 
-def routes_of(piece: Any, computed: int) -> Routes:
-    """The experts of the tokens that were computed for a response, from its last piece: vLLM's `CompletionOutput`.
+def read_routes(piece: Any, computed: int) -> Routes:
+    """Return the experts of the `computed` tokens of a request, from its last piece (vLLM's `CompletionOutput`).
 
     Raises:
-        EngineError: it tells of other tokens.
+        EngineError: vLLM returned the experts of another number of tokens.
     """
-    chosen = piece.routed_experts
-    if chosen is None or len(chosen) != computed:
-        count = "none" if chosen is None else len(chosen)
-        raise EngineError(f"the experts of {computed} tokens were to be told, got those of {count}")
-    return Routes.of(chosen)
+    experts = piece.routed_experts
+    if experts is None or len(experts) != computed:
+        count = "none" if experts is None else len(experts)
+        raise EngineError(f"vLLM should return the experts of {computed} tokens, but returned those of {count}")
+    return Routes.of(experts)
 
 
-def check_prompt(prompt: Sequence[int], longest: int) -> None:
-    """Raise EngineRefusal for a prompt that does not fit a context of so many tokens."""
-    if not 0 < len(prompt) < longest:
+def check_prompt(prompt: Sequence[int], max_length: int) -> None:
+    """Raise EngineRefusal if a prompt does not fit a context of `max_length` tokens."""
+    if not 0 < len(prompt) < max_length:
         raise EngineRefusal(
             f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
-            f"1 more in the context of {longest} (model.max_length)"
+            f"1 more in the context of {max_length} (model.max_length)"
         )
 
 
 def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
-    """Versions of the tokens [first, stop), from vLLM's labels and the tokens at which they begin."""
+    """Return the versions of the tokens [first, stop), given vLLM's version labels, each with its first token."""
     ends = [start for _, start in starts[1:]] + [stop]
     return [
         VersionRun(version=int(label), count=min(end, stop) - max(start, first))
@@ -136,24 +138,24 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
     ]
 
 
-def finish_of(piece: Any, asked: ResponseRequest, tokens: int, whose: str) -> Literal["stop", "length", "text"]:
-    """Why a response ended, from its last piece.
+def read_finish(piece: Any, request: ResponseRequest, tokens: int, name: str) -> Literal["stop", "length", "text"]:
+    """Return why a response ended.
 
     Args:
-        piece: vLLM's `CompletionOutput`.
-        asked: what it answers.
-        tokens: how many it has.
-        whose: the engine's and the request's name, in words.
+        piece: its last piece, vLLM's `CompletionOutput`.
+        request: the request.
+        tokens: number of its tokens.
+        name: names the engine and the request in the error.
 
     Raises:
-        EngineError: vLLM has ended it for a reason of its own.
+        EngineError: vLLM has ended the response for a reason of its own.
     """
     if piece.finish_reason in GOOD_ENDS:
-        asked_for = isinstance(piece.stop_reason, str) or piece.stop_reason in asked.sampling.stop_token_ids
-        return "text" if asked_for else piece.finish_reason
-    said = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
+        by_text = isinstance(piece.stop_reason, str) or piece.stop_reason in request.sampling.stop_token_ids
+        return "text" if by_text else piece.finish_reason
+    reason = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
     raise EngineError(
-        f"{whose} was ended by vLLM, and nobody had asked for that: it says {said} after {tokens} of at most "
-        f"{asked.max_new_tokens} tokens, on a prompt of {len(asked.prompt)}; why may stand in vLLM's own "
-        "words above, of which VLLM_LOGGING_LEVEL=INFO shows more"
+        f"{name} was ended by vLLM, though it was not complete: vLLM says {reason} after {tokens} of at most "
+        f"{request.max_new_tokens} tokens, on a prompt of {len(request.prompt)}; vLLM's log above may say why, "
+        "VLLM_LOGGING_LEVEL=INFO shows more of it"
     )

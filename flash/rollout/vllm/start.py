@@ -1,8 +1,9 @@
-"""How vLLM is started: its arguments, and the environment variables of its processes.
+"""Arguments of vLLM, and the environment variables of its processes.
 
-vLLM's processes have this process's environment of the moment in which they begin, so it is changed for that long and
-then put back exactly as it was. All engines of a process share one environment, which lets them start at the same time.
-Where an engine is started again, what environments start meanwhile inherits it too.
+vLLM's processes inherit the environment that this process has when they start. So it is changed for that time
+(`engine_environment`) and then restored exactly. All engines of a process share one environment, so that they can start
+at the same time. When an engine restarts during a run, programs that users' environments start meanwhile inherit the
+changed environment too.
 """
 
 from __future__ import annotations
@@ -23,30 +24,33 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm, vllm_processes
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.vllm.adapters import adapter_arguments
-from flash.rollout.vllm.requests import MOST_LOGPROBS
+from flash.rollout.vllm.requests import MAX_LOGPROBS
 from flash.weights.plugin import NODE_PID, RECEIVER
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
-"""torchrun's variables that describe this process. An engine that saw them would take itself for a rank of the trainer:
-its seeded sampling fails, and tensor parallel workers wait for peers that do not exist."""
+"""torchrun's variables that describe this process. An engine that inherited them would act as a rank of the trainer:
+its seeded sampling fails, and its tensor parallel workers wait for peers that do not exist."""
 LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
-"""The rest of torchrun's variables, by prefix."""
+"""Prefixes of torchrun's other variables."""
 
 SCRATCH = "FLASH_SCRATCH"
-"""The variable that names the job's folder for temporary files (`flash.run.processes.scratch`)."""
+"""Variable that names the job's folder for temporary files (`flash.run.processes.scratch`)."""
 
 UNLOADABLE = re.compile(r"[\s:]")
-"""What ends a path in LD_PRELOAD."""
+"""Characters that end a path in LD_PRELOAD."""
 
 CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on the CPU: the least with which its fast attention runs."""
+"""Tokens in a block of the KV cache on the CPU: the smallest size with which its fast attention works. Prompts are
+shared by whole blocks, and vLLM's 128 are more than most prompts have."""
 
 _configuring = threading.Lock()
-"""vLLM's imports and its configuration pass through process-wide state."""
+"""Held while vLLM is imported and configured, which both use state of the whole process."""
 _lock = threading.Lock()
+"""Held while `os.environ` or the two variables below change."""
 _users = 0
+"""Engines that are being started now."""
 _saved: dict[str, str] = {}
+"""Environment to restore when none is being started any more."""
 
 
 def configure(
@@ -58,18 +62,26 @@ def configure(
     maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker,
     prefix: str = sys.prefix,
 ) -> Callable[[], Any]:
-    """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which tells of each step's load.
+    """Check the arguments of an engine, and return a function that builds its AsyncLLM.
 
-    To be called inside `engine_environment`, both of them. `maker` is vLLM's, `prefix` where vLLM is installed.
+    Both have to be called inside `engine_environment`.
+
+    Args:
+        config: the run.
+        index: number of the engine in the run.
+        gpus: GPUs of the engine.
+        stepped: called with vLLM's statistics after each step.
+        maker: checks vLLM's arguments and returns its constructor.
+        prefix: folder in which vLLM is installed.
 
     Raises:
-        ConfigError: vLLM has no attention for the model here, or refuses an argument of engine.vllm.
+        ConfigError: vLLM has no attention for the model on this machine, or refuses an argument of engine.vllm.
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = engine_args(config, index, gpus)
         try:
-            made = partial(_build, maker(arguments), stepped)
+            build = partial(_build, maker(arguments), stepped)
             if config.weights_backend == "ipc":
                 vllm.take_typed_answers()
         except vllm.NoAttentionError as error:
@@ -81,22 +93,25 @@ def configure(
             raise ConfigError(f"engine.vllm: vLLM refuses its arguments, {passed} among them: {error}") from error
         finally:
             _mend_preload(prefix)
-        return made
+        return build
 
 
 def _mend_preload(prefix: str) -> None:
-    """Name the libraries that vLLM preloads into its processes on the CPU by paths that ld.so can take.
+    """Let ld.so find the libraries that vLLM preloads into its processes on the CPU.
 
-    It takes a space and a colon for the end of a path. Where no link without them can be made, nothing is preloaded.
+    To ld.so a path ends with a space or a colon. A path with such characters is replaced by one through a link; if
+    there is no folder for a link, nothing is preloaded.
     """
     preloaded = os.environ.get("LD_PRELOAD", "")
     if mended := _loadable(preloaded, prefix):
         os.environ["LD_PRELOAD"] = mended
     else:
-        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | _inherited("LD_PRELOAD"))
+        inherited = {"LD_PRELOAD": _saved["LD_PRELOAD"]} if "LD_PRELOAD" in _saved else {}
+        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | inherited)
 
 
 def _loadable(libraries: str, prefix: str) -> str:
+    """Return the libraries with paths that ld.so can read; empty if there are none."""
     if not UNLOADABLE.search(prefix) or prefix not in libraries:
         return libraries
     folder = os.environ.get(SCRATCH, "")
@@ -108,10 +123,6 @@ def _loadable(libraries: str, prefix: str) -> str:
     return libraries.replace(prefix, str(link))
 
 
-def _inherited(name: str) -> dict[str, str]:
-    return {name: _saved[name]} if name in _saved else {}
-
-
 def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
     llm = make_llm(stat_loggers=[vllm.stat_logger(stepped)])
     vllm.count_nothing_here(llm)
@@ -119,7 +130,7 @@ def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
 
 
 def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
-    """vLLM's arguments for engine `index`."""
+    """Return vLLM's arguments for the engine of number `index`."""
     args: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -132,10 +143,10 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "enforce_eager": runs_eagerly(config),
         "stream_interval": config.engine.stream_interval,
         "enable_prefix_caching": True,
-        # Of the distribution that is sampled from: all tokens that are not kept are at minus infinity.
+        # Log-probs of the distribution that tokens are drawn from: tokens that cannot be drawn have minus infinity.
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MOST_LOGPROBS,
-        # Lets the canary go before waiting samples.
+        "max_logprobs": MAX_LOGPROBS,
+        # The canary goes before waiting samples.
         "scheduling_policy": "priority",
         "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
         "worker_extension_cls": "flash.weights.worker.WorkerExtension",
@@ -145,40 +156,57 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
     if config.rollout.routing_replay:
         args["enable_return_routed_experts"] = True
     if config.gpus_per_node == 0 and config.seeded:
-        # A prompt that is prefilled in parts has vLLM turn its generator back, which torch's for the CPU cannot: the
-        # engine would die.
+        # When vLLM prefills a prompt in parts it rewinds the request's random generator. torch's generator for the CPU
+        # cannot do that, and the engine would die.
         args["enable_chunked_prefill"] = False
     args |= adapter_arguments(config)
     if config.gpus_per_node == 0:
-        # Prompts are shared by whole blocks; vLLM's 128 on the CPU are more than most prompts have.
-        blocks = {"block_size": CPU_BLOCK}
-        args |= blocks | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+        args |= {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
     else:
         args |= {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
     return args | config.engine.vllm
 
 
+def adapter_arguments(config: Config) -> dict[str, Any]:
+    """Return vLLM's arguments for adapters; empty if the run trains whole models."""
+    lora = config.lora
+    if lora is None:
+        return {}
+    targets: Sequence[str] = lora.targets
+    if not targets:
+        from flash.foreign.transformers import linear_layers, without_weights
+
+        # Without names vLLM would also multiply by adapters of the output layer, though they are 0.
+        targets = linear_layers(without_weights(config.model.path, trusted=config.model.trust_remote_code))
+    return {
+        "enable_lora": True,
+        "max_loras": config.adapters,
+        "max_lora_rank": vllm.room_for_rank(lora.rank),
+        "lora_target_modules": [*targets],
+    }
+
+
 def engine_variables(
     config: Config, inherited: Mapping[str, str], cpus: Sequence[int], node_pid: int
 ) -> dict[str, str]:
-    """The whole environment of an engine.
+    """Return all environment variables of an engine.
 
     Args:
         config: the run.
         inherited: this process's environment.
         cpus: CPU cores that engines may use.
-        node_pid: the process whose end ends the engine.
+        node_pid: process whose end also ends the engine.
     """
     variables = {
         name: value
         for name, value in inherited.items()
         if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    # Would override the KV cache size that the engine is given.
+    # It would override the size of the KV cache in the engine's arguments.
     variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    # Ours alone: a worker of a GPU would take it for cores that it is to be bound to.
+    # Only `_cpu_binding` may set it: a worker on a GPU would bind itself to these cores.
     variables.pop("VLLM_CPU_OMP_THREADS_BIND", None)
-    # Permits pickles from the network: only for the backend whose handles cannot travel otherwise.
+    # It permits pickles from the network. Only the ipc backend needs it: its handles cannot be sent otherwise.
     variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if config.weights_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -188,51 +216,55 @@ def engine_variables(
         NODE_PID: str(node_pid),
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # vLLM, torch and their imports warn about themselves at each start, which would bury the run's own lines.
+        # vLLM, torch and their imports log warnings at each start, between which people would not see the run's lines.
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
     if config.rollout.routing_replay:
-        # The first runner does not tell of experts.
+        # vLLM's first model runner does not return experts.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if SCRATCH in inherited:
-        # Its sockets, which it would leave in /tmp.
+        # vLLM would leave its sockets in /tmp.
         variables["VLLM_RPC_BASE_PATH"] = inherited[SCRATCH]
     if config.gpus_per_node == 0 and runs_eagerly(config):
-        # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
+        # Even if vLLM runs eagerly, its sampler compiles a comparison of two tensors in the first swap, for which a C++
+        # compiler is needed.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if config.gpus_per_node == 0:
         variables |= _cpu_binding(config, sorted(cpus))
     elif config.model.dtype == "float32":
-        # Triton's products, which attention in float32 is made of, have the 10 bits of TF32 else; torch's have all.
+        # By default Triton's matrix products, which float32 attention uses, have the 10 bits of TF32 only.
         variables["TRITON_F32_DEFAULT"] = inherited.get("TRITON_F32_DEFAULT", "ieee")
     return variables
 
 
 def server_variables(config: Config, node: int) -> dict[str, str]:
-    """Of the process from which this machine's node loop and engines are forked, what differs from ours.
+    """Return the environment variables of the fork server that differ from those of this process.
 
-    What is read when vLLM and OpenMP are loaded, but nothing that a node loop is not to have.
+    This machine's node loop and engines are forked from the fork server. It has the variables that are read when vLLM
+    and OpenMP are loaded, but none that a node loop must not have.
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
     if config.gpus_per_node == 0 and (libraries := _loadable(vllm_processes.preloaded(), sys.prefix)):
         variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
-    own = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
-    return {name: value for name, value in variables.items() if name not in own and os.environ.get(name) != value}
+    engine_only = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
+    return {
+        name: value for name, value in variables.items() if name not in engine_only and os.environ.get(name) != value
+    }
 
 
 def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
-    """Where the model's threads run on a CPU engine.
+    """Return the variables that decide on which cores the threads of a CPU engine run.
 
-    A single engine's workers are pinned, each to its share of the cores, and one core is left to the scheduler and the
-    node loop. Several engines only get a number of threads, because they share these variables. Seeded responses have
-    one thread: several cut a batch up by its size, and the last bits of a log-prob would depend on the company.
+    The workers of a single engine are pinned, each to its share of the cores; one core is left for the scheduler and
+    the node loop. Several engines only get a number of threads, because they share these variables.
     """
     workers = config.engine.count * config.engine.tensor_parallel
     free = cpus[:-1] if len(cpus) > workers else cpus
+    # Several threads divide a batch by its size, so the last bits of a log-prob would depend on the other requests.
     threads = 1 if config.seeded else max(1, len(free) // workers)
     if config.engine.count > 1:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -245,9 +277,11 @@ def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
 
 @contextmanager
 def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Generator[None]:
-    """Give this process the engines' environment while at least one of them is being started.
+    """Give this process the environment of the engines while at least one of them is being started.
 
-    `cpus`: the cores that they compute on, where they do on cores; None: those of this process.
+    Args:
+        config: the run.
+        cpus: CPU cores of the engines, if they compute on cores; None: those of this process.
     """
     global _users
     with _lock:
@@ -266,17 +300,17 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
 
 
 def ready_tokenizer(config: Config) -> HfTokenizer:
-    """The model's tokenizer, with what reads responses; blocks for seconds where that is vLLM's.
+    """Return the model's tokenizer with the parsers of its responses. Blocks for seconds if these are vLLM's.
 
     Raises:
-        ConfigError: there is no usable tokenizer, or a parser that is named cannot work with it.
+        ConfigError: there is no usable tokenizer, or a configured parser cannot work with it.
     """
     with engine_environment(config):
         return HfTokenizer(config.model).ready()
 
 
 def _replace(variables: Mapping[str, str]) -> None:
-    """Make os.environ equal `variables`, without a moment in which it is empty."""
+    """Make os.environ equal `variables`. It is never empty meanwhile, since other threads read it."""
     os.environ.update(variables)
     for name in set(os.environ) - set(variables):
         del os.environ[name]
