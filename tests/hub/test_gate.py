@@ -27,7 +27,7 @@ def peer(name: str, number: int = 1) -> Peer:
     return Peer(number, name, "127.0.0.1:1")
 
 
-class Port(Driver):
+class GuardedHub(Driver):
     """The hub behind its gate, with two nodes and a trainer rank."""
 
     def __init__(self, **rollout: Any) -> None:
@@ -87,49 +87,49 @@ class Port(Driver):
     ],
 )
 async def test_nobody_is_admitted_whom_the_run_does_not_await(name: str) -> None:
-    port = Port()
+    guarded = GuardedHub()
     stranger = peer(name, 9)
     with pytest.raises(ProtocolError, match="no peer of this run is called"):
-        port.gate.arrived(stranger)
-    port.gate.left(stranger)
+        guarded.gate.arrived(stranger)
+    guarded.gate.left(stranger)
 
 
 async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_nothing_from_it() -> None:
-    port = Port()
-    await port.begin(0)
-    (lease,) = await port.lease(0, 1)
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    (lease,) = await guarded.lease(0, 1)
     await anyio.sleep(SILENT_S - 2)
-    assert port.gate.former("node-0") is None
+    assert guarded.gate.former("node-0") is None
     twin = peer("node-0", 9)
     with pytest.raises(ProtocolError, match="node-0 is connected already, and was heard 7 s ago"):
-        port.gate.arrived(twin)
-    port.gate.left(twin)
+        guarded.gate.arrived(twin)
+    guarded.gate.left(twin)
     ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
-    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, ended, 0))
-    assert port.hub.samples.ledger.generated_tokens == 3
+    await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, ended, 0))
+    assert guarded.hub.samples.ledger.generated_tokens == 3
 
 
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
-    port = Port()
-    await port.begin(0)
-    incarnation = next(number for number in range(9) if port.hub.incarnations.is_current(number))
-    port.gate.close()
-    port.gate.left(port.trainer)
-    assert port.hub.incarnations.is_current(incarnation)
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    incarnation = next(number for number in range(9) if guarded.hub.incarnations.is_current(number))
+    guarded.gate.close()
+    guarded.gate.left(guarded.trainer)
+    assert guarded.hub.incarnations.is_current(incarnation)
 
 
 async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_incarnation() -> None:
-    port = Port()
-    await port.begin(0)
-    assert port.gate.former("trainer-0") is None
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    assert guarded.gate.former("trainer-0") is None
     await anyio.sleep(SILENT_S + 1)
-    incarnation = next(number for number in range(9) if port.hub.incarnations.is_current(number))
-    assert port.gate.former("trainer-0") == port.trainer.id
-    port.gate.left(port.trainer)
-    assert port.gate.former("trainer-0") is None
-    assert not port.hub.incarnations.is_current(incarnation)
-    port.gate.arrived(peer("trainer-0", 9))
-    assert port.hub.incarnations.is_current(incarnation + 1)
+    incarnation = next(number for number in range(9) if guarded.hub.incarnations.is_current(number))
+    assert guarded.gate.former("trainer-0") == guarded.trainer.id
+    guarded.gate.left(guarded.trainer)
+    assert guarded.gate.former("trainer-0") is None
+    assert not guarded.hub.incarnations.is_current(incarnation)
+    guarded.gate.arrived(peer("trainer-0", 9))
+    assert guarded.hub.incarnations.is_current(incarnation + 1)
 
 
 @pytest.mark.parametrize(
@@ -162,38 +162,40 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
     ],
 )
 async def test_a_peer_speaks_for_itself_and_says_what_its_kind_may_say(sender: str, request_: Any, why: str) -> None:
-    port = Port()
-    await port.begin(0)
-    await port.refuse(port.trainer if sender == "trainer" else port.nodes[0], request_, why)
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    await guarded.refuse(guarded.trainer if sender == "trainer" else guarded.nodes[0], request_, why)
 
 
 async def test_a_node_hands_over_only_leases_that_it_holds_and_each_once() -> None:
-    port = Port()
-    await port.begin(0, 1)
-    (mine,), (other,) = await port.lease(0, 1), await port.lease(1, 1)
+    guarded = GuardedHub()
+    await guarded.begin(0, 1)
+    (mine,), (other,) = await guarded.lease(0, 1), await guarded.lease(1, 1)
     theirs = p.EndedLease(other.lease_id, trajectory(other.task, 0))
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [theirs], 0), "it does not hold lease")
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(10**9, theirs.result)], 0), "it does not hold")
+    await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [theirs], 0), "it does not hold lease")
+    await guarded.refuse(
+        guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(10**9, theirs.result)], 0), "it does not hold"
+    )
     own = p.EndedLease(mine.lease_id, trajectory(mine.task, 0))
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [own, own], 0), "it does not hold lease")
+    await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [own, own], 0), "it does not hold lease")
     swapped = p.EndedLease(mine.lease_id, trajectory(other.task, 0))
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [swapped], 0), "it was for another task")
-    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [own], 0))
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [own], 0), "it does not hold lease")
-    await port.gate.handle(port.nodes[1], p.DeliverRequest(1, [theirs], 0))
-    assert port.hub.samples.ledger.generated_tokens == 6
+    await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [swapped], 0), "it was for another task")
+    await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [own], 0))
+    await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [own], 0), "it does not hold lease")
+    await guarded.gate.handle(guarded.nodes[1], p.DeliverRequest(1, [theirs], 0))
+    assert guarded.hub.samples.ledger.generated_tokens == 6
 
 
 async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
     """A cancelled lease ends with a failure, and a lease that was taken from a silent node may end with any result."""
-    port = Port(extra_per_group=1)
-    await port.begin(0)
-    leases = await port.lease(0, 3)
-    await port.bring(0, *leases[:2])
-    (cancelled,) = await port.cancels(0)
+    guarded = GuardedHub(extra_per_group=1)
+    await guarded.begin(0)
+    leases = await guarded.lease(0, 3)
+    await guarded.bring(0, *leases[:2])
+    (cancelled,) = await guarded.cancels(0)
     assert cancelled == leases[2].lease_id
-    await port.bring(0, leases[2])
-    port.hub.samples.check()
+    await guarded.bring(0, leases[2])
+    guarded.hub.samples.check()
 
 
 BRANCHED: dict[str, Any] = {
@@ -205,14 +207,14 @@ BRANCHED: dict[str, Any] = {
 
 
 async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
-    port = Port(top_k=4)
-    await port.begin(0)
-    (lease,) = await port.lease(0, 1)
+    guarded = GuardedHub(top_k=4)
+    await guarded.begin(0)
+    (lease,) = await guarded.lease(0, 1)
     made = trajectory(lease.task, 0)
     with pytest.raises(ProtocolError, match="no kept sets, and drawn with top_k = 4"):
-        await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+        await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
     whole = msgspec.structs.replace(made, kept=Kept.of([], [0] * made.action_count))
-    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, whole)], 0))
+    await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, whole)], 0))
 
 
 @pytest.mark.parametrize(
@@ -249,62 +251,62 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
     ],
 )
 async def test_a_trajectory_that_does_not_go_together_is_refused(changed: dict[str, Any], why: str) -> None:
-    port = Port()
-    await port.begin(0)
-    (lease,) = await port.lease(0, 1)
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    (lease,) = await guarded.lease(0, 1)
     made = msgspec.structs.replace(trajectory(lease.task, 0), **changed)
-    await port.refuse(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0), why)
+    await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0), why)
 
 
 async def test_a_trajectory_with_branches_is_taken_and_its_row_tells_of_them() -> None:
-    port = Port()
-    await port.begin(0)
+    guarded = GuardedHub()
+    await guarded.begin(0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
-        for number, lease in enumerate(await port.lease(0, 4)):
+        tasks.start_soon(guarded.gate.handle, guarded.trainer, p.BatchRequest(0, 0, []))
+        for number, lease in enumerate(await guarded.lease(0, 4)):
             made = msgspec.structs.replace(trajectory(lease.task, 0), **({} if number else BRANCHED))
-            await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
-    await port.gate.handle(port.trainer, p.Commit(0, {}))
-    (row,) = port.observer.steps
+            await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    await guarded.gate.handle(guarded.trainer, p.Commit(0, {}))
+    (row,) = guarded.observer.steps
     assert row["samples"] == 4, "an episode counts once"
-    assert port.hub.samples.ledger.trained_tokens == 12
+    assert guarded.hub.samples.ledger.trained_tokens == 12
     assert (row["branches"], row["branch_token_share"]) == (5 / 4, 2 / 12)
     assert unlisted(row) == []
 
 
 async def test_a_failure_that_cannot_be_is_refused() -> None:
-    port = Port()
-    await port.begin(0)
-    (lease,) = await port.lease(0, 1)
+    guarded = GuardedHub()
+    await guarded.begin(0)
+    (lease,) = await guarded.lease(0, 1)
     for outcome, tokens, why in (
         (Outcome.OK, 0, "a Failure whose outcome is ok"),
         (Outcome.STALE, -5, "-5 tokens"),
         (Outcome.STALE, 2**63, "tokens"),
     ):
         ended = p.EndedLease(lease.lease_id, Failure(lease.task, outcome, "x", tokens))
-        await port.refuse(port.nodes[0], p.DeliverRequest(0, [ended], 0), why)
+        await guarded.refuse(guarded.nodes[0], p.DeliverRequest(0, [ended], 0), why)
 
 
 async def test_a_snapshot_in_the_middle_of_a_step_is_refused_and_ends_nothing() -> None:
-    port = Port()
-    await port.begin(0)
+    guarded = GuardedHub()
+    await guarded.begin(0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
-        for lease in await port.lease(0, 4):
-            await port.bring(0, lease)
+        tasks.start_soon(guarded.gate.handle, guarded.trainer, p.BatchRequest(0, 0, []))
+        for lease in await guarded.lease(0, 4):
+            await guarded.bring(0, lease)
     with pytest.raises(ContractError, match="a snapshot belongs between two steps"):
-        await port.gate.handle(port.trainer, p.SnapshotRequest())
+        await guarded.gate.handle(guarded.trainer, p.SnapshotRequest())
 
 
 async def test_environments_that_measure_huge_numbers_end_nothing() -> None:
-    port = Port()
-    await port.begin(0)
+    guarded = GuardedHub()
+    await guarded.begin(0)
     turns = [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"huge": 1.7e308})]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
-        for lease in await port.lease(0, 4):
+        tasks.start_soon(guarded.gate.handle, guarded.trainer, p.BatchRequest(0, 0, []))
+        for lease in await guarded.lease(0, 4):
             made = msgspec.structs.replace(trajectory(lease.task, 0), turns=turns)
-            await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
-    await port.gate.handle(port.trainer, p.Commit(0, {}))
-    (row,) = port.observer.steps
+            await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    await guarded.gate.handle(guarded.trainer, p.Commit(0, {}))
+    (row,) = guarded.observer.steps
     assert row["env/huge"] == pytest.approx(1.7e308)

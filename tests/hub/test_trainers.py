@@ -32,7 +32,7 @@ from tests.samples.cases import KeptStates, trajectory
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
-class FakePast:
+class FakeHistory:
     """A run history in memory: the batches that the observer got, and the checkpoints that were written."""
 
     def __init__(self, observer: MemoryObserver, kept: KeptStates) -> None:
@@ -103,20 +103,22 @@ class Rank:
 class World:
     """A hub behind its gate, trainer ranks, and a node that runs every task it can get."""
 
-    def __init__(self, config: Config | None = None, *, past: bool = True) -> None:
+    def __init__(self, config: Config | None = None, *, history: bool = True) -> None:
         self.config = config or make_config()
         self.observer, self.kept, self.journal = MemoryObserver(), KeptStates(), MemoryJournal()
-        self.past = FakePast(self.observer, self.kept)
-        self.open(self.past if past else None, None, TrainerStart(0, ""))
+        self.history = FakeHistory(self.observer, self.kept)
+        self.open(self.history if history else None, None, TrainerStart(0, ""))
 
-    def open(self, past: FakePast | None, state: HubState | None, start: TrainerStart, incarnation: int = 0) -> None:
+    def open(
+        self, history: FakeHistory | None, state: HubState | None, start: TrainerStart, incarnation: int = 0
+    ) -> None:
         """Start a hub."""
         self.hub = Hub(
             self.config,
             self.observer,
             now=anyio.current_time,
             recovered=RecoveredState(state, {0}, start, incarnation),
-            persistence=Persistence(self.kept, self.journal, past),
+            persistence=Persistence(self.kept, self.journal, history),
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0
@@ -132,7 +134,7 @@ class World:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        self.open(self.past, HubState(replay.reached, buffer, journal=0), TrainerStart(0, "step-0"), incarnation)
+        self.open(self.history, HubState(replay.reached, buffer, journal=0), TrainerStart(0, "step-0"), incarnation)
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1
@@ -476,7 +478,7 @@ async def test_where_they_cannot_come_back_the_run_ends_and_says_why() -> None:
 
 async def test_a_damaged_batch_ends_the_run_with_an_error_that_a_restart_can_mend() -> None:
     world = World()
-    world.past.damaged = {1}
+    world.history.damaged = {1}
 
     async def trainers() -> None:
         first = await world.trained(2)

@@ -24,7 +24,7 @@ from tests.samples.test_replay import replayed
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
-class Next:
+class NextHub:
     """A hub behind its gate that follows a hub under which nodes 0 and 1 held leases. Node 1 outlives that one."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Next:
 
 
 async def test_a_lease_is_claimed_once_and_what_came_home_or_was_never_lent_is_not() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     await hubs.join()
     first, second, delivered = hubs.held
@@ -88,7 +88,7 @@ async def test_a_lease_is_claimed_once_and_what_came_home_or_was_never_lent_is_n
 
 
 async def test_a_lease_can_be_claimed_from_the_hub_after_the_next() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     hubs.reopen(3)
     await hubs.join()
@@ -96,7 +96,7 @@ async def test_a_lease_can_be_claimed_from_the_hub_after_the_next() -> None:
 
 
 async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_hubs_own_node_at_once() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     out = hubs.hub.samples.leases.out
     while hubs.hub.buffer.tidy():
@@ -122,7 +122,7 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
 
 
 async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     await hubs.join()
     await hubs.claim(*hubs.held[:2])
@@ -150,7 +150,7 @@ async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -
 
 
 async def test_no_two_leases_of_a_run_have_the_same_number() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     await hubs.join()
     await hubs.hub.handle(p.EngineReport(1, 1, [p.EngineStatus(1, 0, 0.0, 1.0, 0.0)], []))
@@ -163,14 +163,14 @@ async def test_no_two_leases_of_a_run_have_the_same_number() -> None:
 
 
 async def test_a_version_of_the_hub_before_is_nobodys_and_an_engine_that_could_not_load_it_is_well() -> None:
-    hubs = Next()
+    hubs = NextHub()
     await hubs.begin()
     await hubs.join()
     reply = await hubs.gate.handle(hubs.peer, p.LoadFailed(1, (1 << 20) + 1))
     assert reply == p.LoadFailedReply(gone=True)
 
 
-class Slow(MemoryJournal):
+class SlowJournal(MemoryJournal):
     """A journal that has written its events only when the test says so."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Slow(MemoryJournal):
 
 
 async def test_nothing_is_acknowledged_before_it_is_written() -> None:
-    journal = Slow()
+    journal = SlowJournal()
     journal.disk.set()
     driver = Driver(make_config(), journal=journal)
     await driver.begin(0)
