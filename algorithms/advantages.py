@@ -1,8 +1,11 @@
-"""Turn rewards into advantages. B = samples of the whole batch, G = groups.
+"""Advantages from rewards: estimators that compare the samples of a group or of a whole batch.
 
-Groups are told apart by their id, so they may be ragged and in any order. A group of one, or of equal rewards, says
-nothing about the policy: its advantages are exactly 0. All functions raise ValueError where a reward is not finite or
-lengths differ.
+`flash.trainer.credit` calls them once per batch, with the rewards of all its samples. Samples carry their group's id,
+so groups may have different sizes and come in any order. A group with one member, or with equal rewards, says nothing
+about the policy: its advantages are exactly 0. All functions raise ValueError if a reward is not finite or lengths
+differ.
+
+Shape legend: B = samples of the whole batch, G = groups, K = turns of the longest sample, P = parts of a batch.
 """
 
 from __future__ import annotations
@@ -18,48 +21,53 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 EQUAL = 1e-9
-"""Share of their size by which equal rewards may differ: smaller differences are rounding."""
+"""Relative difference up to which rewards count as equal: smaller differences are rounding."""
 
 
-class _Groups(NamedTuple):
-    """Rewards, centred within their groups."""
+class _CentredRewards(NamedTuple):
+    """Rewards centred within their groups, on a scale on which their squares stay finite."""
 
     group_B: IntArray
     """Index of each sample's group."""
     count_B: FloatArray
-    """Members of each sample's group."""
+    """Number of members of each sample's group."""
     centred_B: FloatArray
     """(R − mean) / 2^exponent; exactly 0 in a group of equal rewards."""
     exponent_B: IntArray
-    """Power of two that brings the largest reward of the sample's group to about 1, so that squares stay finite."""
+    """Exponent of the power of two that scales the largest reward of the sample's group to about 1."""
 
 
 def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """Return float64 [B]: (R − mean) / std of each group, std over its members (DeepSeekMath, arXiv 2402.03300)."""
-    groups = _grouped(rewards, group_ids)
-    variance_G = np.bincount(groups.group_B, groups.centred_B**2) / np.bincount(groups.group_B)
-    std_B = np.sqrt(variance_G)[groups.group_B]
-    return groups.centred_B / np.where(std_B > 0, std_B, 1.0)
+    """Return float64 [B]: (R − mean) / std of the sample's group, std over its members (GRPO, arXiv 2402.03300)."""
+    centred = _centred(rewards, group_ids)
+    variance_G = np.bincount(centred.group_B, centred.centred_B**2) / np.bincount(centred.group_B)
+    std_B = np.sqrt(variance_G)[centred.group_B]
+    return centred.centred_B / np.where(std_B > 0, std_B, 1.0)
 
 
 def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """Return float64 [B]: R − mean of each group (Dr. GRPO, arXiv 2503.20783): no prompt counts more for being easy."""
-    groups = _grouped(rewards, group_ids)
-    return _scaled_back(groups.centred_B, groups.exponent_B)
+    """Return float64 [B]: R − mean of the sample's group (Dr. GRPO, arXiv 2503.20783).
+
+    Without the division by std, a very easy or very hard prompt does not count more than others.
+    """
+    centred = _centred(rewards, group_ids)
+    return _unscaled(centred.centred_B, centred.exponent_B)
 
 
 def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """Return float64 [B]: R − mean of the group's other samples (RLOO, arXiv 2402.14740): an unbiased baseline.
+    """Return float64 [B]: R − mean of the group's other samples (RLOO, arXiv 2402.14740).
 
-    With n members it is n / (n − 1) · (R − mean of all).
+    The baseline is unbiased, since it does not depend on the sample itself. With n members the advantage equals
+    n / (n − 1) · (R − mean of all).
     """
-    groups = _grouped(rewards, group_ids)
-    advantage_B = groups.centred_B * groups.count_B / np.maximum(groups.count_B - 1, 1)
-    return _scaled_back(advantage_B, groups.exponent_B)
+    centred = _centred(rewards, group_ids)
+    advantage_B = centred.centred_B * centred.count_B / np.maximum(centred.count_B - 1, 1)
+    return _unscaled(advantage_B, centred.exponent_B)
 
 
-def _scaled_back(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
-    # Rewards at both ends of the range of floats lie further apart than any float: the caller refuses the infinity.
+def _unscaled(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
+    # Rewards near both ends of the range of floats differ by more than the largest float. The result is then infinite,
+    # which the caller refuses.
     with np.errstate(over="ignore"):
         return np.ldexp(centred_B, exponent_B)
 
@@ -67,10 +75,11 @@ def _scaled_back(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
 def turn_advantages(
     turns: Sequence[Sequence[float]], group_ids: Sequence[int] | IntArray, gamma: float
 ) -> list[FloatArray]:
-    """Return per sample float64 [its turns]: each turn's return, normalised over the group's samples at the same turn.
+    """Return for each sample float64 [turns of the sample]: the normalised return of each turn.
 
-    `turns` are the rewards per turn; the return of a turn is Σ γ^j · reward j turns later, itself included. Samples of
-    a group may have different numbers of turns: each turn is compared with the samples that came that far.
+    `turns` holds the rewards of each sample's turns. The return of a turn is Σ_{j ≥ 0} γ^j · reward j turns later. It
+    is normalised over the group's samples at the same turn. Samples of a group may have different numbers of turns: a
+    turn is compared with the samples that have such a turn.
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; expected a number from 0 to 1")
@@ -86,24 +95,25 @@ def turn_advantages(
     for turn in reversed(range(deepest)):
         following_B = reward_BK[:, turn] + gamma * following_B
         return_BK[:, turn] = following_B
-    there_BK = np.arange(deepest) < np.array(counts, dtype=np.int64)[:, None]
+    exists_BK = np.arange(deepest) < np.array(counts, dtype=np.int64)[:, None]
     group_B = np.unique(np.asarray(group_ids, dtype=np.int64), return_inverse=True)[1]
+    # Each pair of group and turn is a group of its own.
     cell_BK = group_B[:, None] * deepest + np.arange(deepest)
-    advantages = group_advantages(return_BK[there_BK], cell_BK[there_BK])
+    advantages = group_advantages(return_BK[exists_BK], cell_BK[exists_BK])
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
 def moments(values: FloatArray) -> tuple[float, float, float]:
-    """Return the count, the mean and the sum of squared differences from the mean; zeros of no values."""
+    """Return the count, the mean, and the sum of squared differences from the mean; zeros if there are no values."""
     mean = float(values.mean()) if len(values) else 0.0
     return float(len(values)), mean, float(np.square(values - mean).sum())
 
 
 def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]:
-    """Return the mean and 1 / std of the numbers of a batch, from the `moments` of its parts.
+    """Return the mean and 1 / std of the numbers of a batch, from the `moments` of its parts, [P, 3].
 
-    REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. Where the numbers are
-    equal, or there are none, 1 / std is given as 0, so that the advantages are 0.
+    REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. If the numbers are
+    equal, or there are none, 1 / std is returned as 0, so that the advantages are 0.
 
     Raises:
         ValueError: a moment is not finite.
@@ -115,19 +125,18 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
     if count <= 0:
         return 0.0, 0.0
     mean = float(count_P @ mean_P / count)
-    # Squares are of centred numbers (Chan et al., 1979): the difference of two sums loses small differences of large
-    # numbers.
+    # Squares of centred numbers (Chan et al., 1979): E[x²] − E[x]² would lose small differences of large numbers.
     std = math.sqrt((squares_P.sum() + count_P @ np.square(mean_P - mean)) / count)
     return mean, 1 / std if std > EQUAL * abs(mean) else 0.0
 
 
 def are_equal(rewards: Collection[float]) -> bool:
-    """True if the rewards of a group are equal but for rounding, so that its advantages are 0."""
+    """Return True if the rewards of a group are equal up to rounding, so that its advantages are 0."""
     least, most = min(rewards), max(rewards)
     return most - least <= EQUAL * max(abs(least), abs(most))
 
 
-def _grouped(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _Groups:
+def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _CentredRewards:
     reward_B = np.asarray(rewards, dtype=np.float64)
     if reward_B.ndim != 1 or len(reward_B) != len(group_ids):
         raise ValueError(f"{len(group_ids)} group ids for rewards of shape {reward_B.shape}; expected one each")
@@ -146,4 +155,4 @@ def _grouped(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | I
     differ_G = np.ldexp(most_G, -exponent_G) - np.ldexp(least_G, -exponent_G) > EQUAL * np.ldexp(size_G, -exponent_G)
     centred_B = scaled_B - (np.bincount(group_B, scaled_B) / count_G)[group_B]
     centred_B = np.where(differ_G[group_B], centred_B, 0.0)
-    return _Groups(group_B, count_G[group_B], centred_B, exponent_G[group_B])
+    return _CentredRewards(group_B, count_G[group_B], centred_B, exponent_G[group_B])

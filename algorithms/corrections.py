@@ -1,14 +1,19 @@
-"""Weights for the mismatch between the policy that sampled and the proximal policy; they compose with any objective.
+"""Weights and filters for the mismatch between the policy that sampled and the proximal policy.
 
-All are of w = exp(proximal − behaviour), constant in the policy that is trained, so they multiply the loss without
-changing what its gradient means. The quotient covers what differs between engine and trainer at equal weights, and how
-far the proximal policy has moved since the token was sampled. Several corrections multiply. T = packed tokens.
+All corrections are functions of w = exp(proximal − behaviour). w is constant in the policy that is trained, so it
+multiplies the loss without changing the meaning of its gradient. It covers the difference between engine and trainer at
+equal weights, and the distance that the proximal policy has moved since the token was sampled. Corrections compose with
+each other: their factors are multiplied. `flash.trainer.loss` calls `correct` for each micro-batch.
 
-The filters (`sequence_mask`, `geometric`) are 0 or 1 and go with every objective. They reject: the mean is over the
-sequences that were accepted, E[… | accepted], as if the others had not been sampled (verl's rollout correction, where
-they leave the response mask; THUDM/slime#657). A weight (`token_tis`, `icepop`) stays inside the mean over all tokens,
-also where it is 0: its formula is Σ w(…) / Σ |y|. It is for an objective that has none, such as `rloo`: beside one that
-holds w in its formula, or in its ratio to the behaviour policy, it would correct the same gap twice.
+Filters (`sequence_mask`, `geometric`) are 0 or 1 and go with every objective. They reject: the mean is over the
+accepted sequences, E[… | accepted], as if the others had not been sampled (in verl's rollout correction they leave the
+response mask; THUDM/slime#657).
+
+Weights (`token_tis`, `icepop`) stay inside the mean over all tokens, also where they are 0: the formula is
+Σ w(…) / Σ |y|. They are for an objective without a weight, such as `rloo`. Next to an objective that has w in its
+formula, or in its ratio to the behaviour policy, they would correct the same difference twice.
+
+Shape legend: T = packed tokens of a micro-batch, S = sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ Bound = Annotated[float, Meta(ge=0)]
 class TokenTis(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="token_tis"
 ):
-    """Truncated importance sampling (Yao et al. 2025): min(w, cap) of each token."""
+    """Truncated importance sampling (Yao et al. 2025): the weight min(w, cap) for each token."""
 
     rejects: ClassVar[bool] = False
 
@@ -40,28 +45,28 @@ class TokenTis(
     """Largest weight."""
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
-        """[T], detached."""
+        """Return the factor of each token, [T], detached."""
         return _weight(tokens).clamp(max=self.cap)
 
 
 class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="icepop"):
-    """IcePop (Ring-1T, arXiv 2510.18855): w of each token where it lies in [low, high], else 0.
+    """IcePop (Ring-1T, arXiv 2510.18855): the weight w for each token where w lies in [low, high], else 0.
 
-    The tokens with 0 stay in the denominator: J = 1 / Σ |y| · Σ M(w) A (INTELLECT-3, arXiv 2512.16144, eq. 1).
+    Tokens with weight 0 stay in the denominator: J = 1 / Σ |y| · Σ M(w) A (INTELLECT-3, arXiv 2512.16144, eq. 1).
     """
 
     rejects: ClassVar[bool] = False
 
     low: Bound = 0.5
-    """Smallest used weight."""
+    """Smallest weight that is used."""
     high: Bound = 5.0
-    """Largest used weight."""
+    """Largest weight that is used."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
-        """[T], detached."""
+        """Return the factor of each token, [T], detached."""
         weight_T = _weight(tokens)
         return weight_T.where((weight_T >= self.low) & (weight_T <= self.high), 0.0)
 
@@ -69,31 +74,32 @@ class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class SequenceMask(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sequence_mask"
 ):
-    """1 for every token of a sequence whose w, the product over its unmasked tokens, lies in [low, high], else 0.
+    """Filter: 1 for every token of a sequence if the product of w over its unmasked tokens lies in [low, high], else 0.
 
-    Rejection by the sequence's ratio: E[… | low ≤ Π w ≤ high] (Liu, Li et al. 2025, "When Speed Kills Stability";
+    Rejection by the ratio of the sequence: E[… | low ≤ Π w ≤ high] (Liu, Li et al. 2025, "When Speed Kills Stability";
     verl's rollout_rs = "sequence").
     """
 
     rejects: ClassVar[bool] = True
 
     low: Bound = 0.1
-    """Smallest kept product."""
+    """Smallest product that is accepted."""
     high: Bound = 10.0
-    """Largest kept product."""
+    """Largest product that is accepted."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
-        """[T], detached."""
+        """Return the factor of each token, [T], detached."""
         return _keep(tokens, sequence_sum(tokens, _log_weight(tokens)).exp(), self.low, self.high)
 
 
 class Geometric(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="geometric"
 ):
-    """1 for every token of a sequence whose geometric mean of w over unmasked tokens lies in [low, high], else 0.
+    """Filter: 1 for every token of a sequence if the geometric mean of w over unmasked tokens is in [low, high], else
+    0.
 
     Rejection by the ratio per token: E[… | low ≤ (Π w)^(1/n) ≤ high] (verl's rollout_rs = "geometric").
     """
@@ -101,33 +107,34 @@ class Geometric(
     rejects: ClassVar[bool] = True
 
     low: Bound = 0.999
-    """Smallest kept mean."""
+    """Smallest geometric mean that is accepted."""
     high: Bound = 1.001
-    """Largest kept mean."""
+    """Largest geometric mean that is accepted."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
-        """[T], detached."""
+        """Return the factor of each token, [T], detached."""
         return _keep(tokens, sequence_mean(tokens, _log_weight(tokens)).exp(), self.low, self.high)
 
 
 Correction = TokenTis | IcePop | SequenceMask | Geometric
-"""By `kind`. `rejects`: whether a token with weight 0 leaves the denominators of the aggregation, too."""
+"""A correction; the field `kind` selects the class. With `rejects`, a token with factor 0 also leaves the denominators
+of the aggregation."""
 
 
 class Corrected(NamedTuple):
-    """What several corrections say together; [T], detached."""
+    """Result of several corrections together; [T] each, detached."""
 
     weight_T: Tensor
-    """Their product."""
+    """Product of all factors."""
     keep_T: Tensor
-    """bool: no correction rejects the token. Whole sequences are rejected, never parts of one."""
+    """bool: no correction rejects the token. A sequence is rejected as a whole, never a part of it."""
 
 
 def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Corrected:
-    """All corrections of these tokens."""
+    """Return the product of the corrections' factors, and the tokens that none of them rejects."""
     weight_T = tokens.behaviour_T.new_ones(tokens.behaviour_T.shape)
     keep_T = weight_T > 0
     for correction in corrections:

@@ -1,16 +1,19 @@
-"""Whether the signals of attention go together: plans with entropy, plans with influence, anchors with plans.
+"""Statistics on whether the signals of attention occur together: plans with entropy, plans with FAI, anchors with
+plans.
 
-Li et al. 2025 (arXiv 2510.13554) describe a rhythm: where local heads suddenly look further back, the model introduces
-what comes next, and is uncertain of it; at once, or with it, comes a token that later ones keep coming back to. Here is
-what of it shows in given responses, each number beside what chance gives. The marked tokens are those that the method
-itself chooses; how far "at once" reaches, the shifts, intervals and p are this file's own.
+Li et al. 2025 (arXiv 2510.13554) describe a rhythm: where local heads suddenly look further back, the model plans the
+next tokens and is uncertain; at the same token, or soon after it, comes a token to which later tokens keep returning.
+`couplings` measures this in given responses and compares each number with chance. `flash rhythm` prints the result. The
+marked tokens are the ones that the method itself chooses; the meaning of "soon after", the shifts, the intervals and p
+are defined here and not in the paper.
 
-A token is a *plan* where Δ is among the top q of its response, and an *anchor* where FAI is (`algorithms.rhythm`).
-Chance: the plans of each response are shifted by some number of tokens, around the response's end. So they stay as many
-and about as far apart, and the other signal stays as it is; what is lost is where the two stand to each other. The last
-token of a turn has no Δ and cannot plan: plans are shifted past it, and no plan is held against it.
+A token is a *plan* if Δ is among the top q of its response, and an *anchor* if FAI is (`algorithms.rhythm`). Chance:
+the plans of each response are shifted by some number of tokens, cyclically within the response. This keeps their
+number, roughly their distances, and the other signal; only the relation between the two is lost. The last token of a
+turn has no Δ and cannot be a plan: plans are shifted past it, and it is in no comparison with plans.
 
-Shape legend: R = tokens of a response, A = tokens of all responses, E = those of them that have a Δ, S = shifts.
+Shape legend: R = tokens of a response, A = tokens of all responses, E = tokens of A that have a Δ, S = shifts, C = the
+four couplings.
 """
 
 from __future__ import annotations
@@ -26,49 +29,53 @@ import numpy as np
 from algorithms.rhythm import BoolArray, FloatArray, IntArray, Rhythm, changes, followers, top_share
 
 SHIFTS = 1000
-"""Shifts drawn for a null; where there are no more different ones than that, each is taken once instead."""
+"""Number of random shifts for the null distribution. If there are no more different shifts than this, each is used once
+instead."""
 INTERVAL = (0.025, 0.975)
-"""Quantiles between which 95 % of a null lie."""
+"""Quantiles between which 95 % of the null distribution lie."""
 APART = 1 << 40
-"""Beyond any place in a sequence: puts the tokens of different responses out of each other's reach."""
+"""Distance between the places of two responses, larger than any sequence, so that their tokens never count as near."""
 ROUNDING = 1e-9
-"""Differences that are closer than this are equal: sums in another order."""
+"""Relative difference up to which two numbers count as equal, since their sums may be taken in another order."""
 
 
 class Signals(NamedTuple):
-    """What was seen of one response."""
+    """Signals of the tokens of one response."""
 
     position_R: IntArray
-    """The tokens' places in their sequence, ascending; a gap is where a turn ends."""
+    """Places of the tokens in their sequence, ascending; a gap is the end of a turn."""
     waad_R: FloatArray
+    """WAAD of the local heads."""
     influence_R: FloatArray
-    """FAI."""
+    """FAI of the global heads."""
     entropy_R: FloatArray
-    """Of the distribution that each token was drawn from, in nats."""
+    """Entropy of the distribution from which each token was sampled, in nats."""
 
 
 class Coupling(msgspec.Struct, frozen=True):
-    """One number of all responses, beside what chance gives; NaN where there are no such tokens."""
+    """A difference of means over all responses, compared with chance; NaN if there are no such tokens."""
 
     name: str
     marked: float
-    """The mean over the marked tokens."""
+    """Mean over the marked tokens."""
     others: float
-    """The mean over the tokens that they are held against."""
+    """Mean over the tokens that the marked ones are compared with."""
     tokens: int
-    """How many are marked."""
+    """Number of marked tokens."""
     null_mean: float
-    """Of `marked` − `others` under the shifts."""
+    """Mean of `marked` − `others` under the shifts."""
     null_low: float
-    """Between here and `null_high` lie 95 % of it."""
+    """Lower end of the interval that contains 95 % of the null distribution."""
     null_high: float
+    """Upper end of that interval."""
     p: float
-    """Twice the smaller one of two shares, at most 1: of shifts that give as much or more, and as little or less. Where
-    shifts are drawn, what was seen counts as one more of them; where all are taken, it is one of them."""
+    """Two-sided p-value: twice the smaller of two shares, at most 1, namely of shifts with a difference at least as
+    large as the observed one, and of shifts with one at most as large. The observed difference counts as one more
+    random shift; if all shifts are used, it is one of them."""
 
     @property
     def difference(self) -> float:
-        """`marked` − `others`."""
+        """Return `marked` − `others`."""
         return self.marked - self.others
 
 
@@ -79,56 +86,62 @@ class _Means(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """All responses, one after the other."""
+    """Tokens of all responses, one response after another."""
 
     plan_A: BoolArray
     anchor_A: BoolArray
     entropy_A: FloatArray
     influence_A: FloatArray
     counted_A: BoolArray
-    """Whether any token comes after it in time: without, FAI is 0 and says nothing."""
+    """True if the response has tokens far enough behind this one; otherwise FAI is 0 and means nothing."""
     place_A: IntArray
-    """The place in the sequence, each response beyond reach of the others."""
-    open_A: BoolArray
-    """Whether it has a Δ: the next token is the response's, too."""
+    """Place in the sequence, with `APART` between responses."""
+    has_change_A: BoolArray
+    """True if the token has a Δ: the next token belongs to the response too."""
     lengths: list[int]
-    """Tokens that have one, of each response with any; together E."""
+    """Number of tokens with a Δ, for each response that has any; their sum is E."""
 
 
 def plans(options: Rhythm, signals: Signals) -> BoolArray:
-    """[R]: the tokens that plan, the top q of Δ."""
+    """Return bool [R]: the plans, the top q of Δ."""
     return top_share(changes(signals.waad_R, signals.position_R), options.top)
 
 
 def anchors(options: Rhythm, signals: Signals) -> BoolArray:
-    """[R]: the tokens that anchor, the top q of FAI."""
+    """Return bool [R]: the anchors, the top q of FAI."""
     return top_share(signals.influence_R, options.top)
 
 
 def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shifts: int = SHIFTS) -> list[Coupling]:
-    """Four differences of means over the tokens of all responses together, with k = `options.reach`.
+    """Return four differences of means over the tokens of all responses together, with k = `options.reach`.
 
-    - Entropy: at plans, against all other tokens that have a Δ.
-    - FAI: at plans, against all other tokens that have a Δ; only tokens that some other follows in time count.
-    - FAI after plans: of tokens up to k after a plan of their turn that are none themselves, against tokens that are
-      neither; only those that count.
-    - Anchors after plans: the share of anchors that come up to k after a plan of their turn, against that share of all
-      other tokens. A plan itself comes after a plan only if there is another before it.
+    - Entropy at plans, compared with all other tokens that have a Δ.
+    - FAI at plans, compared with all other tokens that have a Δ. Only tokens with followers count.
+    - FAI after plans: tokens up to k after a plan of their turn that are no plans themselves, compared with tokens that
+      are neither. Only tokens with followers count.
+    - Anchors after plans: the share of anchors that lie up to k after a plan of their turn, compared with the same
+    share
+      of all other tokens. A plan itself lies after a plan only if there is another plan before it.
 
-    The paper speaks of peaks of WAAD, at which entropy is high and with or after which FAI is; plans are the tokens
-    beside which WAAD changes most, as its rules of credit take them.
+    The paper speaks of peaks of WAAD, at which entropy is high and at or after which FAI is high. Plans here are the
+    tokens at which WAAD changes most, as in the paper's rules of credit.
+
+    `seed` draws the random shifts, of which there are at most `shifts`.
+
+    Raises:
+        ValueError: there is no response.
     """
     if not responses:
         raise ValueError("expected at least one response")
-    tokens = _together(options, responses)
-    found = _measure(tokens, tokens.plan_A, options.reach)
-    whole = math.prod(tokens.lengths) <= shifts
-    drawn = itertools.product(*map(range, tokens.lengths)) if whole else _drawn(tokens.lengths, seed, shifts)
-    nulls = (_measure(tokens, plan_A, options.reach) for plan_A in _shifted(tokens, drawn))
-    null_SC = np.array([[one.marked - one.others for one in null] for null in nulls])
+    tokens = _concatenate(options, responses)
+    observed = _measure(tokens, tokens.plan_A, options.reach)
+    exhaustive = math.prod(tokens.lengths) <= shifts
+    used = itertools.product(*map(range, tokens.lengths)) if exhaustive else _draw_shifts(tokens.lengths, seed, shifts)
+    nulls = (_measure(tokens, plan_A, options.reach) for plan_A in _shifted_plans(tokens, used))
+    null_SC = np.array([[means.marked - means.others for means in null] for null in nulls])
     return [
-        _coupling(name, means, null_S, whole=whole)
-        for name, means, null_S in zip(_names(options.reach), found, null_SC.T, strict=True)
+        _coupling(name, means, null_S, exhaustive=exhaustive)
+        for name, means, null_S in zip(_names(options.reach), observed, null_SC.T, strict=True)
     ]
 
 
@@ -137,8 +150,8 @@ def _names(reach: int) -> tuple[str, ...]:
     return "entropy at plans", "FAI at plans", f"FAI {after}", f"anchors {after}"
 
 
-def _together(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
-    goes_on = [np.append(np.diff(one.position_R) == 1, False) for one in responses]
+def _concatenate(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
+    has_change = [np.append(np.diff(one.position_R) == 1, False) for one in responses]
     counted = [followers(one.position_R, options.nearest, options.farthest) > 0 for one in responses]
     return _Tokens(
         plan_A=np.concatenate([plans(options, one) for one in responses]),
@@ -147,37 +160,37 @@ def _together(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
         influence_A=np.concatenate([one.influence_R for one in responses]),
         counted_A=np.concatenate(counted),
         place_A=np.concatenate([one.position_R + APART * number for number, one in enumerate(responses)]),
-        open_A=np.concatenate(goes_on),
-        lengths=[int(one.sum()) for one in goes_on if one.any()],
+        has_change_A=np.concatenate(has_change),
+        lengths=[int(one.sum()) for one in has_change if one.any()],
     )
 
 
-def _drawn(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Sequence[int]]:
-    """Shifts of all responses, each evenly from all that there are of it."""
+def _draw_shifts(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Sequence[int]]:
+    """Yield random shifts, one number per response, each uniform over the response's tokens with a Δ."""
     yield from np.random.default_rng(seed).integers(0, lengths, (shifts, len(lengths))).tolist()
 
 
-def _shifted(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
-    """[A]: the plans, those of each response further back by its shift."""
+def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
+    """Yield bool [A] for each shift: the plans of each response, moved to later tokens by its number of tokens."""
     lengths = np.array(tokens.lengths, dtype=np.int64)
     length_E = np.repeat(lengths, lengths)
     start_E = np.repeat(np.cumsum(lengths) - lengths, lengths)
     place_E = np.arange(len(start_E)) - start_E
-    plan_E = tokens.plan_A[tokens.open_A]
+    plan_E = tokens.plan_A[tokens.has_change_A]
     for shift in shifts:
         plan_A = np.zeros_like(tokens.plan_A)
         shift_E = np.repeat(np.array(shift, dtype=np.int64), lengths)
-        plan_A[tokens.open_A] = plan_E[start_E + (place_E - shift_E) % length_E]
+        plan_A[tokens.has_change_A] = plan_E[start_E + (place_E - shift_E) % length_E]
         yield plan_A
 
 
 def _measure(tokens: _Tokens, plan_A: BoolArray, reach: int) -> tuple[_Means, ...]:
-    """The four numbers, if these were the plans."""
+    """Return the four pairs of means under the assumption that `plan_A` are the plans."""
     after_A = np.zeros_like(plan_A)
     for back in range(1, min(reach, len(plan_A) - 1) + 1):
         same_turn_A = tokens.place_A[back:] - tokens.place_A[:-back] == back
         after_A[back:] |= plan_A[:-back] & same_turn_A
-    close_A, other_A = after_A & ~plan_A, tokens.open_A & ~plan_A
+    close_A, other_A = after_A & ~plan_A, tokens.has_change_A & ~plan_A
     counted_A = tokens.counted_A
     return (
         _means(tokens.entropy_A, plan_A, other_A),
@@ -192,13 +205,13 @@ def _means(value_A: FloatArray, marked_A: BoolArray, other_A: BoolArray) -> _Mea
     return _Means(marked, others, int(marked_A.sum()))
 
 
-def _coupling(name: str, means: _Means, null_S: FloatArray, *, whole: bool) -> Coupling:
-    """Shifts under which there is nothing to compare say nothing."""
+def _coupling(name: str, means: _Means, null_S: FloatArray, *, exhaustive: bool) -> Coupling:
+    """Compare the observed means with the null distribution; shifts without a difference (NaN) are left out."""
     seen, null_S = means.marked - means.others, null_S[np.isfinite(null_S)]
     if math.isnan(seen) or not len(null_S):
         return Coupling(name, means.marked, means.others, means.tokens, math.nan, math.nan, math.nan, math.nan)
     near = ROUNDING * max(float(np.abs(null_S).max()), abs(seen))
-    extra = 0 if whole else 1
+    extra = 0 if exhaustive else 1
     shares = [(int(count) + extra) / (len(null_S) + extra) for count in _beyond(null_S, seen, near)]
     low, high = np.quantile(null_S, INTERVAL)
     return Coupling(
@@ -214,5 +227,5 @@ def _coupling(name: str, means: _Means, null_S: FloatArray, *, whole: bool) -> C
 
 
 def _beyond(null_S: FloatArray, seen: float, near: float) -> tuple[int, int]:
-    """Shifts that give as much or more, and as little or less."""
+    """Return the number of shifts with a difference of at least `seen`, and with one of at most `seen`."""
     return int((null_S >= seen - near).sum()), int((null_S <= seen + near).sum())

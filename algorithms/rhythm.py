@@ -1,17 +1,21 @@
-"""Advantages that follow the rhythm of attention (Li et al. 2025, arXiv 2510.13554).
+"""Multipliers of advantages from the rhythm of attention (Li et al. 2025, arXiv 2510.13554).
 
-Two averages of attention maps, over heads that look nearby (A_loc) and over heads that look far (A_glob), say of each
-token of a response how far back the model looked for it, and how much what comes later looks at it:
+Two averages of attention maps, over heads with a short span (A_loc) and over heads with a long span (A_glob), give two
+signals for each token of a response: how far back the model looked when it produced the token, and how much attention
+later tokens pay to it.
 
     WAAD_t = Σ_{s ≤ t} A_loc[t, s] · min(t − s, W)        Δ_t = |WAAD_t − WAAD_{t+1}|
     FAI_s  = mean of A_glob[t, s] over the response's t in [s + nearest, s + farthest]
 
-The multiplier of a token's advantage is γ = g where it plans (local: the top q of Δ), or where it anchors (global: the
-top q of FAI). Coupled: an anchor t in the shadow of a plan u, so WAAD_t ≤ τ_waad and Δ_u ≥ τ_Δ with u in t − k … t − 1,
-hands the share α of its extra credit to that u. WAAD and FAI are linear in A: the mean over heads may be taken after.
+The advantage of a token is multiplied by γ = g if the token is a *plan* (`local`: among the top q of Δ) or an *anchor*
+(`global`: among the top q of FAI). With `coupled`, an anchor t that follows a plan u, where WAAD_t ≤ τ_waad and
+Δ_u ≥ τ_Δ with u in t − k … t − 1, passes the share α of its extra credit to that u.
 
-Of a map, `row_B` and `column_C` are the places of its rows and columns in the sequence, ascending, columns without gap.
-Shape legend: H = heads, B = rows of a map, C = its columns, R = tokens of a response.
+WAAD and FAI are linear in A, so the mean over heads can be taken afterwards. `flash.trainer.rhythm` computes the
+signals block by block; `row_B` and `column_C` are the places of a block's rows and columns in the sequence, ascending,
+columns without gaps.
+
+Shape legend: H = heads, B = rows of a block, C = its columns, R = tokens of a response.
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 SLACK = 1e-9
-"""Keeps ⌈q n⌉ true where q n is a whole number that floats cannot hold."""
+"""Subtracted before q · n is rounded up, since floats may hold a whole q · n as slightly more."""
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tokens have their advantage multiplied. Defaults are the paper's where it gives any."""
+    """Tokens whose advantage is multiplied, and by how much. Defaults are the paper's where it gives a value."""
 
     credit: Credit = "coupled"
     """`local`: plans; `global`: anchors; `coupled`: anchors that share with plans."""
@@ -50,29 +54,29 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     top: Share = 0.4
     """q: share of a response's tokens that is chosen."""
     signs: Literal["both", "positive", "negative"] = "both"
-    """Which advantages are multiplied."""
+    """Signs of the advantages that are multiplied."""
     layers: Count | list[Annotated[int, Meta(ge=0)]] = 5
-    """How many, evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or which, from 0."""
+    """Number of layers, spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or a list of layers, counted from 0."""
     heads: Literal["batch", "first"] = "batch"
-    """Tell heads apart in each batch, or once in the first batch."""
+    """Classify heads in each batch, or once in the first batch."""
     local_heads: Share = 0.3
-    """Share of heads, of the shortest span."""
+    """Share of heads that are local: those with the shortest span."""
     global_heads: Share = 0.3
-    """Share of heads, of the longest span."""
+    """Share of heads that are global: those with the longest span."""
     window: Count = 10
-    """W: largest distance in WAAD, tokens."""
+    """W: largest distance in WAAD, in tokens."""
     nearest: Count = 10
-    """Tokens after which FAI begins to count."""
+    """Smallest distance in FAI, in tokens."""
     farthest: Count = 100
-    """Tokens after which it ends."""
+    """Largest distance in FAI, in tokens."""
     shift: Fraction = 0.4
-    """α: what an anchor gives its plan; the paper has no value."""
+    """α: share of an anchor's extra credit that its plan gets; the paper gives no value."""
     reach: Count = 3
-    """k: tokens before an anchor that may be its plan."""
+    """k: number of tokens before an anchor among which its plan is searched."""
     low_distance: Fraction = 0.5
-    """τ_waad, a quantile of WAAD; not the paper's."""
+    """τ_waad, as a quantile of WAAD; the paper gives no value."""
     high_change: Fraction = 0.6
-    """τ_Δ, a quantile of Δ; not the paper's."""
+    """τ_Δ, as a quantile of Δ; the paper gives no value."""
 
     def __post_init__(self) -> None:
         if self.local_heads + self.global_heads > 1:
@@ -97,14 +101,14 @@ USED_BY: dict[str, tuple[Credit, ...]] = {
     "low_distance": ("coupled",),
     "high_change": ("coupled",),
 }
-"""Options that only some credits look at."""
+"""Options that only some kinds of `credit` use, and these kinds."""
 
 
 def chosen_layers(layers: int | list[int], count: int) -> list[int]:
-    """The layers to look at in a model of `count`.
+    """Return the indices of the layers whose attention is used, in a model with `count` layers.
 
     Raises:
-        ValueError: a layer is named that the model does not have.
+        ValueError: a listed layer does not exist in the model.
     """
     if isinstance(layers, list):
         if max(layers) >= count:
@@ -115,28 +119,30 @@ def chosen_layers(layers: int | list[int], count: int) -> list[int]:
 
 
 def head_kinds(span_H: FloatArray, options: Rhythm) -> tuple[IntArray, IntArray]:
-    """Which heads are local, and which global: at least one of each, those of the shortest and of the longest span."""
+    """Return the indices of the local heads (shortest spans) and of the global heads (longest spans).
+
+    There is at least one of each.
+    """
     order_H = np.argsort(span_H, kind="stable")
     heads = len(span_H)
-    near = max(min(round(options.local_heads * heads), heads - 1), 1)
-    # Two shares of one half are rounded up both where the heads are odd.
-    far = max(min(round(options.global_heads * heads), heads - near), 1)
-    return np.sort(order_H[:near]), np.sort(order_H[-far:])
+    local = max(min(round(options.local_heads * heads), heads - 1), 1)
+    # With two shares of one half and an odd number of heads, both may be rounded up: no head may be of both kinds.
+    far = max(min(round(options.global_heads * heads), heads - local), 1)
+    return np.sort(order_H[:local]), np.sort(order_H[-far:])
 
 
 def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
-    """[H, B]: how far back a row looks in the mean, Σ_s A[t, s] (t − s).
-
-    Distances from the last row, and taken back by as much as a row is before it: one product for all rows, which add to
-    1, and numbers no larger than the answer and the block.
-    """
+    """Return [H, B]: the mean distance that each row looks back, Σ_s A[t, s] (t − s)."""
+    # Distances are taken from the last row t', as Σ_s A[t, s] (t' − s) − (t' − t), since the weights of a row add up to
+    # 1. So one matrix product serves all rows, and no number is larger than the result and the block.
     return attention_HBC @ (row_B[-1] - column_C).to(attention_HBC.dtype) + (row_B - row_B[-1])
 
 
 def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, window: int) -> Tensor:
-    """[H, B]: each row's WAAD, Σ_s A[t, s] min(t − s, W) = W − Σ_s A[t, s] (W − t + s)⁺, since rows add to 1.
+    """Return [H, B]: the WAAD of each row, Σ_s A[t, s] min(t − s, W).
 
-    So only the W columns up to the row count. Every row's own must be there; of those that are not, none has attention.
+    The weights of a row add up to 1, so this equals W − Σ_s A[t, s] (W − t + s)⁺: only the W columns up to the row
+    count. The block must contain each row's own column, and no row may have attention outside of the block's columns.
     """
     back_W = row_B.new_ones(min(window, len(column_C))).cumsum(0) - 1
     place_BW = (row_B - column_C[0])[:, None] - back_W
@@ -146,26 +152,26 @@ def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, wi
 
 
 def future_influence(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, nearest: int, farthest: int) -> Tensor:
-    """[H, C]: what the rows between `nearest` and `farthest` after a column give it.
+    """Return [H, C]: the attention that each column gets from the rows `nearest` to `farthest` tokens after it.
 
-    The sums of several blocks of rows add up; FAI is their sum over `followers`.
+    Add the results of all blocks of rows and divide by `followers` to get FAI.
     """
-    # From the first row, and as floats: faster to compare, and exact up to 2²⁴ tokens.
+    # Places relative to the first row, as floats: faster to compare than integers, and exact up to 2²⁴ tokens.
     middle = (row_B - row_B[0]).to(attention_HBC.dtype) - (nearest + farthest) / 2
     off_BC = (middle[:, None] - (column_C - row_B[0]).to(attention_HBC.dtype)).abs_()
     return (attention_HBC * (off_BC <= (farthest - nearest) / 2).to(attention_HBC.dtype)).sum(-2)
 
 
 def followers(position_R: IntArray, nearest: int, farthest: int) -> IntArray:
-    """[R]: how many tokens of the response come between `nearest` and `farthest` after each one, seen or not."""
+    """Return [R]: the number of tokens of the response that lie `nearest` to `farthest` tokens after each token."""
     begin_R = np.searchsorted(position_R, position_R + nearest, side="left")
     return np.searchsorted(position_R, position_R + farthest, side="right") - begin_R
 
 
 def changes(waad_R: FloatArray, position_R: IntArray) -> FloatArray:
-    """[R]: Δ; 0 for a token whose next one is not the response's.
+    """Return [R]: Δ of each token; 0 for a token whose next token is not part of the response.
 
-    `position_R` are the tokens' places in their sequence: a response may have several parts, one for each turn.
+    `position_R` are the places of the tokens in their sequence: a response may have several parts, one for each turn.
     """
     delta_R = np.zeros_like(waad_R)
     delta_R[:-1] = np.where(np.diff(position_R) == 1, np.abs(np.diff(waad_R)), 0.0)
@@ -173,7 +179,10 @@ def changes(waad_R: FloatArray, position_R: IntArray) -> FloatArray:
 
 
 def top_share(signal_R: FloatArray, share: float) -> BoolArray:
-    """[R]: the ⌈share · R⌉ tokens of the largest signal, the earlier one of equals; never one whose signal is 0."""
+    """Return bool [R]: the ⌈share · R⌉ tokens with the largest signal. A token with signal 0 is never chosen.
+
+    Of tokens with equal signals, earlier ones are chosen first.
+    """
     count = math.ceil(share * len(signal_R) - SLACK)
     chosen_R = np.zeros(len(signal_R), dtype=np.bool_)
     chosen_R[np.argsort(-signal_R, kind="stable")[:count]] = True
@@ -181,23 +190,26 @@ def top_share(signal_R: FloatArray, share: float) -> BoolArray:
 
 
 def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, position_R: IntArray) -> FloatArray:
-    """[R]: γ of each token of one response, from its signals: WAAD of the local heads, FAI of the global ones."""
+    """Return [R]: γ of each token of one response, from WAAD of the local heads and FAI of the global heads."""
     delta_R = changes(waad_R, position_R)
     if options.credit == "local":
         return np.where(top_share(delta_R, options.top), options.gain, 1.0)
     anchor_R = top_share(influence_R, options.top)
     if options.credit == "global":
         return np.where(anchor_R, options.gain, 1.0)
-    planned_R = _plans(options, waad_R, delta_R, position_R)
-    shadowed_R = anchor_R & (planned_R >= 0)
+    plan_of_R = _plan_before(options, waad_R, delta_R, position_R)
+    dominated_R = anchor_R & (plan_of_R >= 0)
     plan_R = np.zeros_like(anchor_R)
-    plan_R[planned_R[shadowed_R]] = True
-    moved_R = options.shift * (plan_R.astype(np.float64) - shadowed_R)
+    plan_R[plan_of_R[dominated_R]] = True
+    moved_R = options.shift * (plan_R.astype(np.float64) - dominated_R)
     return 1 + (options.gain - 1) * (anchor_R + moved_R)
 
 
-def _plans(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
-    """[R]: the token in whose shadow each one would stand as an anchor, the nearest of equals; −1: in none."""
+def _plan_before(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
+    """Return [R]: for each token, the index of the plan to which it would pass credit as an anchor; −1 for none.
+
+    The plan is the token with the largest Δ of the `reach` tokens before; of equal ones, the nearest.
+    """
     low, high = np.quantile(waad_R, options.low_distance), np.quantile(delta_R, options.high_change)
     plan_R = np.full(len(waad_R), -1)
     best_R = np.zeros_like(delta_R)

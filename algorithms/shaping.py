@@ -1,7 +1,9 @@
-"""What length adds to the reward. B = samples of the whole batch; lengths are action tokens.
+"""Reward shaping by the length of responses, applied before rewards become advantages.
 
-Shapings apply one after the other, in the order in which they are listed; each sees the rewards as the last one left
-them.
+Shapings apply one after another, in the order in which they are listed; each gets the rewards that the one before it
+returned. `flash.trainer.credit` calls them once per batch.
+
+Shape legend: B = samples of the whole batch. Lengths are action tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to limit − buffer, then linearly to −penalty."""
 
     limit: Annotated[int, Meta(gt=0)]
-    """L_max: the length from which the whole penalty is taken."""
+    """L_max: length in tokens from which the full penalty is subtracted."""
     buffer: Annotated[int, Meta(gt=0)]
-    """L_cache: tokens before `limit` over which it grows."""
+    """L_cache: tokens before `limit` over which the penalty grows."""
     penalty: Annotated[float, Meta(gt=0)] = 1.0
-    """The whole penalty."""
+    """Full penalty."""
 
     def __post_init__(self) -> None:
         if self.buffer > self.limit:
@@ -36,7 +38,7 @@ class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def shaped(
         self, rewards_B: FloatArray, tokens_B: IntArray, truncated_B: BoolArray, group_ids_B: Sequence[int]
     ) -> FloatArray:
-        """float64 [B]: the rewards less the penalty."""
+        """Return float64 [B]: the rewards minus the penalty."""
         excess_B = (np.asarray(tokens_B) - (self.limit - self.buffer)) / self.buffer
         return np.asarray(rewards_B, dtype=np.float64) - self.penalty * excess_B.clip(0, 1)
 
@@ -46,19 +48,19 @@ class LengthPenalty(
 ):
     """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), within each group.
 
-    λ = 1/2 − (length − shortest) / (longest − shortest). A correct response gets λ, a wrong one min(0, λ): long wrong
-    ones lose, short wrong ones gain nothing. A group of equal lengths gets 0.
+    λ = 1/2 − (length − shortest) / (longest − shortest). A correct response gets λ, a wrong one min(0, λ): a long wrong
+    response loses, a short wrong one gains nothing. A group of equal lengths gets 0.
     """
 
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
-    """Multiplies λ; the paper has no value."""
+    """Factor of λ; the paper gives no value."""
     correct_above: float = 0.0
-    """Rewards above it are correct."""
+    """Reward above which a response counts as correct."""
 
     def shaped(
         self, rewards_B: FloatArray, tokens_B: IntArray, truncated_B: BoolArray, group_ids_B: Sequence[int]
     ) -> FloatArray:
-        """float64 [B]: the rewards with λ. A response that was cut off is never counted correct."""
+        """Return float64 [B]: the rewards plus the length reward. A truncated response never counts as correct."""
         reward_B, length_B = np.asarray(rewards_B, dtype=np.float64), np.asarray(tokens_B, dtype=np.float64)
         group_B = np.unique(np.asarray(group_ids_B, dtype=np.int64), return_inverse=True)[1]
         shortest_G = np.full(group_B.max(initial=-1) + 1, np.inf)
@@ -73,4 +75,4 @@ class LengthPenalty(
 
 
 Shaping = Overlong | LengthPenalty
-"""By `kind`."""
+"""A reward shaping; the field `kind` selects the class."""

@@ -291,7 +291,7 @@ class RowAttention:
 
     @cached_property
     def ragged(self) -> list[RaggedPart]:
-        """One part for the own tokens of all sequences and, if there are families, one for all prefixes."""
+        """Ragged parts: one for the own tokens of all sequences and, if there are families, one for all prefixes."""
         own = sorted((rows for rows in self._own if len(rows)), key=lambda rows: int(rows[0]))
         longest = max(map(len, own))
         parts = [_ragged(own, own, True, longest, self._device)]

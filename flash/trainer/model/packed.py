@@ -83,7 +83,7 @@ class PackedRow(NamedTuple):
     position_U: Tensor
     """int64: position of each token in its sequences."""
     row_P: Int64Array
-    """As `PackedLayout.row_P`."""
+    """Place in the row at which each token of the sequences is computed, as in `layout`, on the host."""
     layout: PackedLayout
     routes_ULK: Tensor | None
     """int32: the experts that engines chose; −1: unknown."""
