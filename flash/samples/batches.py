@@ -1,6 +1,6 @@
 """Batches: a step's groups as a batch, dealt to data shards, and the metrics of its samples. Pure functions.
 
-`flash.hub.ranks.steps` gathers the groups of `SampleBuffer.next_batch`, deals the batch, and sends each rank its shard
+`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch`, deals the batch, and sends each rank its shard
 in parts. Shards are balanced by tokens, and each carries the denominators of the whole batch.
 
 Functions that take long are generators, which yield after each slice of the work so that the event loop can serve
