@@ -123,7 +123,9 @@ class NodeRegistry:
             raise PeerLostError("the hub has restarted with another configuration")
         cluster = self._config.cluster
         if self._config.weights_backend == "ipc":
-            raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp or nccl")
+            raise ConfigError(
+                "weights.backend = ipc works only on the trainers' machine: a run that nodes join needs tcp or nccl"
+            )
         free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
         own = request.node
         node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)

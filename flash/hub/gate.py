@@ -274,7 +274,7 @@ def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str 
 def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     """Return what in a trajectory is inconsistent; None if nothing is. `newest`: the newest version of engines."""
     if len(trajectory.token_ids) % 4 or len(trajectory.logprobs) % 4:
-        return "its arrays have parts of numbers"
+        return "its arrays end in the middle of a number"
     end, sampled = 0, 0
     for span in trajectory.action_spans:
         if not end <= span.start <= span.stop <= trajectory.length:
@@ -300,7 +300,7 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     if trajectory.routes is not None and (fault := trajectory.routes.fault(trajectory.length)) is not None:
         return fault
     if trajectory.teacher is not None and len(trajectory.teacher) != len(trajectory.logprobs):
-        return f"{trajectory.action_count} sampled tokens, and {len(trajectory.teacher)} bytes of their teacher's"
+        return f"{trajectory.action_count} sampled tokens, and {len(trajectory.teacher)} bytes of teacher log-probs"
     if trajectory.lost_tokens < 0:
         return f"{trajectory.lost_tokens} lost tokens"
     if trajectory.length and trajectory.tokens().min() < 0:

@@ -472,7 +472,7 @@ class TrainerRanks:
         assert self._history is not None, "without a history no ranks come back"
         if self._history.same_weights(before, published):
             return "the same weights as before"
-        text = "not the weights that they had, as other hardware or another number of ranks adds up in another order; "
+        text = "other weights than before, because other hardware, or another number of ranks, sums in another order; "
         if before.canary.token_ids == published.canary.token_ids:
             pairs = zip(before.canary.logprobs, published.canary.logprobs, strict=True)
             gap = max((abs(old - new) for old, new in pairs), default=0.0)

@@ -220,8 +220,8 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"token_ids": b"123"}, "parts of numbers"),
-        ({"logprobs": b"12345"}, "parts of numbers"),
+        ({"token_ids": b"123"}, "in the middle of a number"),
+        ({"logprobs": b"12345"}, "in the middle of a number"),
         ({"action_spans": [Span(2, 9)]}, r"tokens \[2, 9\) of 5"),
         ({"action_spans": [Span(-3, 0)]}, r"tokens \[-3, 0\) of 5"),
         ({"action_spans": [Span(2, 5), Span(2, 5)]}, r"tokens \[2, 5\) of 5, after 5"),
@@ -236,7 +236,7 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
         ({"kept": Kept.of([5], [1])}, "3 sampled tokens, but kept sets for 1, with 1 tokens"),
         ({"kept": Kept(b"1", b"")}, "kept sets whose bytes are not whole int32"),
         ({"routes": Routes(b"123", 2, 2)}, "5 tokens, but 3 bytes of experts for 2 layers"),
-        ({"teacher": b"12345678"}, "3 sampled tokens, and 8 bytes of their teacher's"),
+        ({"teacher": b"12345678"}, "3 sampled tokens, and 8 bytes of teacher log-probs"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1)]}, "a response in no branch"),
         ({"branches": ()}, r"branches that begin at \(\) of 5"),
         ({"branches": (1,)}, r"branches that begin at \(1,\) of 5"),

@@ -100,7 +100,7 @@ def test_nodes_with_trainers_have_their_own_numbers() -> None:
 
 
 def test_nobody_joins_engines_that_share_the_trainers_memory() -> None:
-    with pytest.raises(ConfigError, match="ipc ends at the trainers' machine"):
+    with pytest.raises(ConfigError, match="ipc works only on the trainers' machine"):
         ask(NodeRegistry(with_cluster(gpus=1, backend="ipc"), RunOrigin()), 1)
 
 
