@@ -1,7 +1,7 @@
 """The interface of all objectives: packed token tensors in, a per-token loss out.
 
 An objective is a frozen struct. Its fields are its options, its `__call__` is its formula. It does no I/O, reads no
-configuration and calls no collective. `flash.trainer.loss` builds the `PackedTokens` of one micro-batch, calls the
+configuration and calls no collective. `flash.trainer.objective` builds the `PackedTokens` of one micro-batch, calls the
 objective, and then masks, weighs and sums the losses over all micro-batches and ranks.
 
 The files of this package use tensor methods only and import torch for type checking alone, so that options can be read

@@ -32,7 +32,7 @@ from benchmarks.training import train
 from flash.config.load import load
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.samples.batches import deal
-from flash.trainer.statistics import TokenLook
+from flash.trainer.statistics import ShownTokens
 from flash.waiting import run_to_end
 
 NAME = "benchmark-recording"
@@ -81,7 +81,7 @@ def looked_ms(run: Path) -> float:
 
     spent = [0.0]
     for name in ("__init__", "add", "gather"):
-        setattr(TokenLook, name, timed_into(spent, getattr(TokenLook, name)))
+        setattr(ShownTokens, name, timed_into(spent, getattr(ShownTokens, name)))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -91,7 +91,7 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.disagreement_sums)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        kept = (files, _extras(trainer), rates, scales, apart, trainer.base, trainer.alpha)
+        kept = (files, _extras(trainer), rates, scales, apart, trainer.base_fingerprint, trainer.lora_alpha)
         manifest = Manifest(trainer.version, trainer.skipped_steps, *kept)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
@@ -113,12 +113,12 @@ def load(path: Path, trainer: Trainer) -> None:
     """
     state = _state(trainer)
     manifest = _read(path, state, _extras(trainer))
-    if manifest.base != trainer.base:
+    if manifest.base != trainer.base_fingerprint:
         raise CheckpointError(
             f"{path} holds adapters of another model than model.path names now: go on with the one that they were "
             "trained on, or start a new run"
         )
-    if fault := alpha_mismatch(path, manifest, trainer.alpha):
+    if fault := alpha_mismatch(path, manifest, trainer.lora_alpha):
         raise CheckpointError(fault)
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
@@ -287,8 +287,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     state = _get_state(trainer.model, trainer.optimizer)
     for name, critic in _critics(trainer).items():
         state[name] = _get_state(critic.model, critic.optimizer)
-    if trainer.ewma is not None:
-        state["ewma"] = trainer.ewma
+    if trainer.average is not None:
+        state["ewma"] = trainer.average
     if (heads_2N := _rhythm_heads(trainer)) is not None:
         state["rhythm"] = heads_2N
     if trainer.refreshes and trainer.reference is not None:
@@ -341,9 +341,9 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
     rhythm = _rhythm_heads(trainer) is not None
-    kept = {"critic": len(trainer.critics), "ewma": int(trainer.ewma is not None), "rhythm": int(rhythm)}
+    kept = {"critic": len(trainer.critics), "ewma": int(trainer.average is not None), "rhythm": int(rhythm)}
     kept["reference"] = int(trainer.refreshes)
-    kept["lora"] = int(trainer.base != ())
+    kept["lora"] = int(trainer.base_fingerprint != ())
     return tuple(name for name in EXTRAS for _ in range(kept[name]))
 
 
@@ -441,7 +441,7 @@ def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
 def _space(folder: Path, trainer: Trainer) -> str:
     """What a checkpoint needs (float32 weights, two moments of each trained one) and what the disk has."""
     own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    tensors = 3 * own + list((trainer.ewma or {}).values())
+    tensors = 3 * own + list((trainer.average or {}).values())
     for critic in trainer.critics:
         tensors += 3 * list(critic.model.parameters())
     needed = 4 * sum(tensor.numel() for tensor in tensors)

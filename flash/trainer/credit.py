@@ -1,11 +1,14 @@
-"""What the samples of a batch are worth: rewards shaped, compared, discounted, and weighted by age.
+"""Turn the rewards of a batch into the advantages, returns and weights of its tokens.
 
-Samples are compared, whatever branches they have: each sequence of a sample gets the advantage of its sample.
+First, `assign_credit` shapes and compares the rewards of whole samples, and weights samples by age. Every rank computes
+this alike from the hub's description of the whole batch, so it does not depend on how the batch was dealt to the ranks.
+Samples are compared, not branches: all sequences of a sample have its advantage.
 
-Computed alike on every rank from what the hub says of the whole batch, so that it does not depend on how the batch was
-dealt. What needs a forward pass is added later (`flash.trainer.firstpass`).
+Then, after the forward passes of `flash.trainer.references`, `token_advantages` adds what needs log-probs or values: a
+KL in the reward, generalised advantage estimation, and whitening over the whole batch.
 
-Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch.
+Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, M = critics, W =
+data shards, N = trained tokens of this rank's part of the batch. Arrays are float64.
 """
 
 from __future__ import annotations
@@ -13,23 +16,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from algorithms.advantages import (
     FloatArray,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
+    moments,
     turn_advantages,
+    whiten,
 )
 from algorithms.base import Advantage
-from algorithms.shaping import Shaping
-from algorithms.staleness import Staleness
+from algorithms.critics import discounted_sums, gae, monte_carlo
+from algorithms.references import kl
 from flash.ages import age_of, recent
 from flash.config.learning import AlgorithmConfig
+from flash.config.tree import Config
 from flash.errors import ContractError
+from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks
+from flash.trainer.objective import Method
 from flash.trainer.packing import BoolArray, MicroBatch
+from flash.trainer.references import ModelOutputs
 from flash.types import BatchSample, Shard
 
 BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
@@ -38,23 +49,24 @@ BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
 
 @dataclass(frozen=True)
 class Credit:
-    """Known before the first forward pass, the same on every rank."""
+    """Rewards, advantages and weights of a batch that are known before a forward pass; the same on every rank."""
 
     reward_B: FloatArray
-    """As the environments gave them."""
+    """Rewards as the environments returned them."""
     advantage_B: FloatArray
-    """Of whole samples: what the estimator makes of the shaped rewards. `batch`: the shaped rewards, to be whitened."""
+    """Advantages of whole samples, from the shaped rewards. With the estimator `batch` these are the shaped rewards,
+    which are whitened later; with `turn` and `gae` they are 0."""
     staleness_B: FloatArray
-    """Weight by age; mean 1 over the samples that have a trained token."""
+    """Weights by age, with mean 1 over the samples that have a trained token."""
     counted_B: BoolArray
-    """Whether the loss counts them: false of those that a limit has ended, where these are masked."""
+    """True for samples that the loss counts; False for truncated ones if `algorithm.mask_truncated` is set."""
     turns_B: list[FloatArray]
-    """Rewards of each sample's turns; what shaping added stands in the last one."""
+    """Rewards of each sample's turns; the last turn's contains what shaping added."""
     turn_advantages_B: list[FloatArray]
-    """Of each sample's turns, where the estimator is `turn`; else empty."""
+    """Advantages of each sample's turns with the estimator `turn`; else empty."""
 
     def advantages(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: each token's advantage, as far as it is known."""
+        """Return [T]: each token's advantage, without the parts that need a forward pass."""
         if not self.turn_advantages_B:
             return self.advantage_B[micro.index_T]
         offset_S = np.cumsum([0, *(len(self.turn_advantages_B[index]) for index in micro.index_S[:-1])])
@@ -62,140 +74,215 @@ class Credit:
         return advantages[offset_S[micro.sequence_T] + micro.turn_T]
 
     def weights(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: factor of the objective's loss of each token, by the age of its sample."""
+        """Return [T]: the factor of each token's loss, by the age of its sample."""
         return self.staleness_B[micro.index_T]
 
     def earned(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: each turn's reward at its last trained token; that of a turn without one, at the one before.
+        """Return [T]: each turn's reward at its last trained token; without one, at the last trained token before it.
 
-        A branch earns what its sample does from its own first turn on: the reward of a later turn in another branch
-        comes after its tokens so far. What was earned before it began, or before its first trained token, is none of
-        its doing.
+        A branch earns all that its sample earns from the branch's own first turn on. The reward of a later turn in
+        another branch comes after the branch's tokens so far. Rewards from before the branch began, or from before its
+        first trained token, are not an effect of its tokens and are left out.
         """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
         for index, start, stop in zip(micro.index_S, starts, starts[1:], strict=False):
             rewards = self.turns_B[index]
-            # Older tokens may come last, as after a move to an engine that is behind: what comes of them is not lost.
-            kept = start + np.flatnonzero(micro.mask_T[start:stop])
-            last = np.searchsorted(micro.turn_T[kept], np.arange(len(rewards)), side="right") - 1
+            # A sequence can end with tokens too old to train, after a move to an engine that lags behind. Their reward
+            # goes to the last trained token, and is not lost.
+            trained = start + np.flatnonzero(micro.mask_T[start:stop])
+            last = np.searchsorted(micro.turn_T[trained], np.arange(len(rewards)), side="right") - 1
             begun = last >= 0
-            np.add.at(earned_T, kept[last[begun]], rewards[begun])
+            np.add.at(earned_T, trained[last[begun]], rewards[begun])
         return earned_T
 
 
 def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
-    """Rewards to advantages and weights.
+    """Return the credit of all samples of a batch.
 
-    Members of a group that an earlier step has trained count for its statistics.
+    Members of a group that an earlier step trained count for the statistics of their group.
 
     Raises:
-        ContractError: a reward or an advantage is not finite, or the turns of a sample are not known.
+        ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
     """
     known = [*shard.batch, *shard.earlier]
-    _check_rewards(shard, known)
-    if estimator in BY_TURN:
-        _check_turns(shard, known)
+    _check_rewards(shard, known, turns=estimator in BY_TURN)
+    count, gamma = len(shard.batch), algorithm.gamma
     raw_B = np.array([entry.reward for entry in known])
-    group_ids = [entry.group_id for entry in known]
-    try:
-        shaped_B = shape(raw_B, known, algorithm.shaping)
-        turns = _shaped_turns(known, shaped_B - raw_B)
-        advantage_B, turn_advantages_B = _estimate(estimator, shaped_B, turns, group_ids, algorithm.gamma)
-        staleness_B = age_weights(shard, algorithm.staleness, async_ratio)
-    except ValueError as error:
-        raise ContractError(f"step {shard.step}: {error}") from error
-    count = len(shard.batch)
-    masked_B = np.array([algorithm.mask_truncated and entry.truncated for entry in shard.batch], dtype=np.bool_)
-    _check_advantages(shard, advantage_B, turn_advantages_B)
-    return Credit(
-        reward_B=raw_B[:count],
-        advantage_B=advantage_B[:count],
-        staleness_B=staleness_B,
-        counted_B=~masked_B,
-        turns_B=turns[:count],
-        turn_advantages_B=turn_advantages_B[:count],
-    )
-
-
-def shape(reward_B: FloatArray, samples: Sequence[BatchSample], shapings: Sequence[Shaping]) -> FloatArray:
-    """float64 [B]: the rewards after every shaping, in their order."""
-    tokens_B = np.array([entry.tokens for entry in samples], dtype=np.int64)
-    truncated_B = np.array([entry.truncated for entry in samples], dtype=np.bool_)
-    group_ids_B = [entry.group_id for entry in samples]
-    for shaping in shapings:
-        reward_B = shaping.shaped(reward_B, tokens_B, truncated_B, group_ids_B)
-    return reward_B
-
-
-def age_weights(shard: Shard, staleness: Staleness, async_ratio: float) -> FloatArray:
-    """float64 [B]: weight of each sample by the age of its oldest trained token; 0 where it has none.
-
-    Raises:
-        ValueError: a sample is from the future.
-    """
+    tokens_B = np.array([entry.tokens for entry in known], dtype=np.int64)
+    truncated_B = np.array([entry.truncated for entry in known], dtype=np.bool_)
+    group_ids_B = [entry.group_id for entry in known]
+    turns_B = [np.array(entry.turns, dtype=np.float64) for entry in known]
     oldest_B = np.array([entry.oldest_version for entry in shard.batch], dtype=np.float64)
     trained_B = recent(oldest_B, shard.min_version)
-    weight_B = np.zeros_like(oldest_B)
-    weight_B[trained_B] = staleness.weights(age_of(oldest_B[trained_B], shard.step), async_ratio)
-    return weight_B
-
-
-def _estimate(
-    estimator: Advantage, shaped_B: FloatArray, turns: list[FloatArray], group_ids: list[int], gamma: float
-) -> tuple[FloatArray, list[FloatArray]]:
-    """Advantages of whole samples, and, where the estimator tells turns apart, of each sample's turns."""
-    match estimator:
-        case "group":
-            return group_advantages(shaped_B, group_ids), []
-        case "group_mean":
-            return group_mean_advantages(shaped_B, group_ids), []
-        case "leave_one_out":
-            return leave_one_out_advantages(shaped_B, group_ids), []
-        case "batch":
-            return shaped_B, []
-        case "turn":
-            return np.zeros_like(shaped_B), turn_advantages([rewards.tolist() for rewards in turns], group_ids, gamma)
-        case "gae":
-            return np.zeros_like(shaped_B), []
-
-
-def _shaped_turns(samples: Sequence[BatchSample], added_B: FloatArray) -> list[FloatArray]:
-    turns = [np.array(entry.turns, dtype=np.float64) for entry in samples]
-    for rewards, added in zip(turns, added_B, strict=True):
-        if len(rewards):
-            rewards[-1] += added
-    return turns
-
-
-def _check_rewards(shard: Shard, known: Sequence[BatchSample]) -> None:
-    for index, entry in enumerate(known):
-        if not all(map(math.isfinite, (entry.reward, *entry.turns))):
-            raise ContractError(
-                f"step {shard.step}: {_named(shard, index, entry)} has the reward {entry.reward} "
-                f"(turns: {entry.turns}); expected finite numbers"
-            )
-
-
-def _check_turns(shard: Shard, known: Sequence[BatchSample]) -> None:
-    spans = {sample.index: len(sample.trajectory.action_spans) for sample in shard.samples}
-    for index, entry in enumerate(known):
-        expected = spans.get(index, max(len(entry.turns), 1))
-        if len(entry.turns) != expected:
-            raise ContractError(
-                f"step {shard.step}: {_named(shard, index, entry)} has {len(entry.turns)} rewards for {expected} turns"
-            )
-
-
-def _check_advantages(shard: Shard, advantage_B: FloatArray, turn_advantages_B: Sequence[FloatArray]) -> None:
+    staleness_B = np.zeros_like(oldest_B)
+    turn_advantages_B: list[FloatArray] = []
+    try:
+        shaped_B = raw_B
+        for shaping in algorithm.shaping:
+            shaped_B = shaping.shaped(shaped_B, tokens_B, truncated_B, group_ids_B)
+        for rewards, added in zip(turns_B, shaped_B - raw_B, strict=True):
+            if len(rewards):
+                rewards[-1] += added
+        match estimator:
+            case "group":
+                advantage_B = group_advantages(shaped_B, group_ids_B)
+            case "group_mean":
+                advantage_B = group_mean_advantages(shaped_B, group_ids_B)
+            case "leave_one_out":
+                advantage_B = leave_one_out_advantages(shaped_B, group_ids_B)
+            case "batch":
+                advantage_B = shaped_B
+            case "turn":
+                advantage_B = np.zeros_like(shaped_B)
+                turn_advantages_B = turn_advantages([rewards.tolist() for rewards in turns_B], group_ids_B, gamma)
+            case "gae":
+                advantage_B = np.zeros_like(shaped_B)
+        # Samples without a trained token keep the weight 0.
+        ages = age_of(oldest_B[trained_B], shard.step)
+        staleness_B[trained_B] = algorithm.staleness.weights(ages, async_ratio)
+    except ValueError as error:
+        raise ContractError(f"step {shard.step}: {error}") from error
     for index, entry in enumerate(shard.batch):
         values = [advantage_B[index], *(turn_advantages_B[index] if turn_advantages_B else [])]
         if not np.isfinite(values).all():
             raise ContractError(
-                f"step {shard.step}: {_named(shard, index, entry)} has an advantage that is not finite: {values}"
+                f"step {shard.step}: {_name(shard, index, entry)} has an advantage that is not finite: {values}"
+            )
+    return Credit(
+        reward_B=raw_B[:count],
+        advantage_B=advantage_B[:count],
+        staleness_B=staleness_B,
+        counted_B=~truncated_B[:count] if algorithm.mask_truncated else np.ones(count, dtype=np.bool_),
+        turns_B=turns_B[:count],
+        turn_advantages_B=turn_advantages_B[:count],
+    )
+
+
+def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -> None:
+    """Raise a ContractError if a reward is not finite, or, with `turns`, if a sample lacks the reward of a turn."""
+    for index, entry in enumerate(known):
+        if not all(map(math.isfinite, (entry.reward, *entry.turns))):
+            raise ContractError(
+                f"step {shard.step}: {_name(shard, index, entry)} has the reward {entry.reward} "
+                f"(turns: {entry.turns}); expected finite numbers"
+            )
+    if not turns:
+        return
+    spans = {sample.index: len(sample.trajectory.action_spans) for sample in shard.samples}
+    for index, entry in enumerate(known):
+        # Only this rank's own samples have their trajectories here; of the others, one reward at least is expected.
+        expected = spans.get(index, max(len(entry.turns), 1))
+        if len(entry.turns) != expected:
+            raise ContractError(
+                f"step {shard.step}: {_name(shard, index, entry)} has {len(entry.turns)} rewards for {expected} turns"
             )
 
 
-def _named(shard: Shard, index: int, entry: BatchSample) -> str:
+def _name(shard: Shard, index: int, entry: BatchSample) -> str:
+    """Return a sample's name for an error."""
     which = f"sample {index}" if index < len(shard.batch) else "a sample trained earlier"
     return f"{which} (group {entry.group_id})"
+
+
+class TokenAdvantages(NamedTuple):
+    """Advantages of a micro-batch's tokens, and the regression targets of the critics; [T] each."""
+
+    advantage_T: FloatArray
+    return_T: FloatArray
+    """Target of the critics; 0 without critics."""
+
+
+def token_advantages(
+    micro_batches: Sequence[MicroBatch],
+    outputs: Sequence[ModelOutputs],
+    credit: Credit,
+    config: Config,
+    method: Method,
+    mesh: TrainerMesh,
+) -> list[TokenAdvantages]:
+    """Return the advantages of each micro-batch's tokens.
+
+    A collective if the advantages depend on a forward pass or on the whole batch, which is the same on all ranks: with
+    a KL in the reward, and with the estimators `batch` and `gae`.
+
+    Raises:
+        ContractError: on every rank, if any rank has a trained token whose advantage is not finite.
+    """
+    fault = ""
+    found: list[TokenAdvantages] = []
+    trained_N = np.zeros(0)
+    try:
+        found = [
+            _micro_advantages(micro, output, credit, config, method)
+            for micro, output in zip(micro_batches, outputs, strict=True)
+        ]
+        trained = [one.advantage_T[micro.mask_T] for micro, one in zip(micro_batches, found, strict=True)]
+        trained_N = np.concatenate([trained_N, *trained])
+    except ContractError as error:
+        # Held back until all ranks know of it: this rank must still take part in the next collective.
+        fault = str(error)
+    penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
+    if not (penalised or method.estimator in ("batch", "gae")):
+        # `assign_credit` has already checked these advantages, on every rank alike: there is no fault.
+        return found
+
+    row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)
+    rows = mesh.gather_rows(row).cpu()
+    raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
+    if method.estimator != "batch":
+        return found
+    mean, scale = whiten(rows[:, 1:].numpy())
+    return [TokenAdvantages((one.advantage_T - mean) * scale, one.return_T) for one in found]
+
+
+def _micro_advantages(
+    micro: MicroBatch, outputs: ModelOutputs, credit: Credit, config: Config, method: Method
+) -> TokenAdvantages:
+    """Return the advantages of one micro-batch before whitening, and the targets of the critics.
+
+    The value before a token is the mean over the critics. A KL in the reward takes β times its estimate from the reward
+    of each token, and so from the advantages of all tokens up to that one.
+
+    Raises:
+        ContractError: the value, the reward or the advantage of a trained token is not finite.
+    """
+    penalty_T = np.zeros(len(micro.target_T))
+    divergence = config.algorithm.kl
+    if divergence is not None and divergence.place == "reward":
+        assert outputs.start_T is not None, "the passes before the update computed it"
+        assert outputs.reference_T is not None, "a KL comes with a reference"
+        estimate_T = kl(divergence.estimator, outputs.start_T.double(), outputs.reference_T.double())
+        penalty_T = np.where(micro.mask_T, divergence.coefficient * estimate_T.cpu().numpy(), 0.0)
+    if method.estimator == "gae":
+        assert config.critic is not None, "refused by the configuration's check"
+        assert outputs.value_MT is not None, "gae comes with a critic"
+        value_T = outputs.value_MT.double().mean(dim=0).cpu().numpy()
+        _check_finite(micro, value_T, "the critic's value")
+        reward_T = credit.earned(micro) - penalty_T
+        _check_finite(micro, reward_T, "the reward")
+        gamma, lam = config.algorithm.gamma, config.critic.lam
+        found = TokenAdvantages(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+        if method.critic_target == "lambda":
+            return found
+        return found._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
+    teacher = config.algorithm.teacher
+    # With a teacher that replaces the rewards, only its log-probs make advantages (`objective.pack_tokens`).
+    rewarded = teacher is None or teacher.reward
+    advantage_T = credit.advantages(micro).copy() if rewarded else np.zeros(len(micro.target_T))
+    trained = micro.mask_T
+    advantage_T[trained] -= discounted_sums(penalty_T[trained], micro.sequence_T[trained], 1.0)
+    _check_finite(micro, advantage_T, "the advantage")
+    return TokenAdvantages(advantage_T, np.zeros_like(advantage_T))
+
+
+def _check_finite(micro: MicroBatch, values_T: FloatArray, what: str) -> None:
+    """Raise a ContractError if the value of a trained token is not finite."""
+    wrong_T = micro.mask_T & ~np.isfinite(values_T)
+    if wrong_T.any():
+        first = int(np.flatnonzero(wrong_T)[0])
+        token = first - int(np.searchsorted(micro.sequence_T, micro.sequence_T[first]))
+        raise ContractError(
+            f"sample {micro.index_T[first]}: {what} of its action token {token} is {values_T[first]}; expected a "
+            "finite number: look at the last metrics for one that diverges"
+        )

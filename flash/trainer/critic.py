@@ -1,20 +1,23 @@
-"""The critics: value models of their own, which say what return the policy may expect before each action token.
+"""The critics: value models that predict the return the policy may expect before each action token.
 
-A critic's backbone starts as the policy's model, or as `critic.path`; on top is one linear output that starts at zero.
-It is sharded like the policy, keeps float32 master weights, and has its own optimizer. The value head runs in float32
-also where the backbone runs in bfloat16: returns differ by less than bfloat16 resolves. Several critics begin alike and
-come apart by what they learn from: each has responses of its own (`algorithms.critics`).
+A critic's backbone starts as the policy's model, or as the model at `critic.path`. On top is one linear output that
+starts at zero. A critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several
+critics start alike and come apart because each learns from its own part of the responses (`algorithms.critics.deal`).
+
+`flash.trainer.references` calls `Critic.values` before the policy changes, and `flash.trainer.step` calls
+`Critic.update` for each minibatch.
 
 Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
-Shape legend: P = packed tokens, T = action tokens of a micro-batch, M = those that this rank answers for.
+
+Shape legend: P = packed tokens, S = sequences, T = action tokens of a micro-batch, M = action tokens whose state this
+rank of a context group holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +35,7 @@ from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
-"""Share of the mean square below which a variance is rounding: float64 sums of up to some 10⁶ terms."""
+"""Share of the mean square below which a variance is rounding error: float64 sums of up to about 10⁶ terms."""
 
 
 class ValueModel(nn.Module):
@@ -47,34 +50,38 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
-        """float32 [M, 1]: the value of the state that ends at each of these tokens of what this rank has of the row."""
+        """Return float32 [M, 1]: the values of the states that end at the places `kept_M` of this rank's part."""
         output = self.backbone(**model_inputs(self.backbone, row))
+        # Also with a bfloat16 backbone the head runs in float32: returns differ by less than bfloat16 resolves.
         return self.head(output.last_hidden_state[0, kept_M].float())
 
 
-class Lesson(NamedTuple):
-    """What a critic is shown of a micro-batch."""
+class CriticBatch(NamedTuple):
+    """Input of a critic's update from one micro-batch."""
 
     micro: MicroBatch
     return_T: Tensor
-    """What it is to learn."""
+    """Regression target of each token's value."""
     old_T: Tensor
-    """What its `values` said at the start of the step."""
+    """Value of each token at the start of the step."""
 
 
-def lesson_of(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> Lesson:
-    """Of these sequences alone; without any, a masked token, so that all ranks have equally many micro-batches."""
+def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> CriticBatch:
+    """Return the input of a critic that learns from the sequences where `keep_S` is True.
+
+    If there are none, it is one masked token, so that all ranks have equally many micro-batches.
+    """
     if not keep_S.any():
-        return Lesson(select_sequences(micro, keep_S), torch.zeros(1), torch.zeros(1))
+        return CriticBatch(select_sequences(micro, keep_S), torch.zeros(1), torch.zeros(1))
     keep_T = torch.from_numpy(keep_S[micro.sequence_T]).to(return_T.device)
-    return Lesson(select_sequences(micro, keep_S), return_T[keep_T], old_T[keep_T])
+    return CriticBatch(select_sequences(micro, keep_S), return_T[keep_T], old_T[keep_T])
 
 
 class Critic:
     """A value model and its optimizer. The default process group consists of all trainer ranks."""
 
     def __init__(self, config: Config, mesh: TrainerMesh) -> None:
-        """Load and shard the value model of `config.critic`, which must be there. `mesh`: the policy's.
+        """Load and shard the value model of `config.critic`, which must be set. `mesh` is the policy's.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -88,32 +95,36 @@ class Critic:
         train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
         self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
-        self.tally = _Tally(mesh.device)
-        """Of its updates since the last `critic_metrics`."""
+        self.sums = torch.zeros(7, dtype=torch.float64, device=mesh.device)
+        """Sums over the trained tokens of this rank since the last `critic_metrics`: 1, loss, V, R, R², R − V and
+        (R − V)², where V is the value at the start of the step and R the return."""
+        self.norms: list[float] = []
+        """Gradient norms of the updates since the last `critic_metrics`."""
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
-        """float32 [T], on the model's device: V of the state before each action token, masked ones included.
+        """Return float32 [T], on the model's device: V of the state before each action token, masked ones included.
 
-        The state before an action token is everything up to and including the token at its `keep_T`.
+        The state before an action token includes everything up to the token at its `keep_T`.
         """
         value_T = self._forward(micro)
         reshard(self.model)
         return value_T
 
-    def update(self, lessons: Sequence[Lesson], total_tokens: int) -> None:
-        """One optimizer update towards the returns, by the clipped value loss.
+    def update(self, batches: Sequence[CriticBatch], total_tokens: int) -> None:
+        """Make one optimizer update towards the returns, with the clipped value loss.
 
-        Masked slots of returns and old values may hold anything. `total_tokens` counts the trained tokens of the
-        lessons over all ranks: the loss is the mean over them, so the gradient does not depend on how the minibatch was
-        cut. With none, nothing changes.
+        Args:
+            batches: this rank's micro-batches. Masked slots of returns and old values may hold anything.
+            total_tokens: trained tokens of the batches over all ranks. The loss is the mean over them, so the gradient
+                does not depend on how the minibatch was cut. With 0, nothing changes.
 
         Raises:
-            ContractError: the gradient is not finite and train.on_nonfinite is "stop".
+            ContractError: the gradient is not finite and `train.on_nonfinite` is "stop".
         """
         share = self.mesh.data_shards / max(total_tokens, 1)
-        for micro, return_T, old_T in lessons:
-            mask_T = self._tensor(micro.mask_T)
+        for micro, return_T, old_T in batches:
+            mask_T = to_device(micro.mask_T, self.mesh.device)
             # Masked slots are emptied before the arithmetic: 0 · NaN in a backward pass would still be NaN.
             value_T, return_T, old_T = (
                 tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
@@ -121,7 +132,11 @@ class Critic:
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
             # FSDP averages gradients over data shards; the loss is already a share of the whole minibatch.
             (loss_T.sum() * (share * self.scale.value)).backward()
-            self.tally.add(loss_T, return_T, old_T, mask_T)
+            return_T, old_T = return_T.double(), old_T.double()
+            error_T = return_T - old_T
+            rows = (torch.ones_like(old_T), loss_T.detach().double(), old_T, return_T, return_T.square(), error_T,
+                    error_T.square())  # fmt: skip
+            self.sums += torch.stack(rows).where(mask_T, 0.0).sum(-1)
         norm, _ = apply_gradient(
             self.model,
             self.optimizer,
@@ -133,9 +148,14 @@ class Critic:
             name="critic",
             advice="look at critic_loss and return_mean, lower critic.learning_rate",
         )
-        self.tally.norms.append(norm)
+        self.norms.append(norm)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
+        """Return [T]: the value before each action token.
+
+        Raises:
+            ContractError: the micro-batch has a token that the backbone has no embedding for.
+        """
         vocabulary = int(self.model.backbone.config.vocab_size)
         if micro.input_P.max() >= vocabulary:
             raise ContractError(
@@ -144,26 +164,24 @@ class Critic:
             )
         row = packed_row(micro, self.mesh.device).sliced(self.mesh.context)
         part, row_T = row.layout.row_slice, row.row_P[micro.keep_T]
-        value_M1 = self.model(row, self._tensor(row_T[part.holds(row_T)] - part.first))
+        value_M1 = self.model(row, to_device(row_T[part.holds(row_T)] - part.first, self.mesh.device))
         return part.gather_answers(value_M1, row_T)[:, 0]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.mesh.device)
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
-    """Over all updates of all critics since the last call, and over all ranks: the same on each.
+    """Return the metrics of all updates of all critics since the last call, over all ranks. A collective.
 
     critic_loss; explained_variance = 1 − Var(R − V) / Var(R), value_mean and return_mean over the trained tokens, each
-    by the critic that learns from it, with V as `old` had it, so before any of the updates; critic_grad_norm before
-    clipping; critic_skipped, the updates left out because of a gradient that is not finite. Returns that do not vary
-    have no explained_variance.
+    token with the critic that learns from it and its V at the start of the step, before any update; critic_grad_norm
+    before clipping; critic_skipped, the number of updates left out because their gradient was not finite. If the
+    returns do not vary there is no explained_variance.
     """
-    sums = torch.stack([critic.tally.sums for critic in critics]).sum(0)
+    sums = torch.stack([critic.sums for critic in critics]).sum(0)
     critics[0].mesh.reduce_sum(sums)
-    norms = [norm for critic in critics for norm in critic.tally.norms]
+    norms = [norm for critic in critics for norm in critic.norms]
     for critic in critics:
-        critic.tally.clear()
+        critic.sums = torch.zeros_like(critic.sums)
+        critic.norms = []
     tokens, *totals = sums.tolist()
     loss, value, returned, square, error, error_square = (total / max(tokens, 1.0) for total in totals)
     finite = [norm for norm in norms if math.isfinite(norm)]
@@ -180,45 +198,11 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     return metrics
 
 
-def check_tokenizer(config: Config, key: str, path: str) -> None:
-    """Whether the model at a path, which a key names, reads tokens as the policy writes them, as far as both models
-    have a tokenizer.
-
-    Raises:
-        ConfigError: their tokenizers give some token different numbers, or only one of them has it.
-    """
-    if path == config.model.path:
-        return
-    policy, reader = (_vocabulary(one, trust=config.model.trust_remote_code) for one in (config.model.path, path))
-    if not policy or not reader or policy == reader:
-        return
-    token = min(policy.items() ^ reader.items(), key=lambda item: item[1])[0]
-    mine, other = (str(one.get(token, "no number")) for one in (policy, reader))
-    raise ConfigError(
-        f"{key}: the tokenizer of {path} is not that of the policy {config.model.path}: {token!r} has {other} "
-        f"there and {mine} here; choose a model with the policy's tokenizer"
-    )
-
-
-def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
-    """Token to number; empty where there is no tokenizer."""
-    from transformers import AutoTokenizer
-
-    local = Path(path).is_dir()
-    if local and not any(Path(path).glob("tokenizer*")):
-        return {}
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=trust)
-    except (OSError, ValueError):
-        return {}
-    return dict(tokenizer.get_vocab())
-
-
 def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
-    """Squared error [T]; with a clip, that of old + clip(value − old, ±clip) where that is the larger.
+    """Return [T]: the squared error; with `clip`, the larger of it and the error of old + clip(value − old, ±clip).
 
-    A value that moved further than `clip` towards its return has no gradient; one that moved away keeps it. From the
-    implementation of PPO (Schulman et al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
+    A value that has moved further than `clip` towards its return has no gradient; one that moved away keeps it. From
+    the implementation of PPO (Schulman et al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
     """
     error_T = (value_T - return_T).square()
     if clip is None:
@@ -228,7 +212,11 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
 
 
 def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
-    """The decoder without its output layer, sharded."""
+    """Return the critic's decoder without an output layer, sharded.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
     assert config.critic is not None
     path = config.critic.path or config.model.path
     model = msgspec.structs.replace(config.model, path=path)
@@ -238,24 +226,3 @@ def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
         if config.critic.path is None:
             raise
         raise ConfigError(f"critic.path: {str(error).removeprefix('model.path: ')}") from error
-
-
-class _Tally:
-    """Sums over the trained tokens of this rank's micro-batches."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.clear()
-
-    def clear(self) -> None:
-        """Start anew."""
-        self.norms: list[float] = []
-        self.sums = torch.zeros(7, dtype=torch.float64, device=self._device)
-
-    def add(self, loss_T: Tensor, return_T: Tensor, old_T: Tensor, mask_T: Tensor) -> None:
-        """Masked slots of the three hold zeros or what follows from them, and are left out."""
-        return_T, old_T = return_T.double(), old_T.double()
-        error_T = return_T - old_T
-        rows = (torch.ones_like(old_T), loss_T.detach().double(), old_T, return_T, return_T.square(), error_T,
-                error_T.square())  # fmt: skip
-        self.sums += torch.stack(rows).where(mask_T, 0.0).sum(-1)

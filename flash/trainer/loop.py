@@ -1,9 +1,9 @@
-"""What a trainer rank does from start to goodbye.
+"""Run one trainer rank: publish a version, fetch a shard from the hub, train it, commit it, and again.
 
-publish the version it starts with → ask the hub for a shard → train → commit → publish → … → the hub says stop →
-checkpoint, and at the end of the run the Hugging Face export. What ranks do that have started again, and train what
-others have trained before them, is the same: the hub knows. Every rank makes the same calls in the same order,
-because gathering weights, training and checkpoints are collectives; only rank 0 speaks for the group.
+`flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. A rank that has restarted, or that trains again what
+was trained before, runs the same loop: the hub decides which shard comes next. Publishing, training and checkpoints
+are collectives, so all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits
+the steps, announces the versions, and asks for the hub's state.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from flash.trainer.model.adapters import engine_tensors
 from flash.trainer.performance import StepMeter, StepProfiler
 from flash.trainer.step import Trainer
 from flash.transport.frames import ReplyT, Request
-from flash.types import Activity, Published, Shard
+from flash.types import Activity, Published
 from flash.weights.publisher import WeightPublisher
 
 
 class RankHub(Protocol):
-    """What a rank asks the hub, as `flash.run.trainer_rank.RankHubClient`."""
+    """The hub as a trainer rank sees it; implemented by `flash.run.trainer_rank.RankHubClient`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        """Send one request and wait for its reply, at most `timeout` seconds."""
         ...
 
     def fetch(self, step: int, did: list[Activity], timeout: float) -> p.BatchReply:
-        """The whole shard of a step; the hub is also told what the rank was busy with."""
+        """Return this rank's shard of a step, and report the rank's activities since the last call."""
         ...
 
 
 class TrainerLoop:
-    """One trainer rank."""
+    """The loop of one trainer rank."""
 
     def __init__(
         self,
@@ -61,89 +61,88 @@ class TrainerLoop:
         self._tokenizer = tokenizer
         self._profiler = profiler
         self._meter = StepMeter(trainer.mesh)
+        # Activities since the last report to the hub: bars of the timeline.
         self._activities: list[Activity] = []
+        self._published_bytes = 0
         self._saved_version = -1
-        self._sent = 0
-        """Bytes of the version that was published last."""
-        self._keeps = True
-        """Whether the hub takes part in a checkpoint of what this rank holds now."""
-        self._saves = False
-        """Whether somebody wants one."""
 
     def run(self) -> None:
-        """Train until the hub says stop.
+        """Train until the hub has no further shard for this rank.
 
-        Consumes shards. Waits for the hub, which knows what is late and gives up before this rank does. Produces
-        versions, commits and checkpoints.
+        Consumes shards; produces versions, commits and checkpoints. Waits for the hub, which detects what is late and
+        gives up before this rank's own timeouts end. At the end it writes a checkpoint and, if the run is finished, the
+        Hugging Face export.
         """
+        config, trainer, hub = self._config, self._trainer, self._hub
         self._publish()
-        while (shard := self._next_shard()) is not None:
-            with self._doing("train") as seconds:
+        while True:
+            self._profiler.begin_step(trainer.version)
+            did, self._activities = self._activities, []
+            with self._timed("wait") as waited:
+                reply = hub.fetch(trainer.version, did, waits.batch_s(config))
+            if (shard := reply.shard) is None:
+                break
+            with self._timed("train") as trained:
                 self._meter.begin()
-                metrics = self._trainer.train_step(shard)
-                metrics |= self._meter.finish(self._trainer.flops)
-            self._commit(shard, metrics, seconds[0])
+                metrics = trainer.train_step(shard)
+                metrics |= self._meter.finish(trainer.flops)
+            if self._rank == 0:
+                metrics |= {
+                    "trainer_wait_s": waited[0],
+                    "trainer_step_s": trained[0],
+                    "version_bytes": self._published_bytes,
+                }
+                hub.call(p.Commit(shard.step, metrics, trainer.shown), config.deadlines.hub)
             self._publish()
-            due = self._saves or self._trainer.version % self._config.checkpoint.every == 0
-            if self._keeps and due:
-                self._checkpoint()
-        self._leave()
+            # `keeps`: the hub takes part in a checkpoint. `saves`: an alarm or a person asked for one.
+            if reply.keeps and (reply.saves or trainer.version % config.checkpoint.every == 0):
+                self._save_checkpoint()
 
-    def _next_shard(self) -> Shard | None:
-        self._profiler.begin_step(self._trainer.version)
-        did, self._activities = self._activities, []
-        with self._doing("wait") as seconds:
-            timeout = waits.batch_s(self._config)
-            reply = self._hub.fetch(self._trainer.version, did, timeout)
-        self._finished, self._keeps, self._saves = reply.finished, reply.keeps, reply.saves
-        self._waited = seconds[0]
-        return reply.shard
-
-    def _commit(self, shard: Shard, metrics: dict[str, float], trained: float) -> None:
-        if self._rank == 0:
-            own = {"trainer_wait_s": self._waited, "trainer_step_s": trained, "version_bytes": self._sent}
-            self._call(p.Commit(shard.step, metrics | own, self._trainer.seen))
+        if reply.keeps and self._saved_version != trainer.version:
+            self._save_checkpoint()
+        if reply.finished and config.checkpoint.export:
+            checkpoint.export_hf(trainer.model, self._tokenizer, config.run_dir / "model")
+        self._profiler.close()
+        # Rank 0 serves the weights of the last version until no engine can start any more that needs them; the hub
+        # answers then.
+        hub.call(p.Goodbye(self._rank, self._activities), waits.leaving_s(config))
 
     def _publish(self) -> None:
-        """Gather the weights, announce them as a version, with the canary the engines will be held to."""
-        trainer, version = self._trainer, self._trainer.version
-        with self._doing("publish"):
+        """Gather the weights and publish them as a version, with the canary that engines are checked against.
+
+        A collective; rank 0 announces the version to the hub, and returns once its engines have taken it.
+        """
+        config, trainer, version = self._config, self._trainer, self._trainer.version
+        with self._timed("publish"):
             canary = trainer.canaries.canary(trainer.model)
 
             def announce(update_info: bytes) -> None:
-                published = Published(version, self._config.weights_backend, update_info, canary)
-                self._call(p.PublishRequest(published), waits.taken_s(self._config))
+                published = Published(version, config.weights_backend, update_info, canary)
+                self._hub.call(p.PublishRequest(published), waits.taken_s(config))
 
-            self._sent = self._publisher.publish(version, engine_tensors(trainer.model, self._config.lora), announce)
+            tensors = engine_tensors(trainer.model, config.lora)
+            self._published_bytes = self._publisher.publish(version, tensors, announce)
 
-    def _checkpoint(self) -> None:
-        with self._doing("checkpoint"):
-            checkpoint.save(
-                self._config.run_dir, self._trainer, self._keep_hub_state, keep=self._config.checkpoint.keep
-            )
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint of this version, with the hub's state. A collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank or the hub could not write.
+        """
+
+        def keep_hub_state(file: Path) -> FileEntry:
+            kept = self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
+            if (found := file.stat().st_size) != kept.size:
+                raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
+            return FileEntry(file.name, kept.size, kept.crc32)
+
+        with self._timed("checkpoint"):
+            checkpoint.save(self._config.run_dir, self._trainer, keep_hub_state, keep=self._config.checkpoint.keep)
         self._saved_version = self._trainer.version
 
-    def _keep_hub_state(self, file: Path) -> FileEntry:
-        kept = self._call(p.SnapshotRequest(), waits.kept_s(self._config))
-        if (found := file.stat().st_size) != kept.size:
-            raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
-        return FileEntry(file.name, kept.size, kept.crc32)
-
-    def _leave(self) -> None:
-        if self._keeps and self._saved_version != self._trainer.version:
-            self._checkpoint()
-        if self._finished and self._config.checkpoint.export:
-            checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
-        self._profiler.close()
-        # Rank 0 holds the weights of the last version as long as an engine may start that needs them.
-        self._call(p.Goodbye(self._rank, self._activities), waits.leaving_s(self._config))
-
-    def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
-        return self._hub.call(request, timeout=timeout or self._config.deadlines.hub)
-
     @contextmanager
-    def _doing(self, name: str) -> Generator[list[float]]:
-        """Draw a bar on the timeline; the list holds its seconds afterwards."""
+    def _timed(self, name: str) -> Generator[list[float]]:
+        """Record the block as an activity of the timeline; the list holds its seconds afterwards."""
         seconds = [0.0]
         start, begun = time.time(), time.perf_counter()
         yield seconds

@@ -28,7 +28,7 @@ from flash.trainer.model.model import Recompute, empty_model, recompute_mode, sh
 from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.prefixes import in_one_row
-from flash.trainer.objective import make_objective, method_of
+from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.optimizer import make_optimizer
 
 FEW = 3
@@ -185,7 +185,7 @@ def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
 
 def _others(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
     """Bytes of what a rank holds beside the policy, on the device and on the host."""
-    method = method_of(config, make_objective(config.algorithm))
+    method = resolve_method(config, make_objective(config.algorithm))
     device, host = 0, 0
     if method.proximal == "ewma":
         device += _bytes(_policy(config, mesh), trained=True)

@@ -1,36 +1,67 @@
-"""The configured objective: made, tried on a few ordinary tokens, and its answers checked. It may be the user's own."""
+"""Make the configured objective, check it, and compute the loss of each token with it.
+
+    loss = objective(tokens) · Π corrections · weight + β · KL − entropy_bonus · entropy · the objective's bonus factor
+
+`flash.trainer.step` calls `pack_tokens` and `token_loss` for each micro-batch, and aggregates the token losses. The
+corrections and the weight multiply the policy's loss only. A token that a correction rejects leaves the mask: it then
+has no loss of any kind. A teacher's log-probs enter the advantage that the objective sees (`algorithms.references`).
+
+The objective may be a user's own class, so its results are checked, and `try_objective` calls it before a run starts.
+
+Shape legend: T = action tokens of a micro-batch, M = critics. Tensors are float32 on the policy's device.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from algorithms.base import Advantage, Aggregation, CriticTarget, Objective, ObjectiveOutput, PackedTokens, Proximal
+from algorithms.corrections import correct
+from algorithms.references import Teacher, distilled, kl, loglinear
+from flash.ages import age_of
 from flash.config.check_algorithm import is_off_policy
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
 from flash.config.tree import Config
 from flash.environment.calls import describe_error
 from flash.errors import ConfigError
+from flash.trainer.mesh import to_device
+
+if TYPE_CHECKING:  # the launcher tries an objective, and need not import transformers for it
+    from flash.trainer.model.logprobs import TokenLogprobs
+    from flash.trainer.packing import MicroBatch
 
 
 class Method(NamedTuple):
-    """What the configuration names, or else the objective's method has."""
+    """Parts of the method: each is the configured one, or else the objective's own."""
 
     estimator: Advantage
     aggregation: Aggregation
     proximal: Proximal
     critics: int
-    """0 where the estimator needs none."""
-    target: CriticTarget
+    """Number of critics; 0 if the estimator needs none."""
+    critic_target: CriticTarget
 
 
-def method_of(config: Config, objective: Objective) -> Method:
-    """How a run with this objective estimates advantages, adds up losses, and teaches its critics.
+def make_objective(config: AlgorithmConfig) -> Objective:
+    """Return the configured objective with its options.
 
     Raises:
-        ConfigError: the estimator needs a critic, and there is none.
+        ConfigError: there is no such objective, or an option does not fit.
+    """
+    kind = load_objective(config.objective)
+    return kind(**check_options(kind, config.options, "algorithm.options"))
+
+
+def resolve_method(config: Config, objective: Objective) -> Method:
+    """Return how a run with this objective estimates advantages, aggregates losses and trains its critics.
+
+    Raises:
+        ConfigError: the estimator needs a critic, and none is configured.
     """
     algorithm, critic = config.algorithm, config.critic
     estimator = algorithm.advantage or objective.advantage
@@ -43,21 +74,166 @@ def method_of(config: Config, objective: Objective) -> Method:
     return Method(estimator, aggregation, objective.proximal_policy, count, target)
 
 
-def make_objective(config: AlgorithmConfig) -> Objective:
-    """The configured objective with its options.
+@dataclass(frozen=True)
+class LossInputs:
+    """Inputs of a micro-batch's loss that are computed before the policy changes. Masked slots may hold anything."""
 
-    Raises:
-        ConfigError: there is no such objective, or an option does not fit.
+    advantage_T: Tensor
+    reward_T: Tensor
+    """Reward of the token's whole trajectory, as the environment returned it."""
+    weight_T: Tensor
+    """Factor of the objective's loss, by the age of the sample."""
+    counted_T: Tensor
+    """bool: False if the loss leaves the token out, as if a correction had rejected it."""
+    start_T: Tensor | None
+    """Log-prob under the weights at the start of the step; None if the first training pass computes it."""
+    average_T: Tensor | None
+    """Log-prob under the moving average of the weights; None if the proximal policy is another one."""
+    reference_T: Tensor | None
+    """Log-prob under the reference policy; None without a KL."""
+    teacher_T: Tensor | None
+    """Log-prob under the teacher; None without a teacher."""
+    value_MT: Tensor | None
+    """Each critic's value before each token; None without critics."""
+    return_T: Tensor | None
+    """Regression target of the critics; None without critics."""
+    deviation_T: Tensor
+    """Standard deviation of the critics' values; 0 with fewer than two critics."""
+
+    def start_or(self, now: TokenLogprobs) -> Tensor:
+        """Return [T], no gradient: log-prob at the start of the step, or else that of the pass `now`.
+
+        Without a pass at the start of the step, `now` is the pass at the start of the minibatch.
+        """
+        return now.logp_T.detach() if self.start_T is None else self.start_T
+
+
+class TokenLoss(NamedTuple):
+    """Loss of each token of a micro-batch before aggregation; [T] each."""
+
+    loss_T: Tensor
+    """Loss with gradient; 0 where masked."""
+    mask_T: Tensor
+    """bool: True for tokens that are trained and that no correction rejected."""
+    correction_T: Tensor
+    """Product of the corrections."""
+    divergence_T: Tensor | None
+    """KL estimate to the reference; None without a reference."""
+    above_teacher_T: Tensor | None
+    """Log-prob minus the teacher's; None without a teacher."""
+    stats: dict[str, Tensor]
+    """Statistics of the objective."""
+
+
+def pack_tokens(
+    micro: MicroBatch,
+    now: TokenLogprobs,
+    inputs: LossInputs,
+    proximal: Proximal,
+    *,
+    step: int,
+    teacher: Teacher | None = None,
+) -> PackedTokens:
+    """Return the input of the objective and of the corrections, without limit and bounds.
+
+    Masked slots are set to 0 before any arithmetic, because 0 · NaN in a backward pass would still be NaN.
     """
-    kind = load_objective(config.objective)
-    return kind(**check_options(kind, config.options, "algorithm.options"))
+    device = now.logp_T.device
+    mask_T = to_device(micro.mask_T, device)
+    behaviour_T = to_device(micro.behaviour_T, device).where(mask_T, 0.0)
+    logp_T = now.logp_T.where(mask_T, 0.0)
+    if proximal == "loglinear":
+        age_T = to_device(age_of(micro.version_T, step), device).where(mask_T, 0)
+        proximal_T = loglinear(logp_T, behaviour_T, age_T)
+    elif proximal == "ewma":
+        assert inputs.average_T is not None, "the passes before the update computed it"
+        proximal_T = inputs.average_T.where(mask_T, 0.0)
+    else:
+        proximal_T = inputs.start_or(now).where(mask_T, 0.0)
+    advantage_T = inputs.advantage_T.where(mask_T, 0.0)
+    if teacher is not None:
+        assert inputs.teacher_T is not None, "the passes before the update computed it"
+        advantage_T = distilled(advantage_T, logp_T, inputs.teacher_T.where(mask_T, 0.0), teacher.coefficient)
+    return PackedTokens(
+        logp_T=logp_T,
+        behaviour_T=behaviour_T,
+        proximal_T=proximal_T,
+        advantage_T=advantage_T,
+        reward_T=inputs.reward_T.where(mask_T, 0.0),
+        mask_T=mask_T,
+        sequence_T=to_device(micro.sequence_T, device),
+        sequences=micro.sequences,
+        deviation_T=inputs.deviation_T.where(mask_T, 0.0),
+    )
 
 
-def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -> ObjectiveOutput:
-    """What an objective returned. A mean, say, would be spread over all tokens unseen.
+def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return [T] each: the product of the corrections, and True for tokens that are kept."""
+    correction_T, keep_T = correct(algorithm.corrections, tokens)
+    return correction_T.where(inputs.counted_T, 0.0), keep_T & inputs.counted_T
+
+
+def token_loss(
+    objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs, entropy_T: Tensor
+) -> TokenLoss:
+    """Return the loss of each token before aggregation.
 
     Raises:
-        ConfigError: it is not one number per token.
+        ConfigError: the objective raised, or returned a wrong shape.
+    """
+    correction_T, keep_T = apply_corrections(algorithm, tokens, inputs)
+    # The objective must see a rejected token as if it had never been sampled.
+    tokens = tokens._replace(
+        logp_T=tokens.logp_T.where(keep_T, 0.0),
+        behaviour_T=tokens.behaviour_T.where(keep_T, 0.0),
+        proximal_T=tokens.proximal_T.where(keep_T, 0.0),
+        advantage_T=tokens.advantage_T.where(keep_T, 0.0),
+        reward_T=tokens.reward_T.where(keep_T, 0.0),
+        deviation_T=tokens.deviation_T.where(keep_T, 0.0),
+        mask_T=tokens.mask_T & keep_T,
+    )
+    mask_T = tokens.mask_T
+    output = apply_objective(objective, tokens)
+    loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * inputs.weight_T.where(mask_T, 0.0)
+    divergence_T = None
+    if algorithm.kl is not None:
+        assert inputs.reference_T is not None, "a KL comes with a reference"
+        divergence_T = kl(algorithm.kl.estimator, tokens.logp_T, inputs.reference_T.where(mask_T, 0.0))
+        if algorithm.kl.place == "loss":
+            loss_T = loss_T + algorithm.kl.coefficient * divergence_T
+    if algorithm.entropy_bonus:
+        bonus_T = algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
+        loss_T = loss_T - (bonus_T if output.bonus_T is None else bonus_T * output.bonus_T.where(mask_T, 0.0))
+    above_teacher_T = None
+    if algorithm.teacher is not None:
+        assert inputs.teacher_T is not None, "the passes before the update computed it"
+        above_teacher_T = tokens.logp_T.detach() - inputs.teacher_T.where(mask_T, 0.0)
+    return TokenLoss(loss_T.where(mask_T, 0.0), mask_T, correction_T, divergence_T, above_teacher_T, output.stats)
+
+
+def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutput:
+    """Return the losses that an objective gives to tokens.
+
+    Raises:
+        ConfigError: the objective raised, or returned a wrong shape. A restart would not help.
+        torch.OutOfMemoryError: the device has no memory left.
+    """
+    try:
+        output: object = objective(tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as error:  # the objective may be a user's
+        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
+    return _check_output(output, objective, tokens.mask_T)
+
+
+def _check_output(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:
+    """Return the output of an objective, after a check of its shapes.
+
+    Without the check, an objective that returns the mean loss would have it broadcast to every token.
+
+    Raises:
+        ConfigError: the output does not have one number per token.
     """
     if not isinstance(output, ObjectiveOutput):
         found = type(output).__name__
@@ -76,33 +252,17 @@ def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -
     )
 
 
-def applied(objective: Objective, tokens: PackedTokens) -> ObjectiveOutput:
-    """Return the losses that an objective gives tokens.
-
-    Raises:
-        ConfigError: it raised, or returned another form. No restart can help.
-        torch.OutOfMemoryError: the device has no room.
-    """
-    try:
-        output: object = objective(tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except (Exception, SystemExit, GeneratorExit) as error:  # the objective may be a user's
-        raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
-    return checked_output(output, objective, tokens.mask_T)
-
-
 def try_objective(config: Config) -> None:
-    """Ask the objective for the loss of a few ordinary tokens, and for its gradient.
+    """Call the objective on a few ordinary tokens, and check its loss and gradient.
 
     Raises:
-        ConfigError: the objective raises, returns another form, gives a number that is not finite or no gradient, or
-            claims to correct for old samples and gives the same whatever policy drew them.
+        ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or
+            it claims to correct for old samples and gives the same result for every behaviour policy.
     """
     objective = make_objective(config.algorithm)
     name = type(objective).__name__
-    apart_T = torch.tensor([0.1, -0.1] * 4)
-    first = _try_tokens(objective, apart_T)
+    log_ratio_T = torch.tensor([-0.1, 0.1] * 4)
+    first = _try_tokens(objective, log_ratio_T)
     for what, value_T in zip(("a loss", "a gradient"), first, strict=True):
         if not value_T.isfinite().all():
             odd = value_T[~value_T.isfinite()][0].item()
@@ -113,7 +273,7 @@ def try_objective(config: Config) -> None:
     if not objective.corrects_staleness or not is_off_policy(config):
         return
     # Ratios from 0.4 to 2.5, on both sides of each clip range that an objective may have.
-    others = [_try_tokens(objective, factor * apart_T) for factor in (-9.0, -3.0, 3.0, 9.0)]
+    others = [_try_tokens(objective, factor * log_ratio_T) for factor in (-9.0, -3.0, 3.0, 9.0)]
     if all(torch.equal(one, other) for found in others for one, other in zip(first, found, strict=True)):
         raise ConfigError(
             f"algorithm.objective: {name} gives the same loss and gradient whatever tokens.behaviour_T is, so it does "
@@ -123,18 +283,18 @@ def try_objective(config: Config) -> None:
         )
 
 
-def _try_tokens(objective: Objective, apart_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return loss and gradient of the unmasked ones of eight tokens, whose log-ratio is -`apart_T`.
+def _try_tokens(objective: Objective, log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of the seven unmasked ones of eight tokens, whose logp − behaviour is `log_ratio_T`.
 
     Raises:
-        ConfigError: the objective raises, returns another form, or its loss does not depend on the policy.
+        ConfigError: the objective raises, returns a wrong shape, or its loss does not depend on the policy.
     """
     logp_T = torch.linspace(-3.0, -0.05, 8).requires_grad_()
-    behaviour_T = logp_T.detach() + apart_T
+    behaviour_T = logp_T.detach() - log_ratio_T
     mask_T = torch.arange(8) < 7
     advantage_T = torch.tensor([1.0] * 4 + [-1.0] * 4)
     try:
-        limit = objective.limit(-apart_T, advantage_T) if objective.limits else torch.inf
+        limit = objective.limit(log_ratio_T, advantage_T) if objective.limits else torch.inf
         deviation_T = torch.linspace(0.0, 0.7, 8) if objective.critics > 1 else torch.zeros(8)
         bounds = objective.bounds(deviation_T) if objective.critics > 1 else (-torch.inf, torch.inf)
         tokens = PackedTokens(
@@ -151,9 +311,9 @@ def _try_tokens(objective: Objective, apart_T: torch.Tensor) -> tuple[torch.Tens
             bounds=bounds,
         )
         output: Any = objective(tokens)
-    except BaseException as error:  # the objective may be a user's: whatever it raises is its verdict
+    except BaseException as error:  # the objective may be a user's: whatever it raises is a fault of it
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
-    loss_T = checked_output(output, objective, mask_T).loss_T[mask_T]
+    loss_T = _check_output(output, objective, mask_T).loss_T[mask_T]
     if not loss_T.requires_grad:
         raise ConfigError(
             f"algorithm.objective: the loss of {type(objective).__name__} does not depend on tokens.logp_T"

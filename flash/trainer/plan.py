@@ -1,4 +1,7 @@
-"""A step before its first forward pass: the batch packed, checked against the laws, and counted over all ranks.
+"""Plan a step before its first forward pass: pack the batch, check the laws, and count its tokens over all ranks.
+
+`flash.trainer.step` calls `plan_step`. Its one collective makes the counts of all ranks known to all. From it follow
+the denominators of the loss and the number of micro-batches, so that all ranks run equally many passes.
 
 Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = data shards.
 """
@@ -13,7 +16,6 @@ import torch
 
 from algorithms.critics import deal
 from flash.ages import age_of
-from flash.config.learning import TrainConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.credit import Credit, assign_credit
@@ -25,14 +27,15 @@ from flash.types import Shard
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """One optimizer update: this rank's micro-batches, as many as on any other rank, and counts over all ranks."""
+    """Input of one optimizer update: this rank's micro-batches, as many as on any other rank, and global counts."""
 
     micro_batches: list[MicroBatch]
     shard_tokens: list[int]
     """[W]: trained tokens of each data shard."""
     total_sequences: int
+    """Sequences with a trained token, over all ranks."""
     critic_tokens: list[int]
-    """[M]: of the trained tokens over all ranks, those that each critic learns from."""
+    """[M]: trained tokens that each critic learns from, over all ranks."""
 
     @property
     def total_tokens(self) -> int:
@@ -42,32 +45,46 @@ class MinibatchPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all ranks agree on before they start."""
+    """Input of one step, on which all ranks agree before they start."""
 
     minibatches: list[MinibatchPlan]
     credit: Credit
     tokens: int
-    """Prompts and responses over all ranks."""
-    shared: float
-    """Share of the tokens of all sequences that are not computed, as another one of their micro-batch has them."""
+    """Tokens of prompts and responses, over all ranks."""
+    shared_token_share: float
+    """Share of the tokens that are not computed, because another sequence of their micro-batch begins with them."""
     age_histogram: list[int]
     """Trained tokens of age 0, 1, … over all ranks."""
     critic_B: np.ndarray
-    """int64: which critic learns from each sample."""
+    """int64: number of the critic that learns from each sample."""
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's micro-batches of all minibatches, in order."""
+        return [micro for minibatch in self.minibatches for micro in minibatch.micro_batches]
 
     @property
     def shard_tokens(self) -> list[int]:
-        """[W]: trained tokens of each data shard, over all minibatches."""
+        """[W]: trained tokens of each data shard over all minibatches."""
         return [sum(counts) for counts in zip(*(one.shard_tokens for one in self.minibatches), strict=True)]
 
 
 def plan_step(
     shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, share_rows: bool
 ) -> StepPlan:
-    """Pack, several sequences to a micro-batch or each alone, check the laws, and agree on counts: one collective.
+    """Pack this rank's shard, check the laws, and agree with the other ranks on counts, in one collective.
+
+    Args:
+        shard: the samples of this rank, and a description of the whole batch.
+        config: the run's configuration.
+        method: the resolved method.
+        version: the version that the trainer holds.
+        mesh: the trainer ranks.
+        share_rows: True packs several sequences into a micro-batch.
 
     Raises:
-        ContractError: on every rank, when the batch of any breaks the age contract, its own counts, or is damaged.
+        ContractError: on every rank, if the batch of any rank breaks the age contract, is damaged, or has other totals
+            than the hub dealt.
     """
     train, fault = config.train, ""
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
@@ -80,21 +97,16 @@ def plan_step(
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)
             for part in split_minibatches(shard, train.minibatches)
         ]
-        age_T = trained_ages(shard.step, [micro for part in parts for micro in part])
-        check_ages(shard, version, age_T, train)
-        check_taught(config, [micro for part in parts for micro in part])
+        age_T = _check_laws(shard, version, [micro for part in parts for micro in part], config)
         histogram = np.bincount(age_T, minlength=ages)
         ratio = max(train.async_ratio, train.max_token_age or 0)
         credit = assign_credit(shard, config.algorithm, method.estimator, ratio)
     except ContractError as error:
+        # Held back until all ranks know of it: this rank must still take part in the next collective.
         fault = str(error)
 
     tokens = sum(sample.trajectory.length for sample in shard.samples)
-    counts = [
-        count
-        for part in parts
-        for count in (len(part), *trained_counts(part), *critic_counts(part, critic_B, method.critics))
-    ]
+    counts = [count for part in parts for count in _count(part, critic_B, method.critics)]
     micros = [micro for part in parts for micro in part]
     sizes = [sum(len(one.input_P) for one in micros), sum(len(one.computed.place_U) for one in micros)]
     row = torch.tensor([bool(fault), tokens, *sizes, *histogram.tolist(), *counts])
@@ -105,7 +117,7 @@ def plan_step(
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
-            # At least one micro-batch, so that every rank reports the same statistics.
+            # Padded to the longest rank, and to at least one micro-batch, so that every rank has the same statistics.
             micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
             shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),
@@ -113,60 +125,50 @@ def plan_step(
         )
         for index, part in enumerate(parts)
     ]
-    check_totals(shard, minibatches)
+    total_tokens = sum(part.total_tokens for part in minibatches)
+    total_sequences = sum(part.total_sequences for part in minibatches)
+    if (total_tokens, total_sequences) != (shard.total_tokens, shard.total_sequences):
+        raise ContractError(
+            f"step {shard.step}: the ranks hold {total_tokens} trained tokens in {total_sequences} sequences, the hub "
+            f"dealt {shard.total_tokens} in {shard.total_sequences}"
+        )
     _, tokens, packed, computed, *aged = rows[:, : 4 + ages].sum(0).tolist()
     return StepPlan(minibatches, credit, tokens, 1 - computed / max(packed, 1), aged, critic_B)
 
 
-def check_ages(shard: Shard, version: int, age_T: np.ndarray, train: TrainConfig) -> None:
-    """The age contract at consumption: version n trains only tokens of versions n − ⌈α⌉ … n, or up to their bound."""
+def _check_laws(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:
+    """Check the age contract and the teacher's log-probs, and return the age of every trained token, int64.
+
+    The age contract: the step that trains version n may train tokens of the versions n − `train.max_age` … n only.
+
+    Raises:
+        ContractError: the batch is for another version, a token is too old or from the future, or a trained token has
+            no log-prob of a served teacher.
+    """
+    train, teacher = config.train, config.algorithm.teacher
     if shard.step != version:
         raise ContractError(f"a batch for version {shard.step} reached a trainer that holds version {version}")
+    ages = [age_of(micro.version_T[micro.mask_T], shard.step) for micro in micro_batches]
+    age_T = np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
     if age_T.size and (age_T.max() > train.max_age or age_T.min() < 0):
         raise ContractError(
             f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, train.async_ratio and "
             f"max_token_age allow 0 to {train.max_age}; the hub's min_version was {shard.min_version}"
         )
-
-
-def check_taught(config: Config, micro_batches: Sequence[MicroBatch]) -> None:
-    """Where a server holds the teacher, what it says of each trained token came with its sample."""
-    teacher = config.algorithm.teacher
-    if teacher is None or teacher.url is None:
-        return
-    if not all(np.isfinite(micro.teacher_T[micro.mask_T]).all() for micro in micro_batches):
+    served = teacher is not None and teacher.url is not None
+    if served and not all(np.isfinite(micro.teacher_T[micro.mask_T]).all() for micro in micro_batches):
         raise ContractError(
             "a sample comes without its teacher's log-probs: it was made before algorithm.teacher.url was set; go on "
             "with algorithm.teacher.path, or begin a new run"
         )
+    return age_T
 
 
-def trained_ages(step: int, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-    """int64: the age of every unmasked token of these micro-batches."""
-    ages = [age_of(micro.version_T[micro.mask_T], step) for micro in micro_batches]
-    return np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
-
-
-def trained_counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Unmasked tokens, and sequences that have one."""
-    tokens = sum(int(micro.mask_T.sum()) for micro in micro_batches)
-    return tokens, sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
-
-
-def critic_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
-    """[M]: unmasked tokens that each critic learns from."""
-    counts = np.zeros(critics, dtype=np.int64)
-    for micro in micro_batches:
-        counts += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
-    return counts.tolist()
-
-
-def check_totals(shard: Shard, minibatches: Sequence[MinibatchPlan]) -> None:
-    """What the ranks hold together is what the hub says it dealt."""
-    tokens = sum(part.total_tokens for part in minibatches)
-    sequences = sum(part.total_sequences for part in minibatches)
-    if (tokens, sequences) != (shard.total_tokens, shard.total_sequences):
-        raise ContractError(
-            f"step {shard.step}: the ranks hold {tokens} trained tokens in {sequences} sequences, the hub dealt "
-            f"{shard.total_tokens} in {shard.total_sequences}"
-        )
+def _count(part: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
+    """Return [3 + M]: micro-batches, trained tokens, sequences with one, and the trained tokens of each critic."""
+    tokens = sum(int(micro.mask_T.sum()) for micro in part)
+    sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in part)
+    of_critic_M = np.zeros(critics, dtype=np.int64)
+    for micro in part:
+        of_critic_M += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
+    return [len(part), tokens, sequences, *of_critic_M.tolist()]

@@ -1,11 +1,14 @@
-"""What a step reports, over all ranks and the same on each.
+"""Collect the metrics of a step, over all ranks and the same on each, and the tokens that the run's pages show.
 
-Weights here are w = exp(first − behaviour): the policy at the start of the step against the one that sampled, so the
-mismatch of engine and trainer together with the drift since. Where an update came before and no pass was made at the
-start of the step, the start of the token's minibatch stands in. The objective's own ratio and weight are reported
-beside it.
+`flash.trainer.step` adds each micro-batch while it trains, and reduces everything once at the end of the step.
 
-Shape legend: T = action tokens of a micro-batch, W = data shards, A = ages, N = bins.
+Importance weights here are w = exp(start − behaviour), where `start` is the log-prob under the weights at the start of
+the step. They contain the mismatch of engine and trainer and the policy's drift since the token was sampled. If no pass
+was made at the start of the step, `start` is the log-prob at the start of the token's minibatch. The objective's own
+ratio and weight are reported beside w.
+
+Shape legend: T = action tokens of a micro-batch, S = sequences, W = data shards, A = ages, N = bins, K = environments.
+In `ShownTokens`: L = action tokens of one sample, B = action tokens of one sequence, 4 = `ROWS`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,27 +24,30 @@ from torch import Tensor
 from algorithms.base import PackedTokens
 from flash.ages import recent
 from flash.branches import spans_by_turn
-from flash.trainer.loss import TokenLoss
 from flash.trainer.mesh import TrainerMesh, to_device
+from flash.trainer.objective import TokenLoss
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import StepPlan
 from flash.types import Shard, TokenUse, TrainedSample, Trajectory, samples_to_show
 
 OLDEST = 32
-"""Age in versions from which tokens share the last row of the histogram."""
+"""Age in versions from which all tokens share the last row of the histogram."""
 QUANTILES = (1, 50, 99)
-"""Per cent."""
+"""Reported quantiles, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio below which the bins are evenly wide: 2 % of this; above, a bin is 2 % of the log-ratio wide."""
+"""Log-ratio up to which bins have the same width, 2 % of this number. Above it, a bin is 2 % of the log-ratio wide."""
 BIN = 0.02
 """Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
 LARGEST = 300.0
-"""Log-ratio that counts as it is; its weight's square is still a float64."""
+"""Largest log-ratio that is counted as it is. The square of its weight is still a finite float64."""
 HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
+"""Number of bins on each side of the bin for 0."""
+ROWS = 4
+"""Rows that `ShownTokens` keeps per token: log-prob, entropy, advantage, use."""
 
 
 class StepTally:
-    """Sums, minima and maxima over micro-batches, then over data shards. Every rank adds under the same names."""
+    """Sums, minima and maxima over micro-batches, and then over data shards. Every rank adds the same names."""
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
@@ -51,19 +56,20 @@ class StepTally:
         self._most: dict[str, Tensor] = {}
 
     def add(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
-        """Add the unmasked values, whatever the masked ones hold."""
+        """Add the unmasked values to a sum. Masked slots may hold anything."""
         total = value_T.detach().double().where(mask_T, 0.0).sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def bound(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
-        """Keep the least and the greatest of the unmasked values."""
+        """Keep the smallest and the largest of the unmasked values."""
         value_T = value_T.detach().double()
         least, most = value_T.where(mask_T, math.inf).amin(), value_T.where(mask_T, -math.inf).amax()
         self._least[name] = least.minimum(self._least.get(name, least))
         self._most[name] = most.maximum(self._most.get(name, most))
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Sums, minima and maxima over all ranks, in one collective."""
+        """Return sums, minima and maxima over all ranks. One collective."""
+        # Sorted by name, so that the same place of the row is the same number on every rank.
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
         rows = self._mesh.gather_rows(row).cpu().numpy()
@@ -76,7 +82,10 @@ class StepTally:
 
 
 class RatioHistogram:
-    """Log-ratios by age, in fixed bins: quantiles over all ranks without gathering tokens, and however they are cut."""
+    """Histogram of log-ratios by age, in fixed bins.
+
+    Quantiles over all ranks follow from it without gathering tokens, and do not depend on how the batch was cut.
+    """
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
@@ -90,7 +99,10 @@ class RatioHistogram:
         self._counts_AN.view(-1).index_add_(0, place_T, mask_T.long())
 
     def reduce(self) -> dict[str, float]:
-        """`ratio_p50_age_2` and so on, over all ranks: the ratio, exact to 1 % of its logarithm. One collective."""
+        """Return the quantiles over all ranks, such as `ratio_p50_age_2`, exact to 1 % of the logarithm.
+
+        One collective. An age without a token has no quantiles.
+        """
         self._mesh.reduce_sum(self._counts_AN)
         metrics: dict[str, float] = {}
         for age, count_N in enumerate(self._counts_AN.cpu().numpy()):
@@ -105,35 +117,53 @@ class RatioHistogram:
 
 
 class StepStatistics:
-    """Gathers what each micro-batch shows while the step trains."""
+    """Statistics of all micro-batches of a step. Nothing here waits for a GPU before `metrics`."""
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
         self._tally = StepTally(mesh)
+        # Loss of the present minibatch, before `end_minibatch` knows its denominator.
         self._pending = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._ratios = RatioHistogram(mesh)
+        # By environment: number of tokens of age 0, and the sum of their k3.
         self._by_kind: dict[str, Tensor] = {}
 
     def add(
         self,
         tokens: PackedTokens,
-        first_T: Tensor,
+        start_T: Tensor,
         entropy_T: Tensor,
         age_T: Tensor,
         kinds_S: Sequence[str],
         loss: TokenLoss,
         share_T: Tensor,
     ) -> None:
-        """One micro-batch. `share_T` is what each token adds to the loss of its minibatch.
+        """Add one micro-batch.
 
-        What compares policies is taken over all trained tokens, rejected ones too; what the objective says, over those
-        that it was given. `kinds_S` is each sequence's environment, where a mixture has several.
+        Comparisons of policies are over all trained tokens, including tokens that a correction rejected. Statistics of
+        the objective are over the tokens that it was given.
+
+        Args:
+            tokens: the objective's input, before rejected tokens are masked.
+            start_T: log-probs at the start of the step.
+            entropy_T: entropies of the policy.
+            age_T: ages in versions.
+            kinds_S: environment of each sequence in a mixture; empty names if there is one environment.
+            loss: losses of the tokens.
+            share_T: what each token adds to the loss of its minibatch.
         """
         tally, mask_T = self._tally, tokens.mask_T
-        log_ratio_T = (first_T - tokens.behaviour_T).where(mask_T, 0.0)
+        current_T = mask_T & (age_T == 0)
+        log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
-        self._add_mismatch(log_ratio_T, mask_T, mask_T & (age_T == 0))
-        self._add_kinds(log_ratio_T, mask_T & (age_T == 0), tokens.sequence_T, kinds_S)
+        # Distance of the engine's log-probs from the trainer's, over all tokens and over those of the current version.
+        k3_T = log_ratio_T.exp() - 1 - log_ratio_T
+        for which, chosen_T in (("all", mask_T), ("current", current_T)):
+            tally.add(f"count {which}", chosen_T, chosen_T)
+            tally.add(f"k1 {which}", -log_ratio_T, chosen_T)
+            tally.add(f"k3 {which}", k3_T, chosen_T)
+            tally.bound(f"gap {which}", log_ratio_T.abs(), chosen_T)
+        self._add_kinds(log_ratio_T, current_T, tokens.sequence_T, kinds_S)
         weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
         tally.add("weight", weight_T, mask_T)
         tally.add("weight square", weight_T.square(), mask_T)
@@ -146,28 +176,19 @@ class StepStatistics:
             tally.add("masked cap", loss.stats["weight"] == 0, loss.mask_T)
         if loss.divergence_T is not None:
             tally.add("kl", loss.divergence_T, loss.mask_T)
-        if loss.beyond_T is not None:
-            tally.add("teacher", loss.beyond_T, loss.mask_T)
+        if loss.above_teacher_T is not None:
+            tally.add("teacher", loss.above_teacher_T, loss.mask_T)
         for name, stat_T in loss.stats.items():
             tally.add(f"stat {name}", stat_T, loss.mask_T)
             tally.bound(f"stat {name}", stat_T, loss.mask_T)
 
     def end_minibatch(self, share: float) -> None:
-        """`share` is the part of the denominator of its losses that was kept."""
+        """End a minibatch; `share` is the part of its loss's denominator that no correction rejected."""
         self._tally.add("loss", self._pending / (share or 1.0), torch.ones_like(self._pending, dtype=torch.bool))
         self._pending = torch.zeros_like(self._pending)
 
-    def _add_mismatch(self, log_ratio_T: Tensor, mask_T: Tensor, current_T: Tensor) -> None:
-        """How far the engine's log-probs are from the trainer's, for all tokens and for the current version's."""
-        k3_T = log_ratio_T.exp() - 1 - log_ratio_T
-        for which, chosen_T in (("all", mask_T), ("current", current_T)):
-            self._tally.add(f"count {which}", chosen_T, chosen_T)
-            self._tally.add(f"k1 {which}", -log_ratio_T, chosen_T)
-            self._tally.add(f"k3 {which}", k3_T, chosen_T)
-            self._tally.bound(f"gap {which}", log_ratio_T.abs(), chosen_T)
-
     def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
-        """The mismatch of the current version's tokens, by environment."""
+        """Add the mismatch of the current version's tokens by environment."""
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
         kinds = sorted({*kinds_S})
         kind_T = to_device(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
@@ -176,7 +197,10 @@ class StepStatistics:
             self._by_kind[kind] = self._by_kind[kind] + sums if kind in self._by_kind else sums
 
     def _kind_metrics(self) -> dict[str, float]:
-        """`mismatch_k3_age_0`, and by environment where there are several; nothing without a token of age 0."""
+        """Return `mismatch_k3_age_0`, and the same by environment in a mixture. One collective.
+
+        Without a token of age 0 there are none.
+        """
         rows = self._mesh.gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
         rows = {kind: (count, total) for kind, (count, total) in rows.items() if count}
         metrics = {f"mismatch_k3_env_{kind}": total / count for kind, (count, total) in rows.items() if kind}
@@ -185,11 +209,15 @@ class StepStatistics:
         return metrics
 
     def metrics(self, minibatches: int, passes: int) -> dict[str, float]:
-        """Over the trained tokens of all ranks, in three collectives; means over the `passes` made over the batch.
+        """Return the metrics over the trained tokens of all ranks. Three collectives.
 
-        The mismatch is engine against trainer at equal weights, so it is taken over tokens of the current version; over
-        all tokens when there are none, and then it contains the policy's drift. `ess` is Kish's effective sample size
-        of the weights w, as a share of the tokens.
+        The mismatch compares engine and trainer at equal weights, so it is over tokens of the current version. If there
+        are none it is over all tokens, and then contains the policy's drift. `ess` is Kish's effective sample size of
+        the weights w, as a share of the tokens.
+
+        Args:
+            minibatches: number of minibatches of the batch.
+            passes: number of times that the batch was trained; means are over all of them.
         """
         sums, least, most = self._tally.reduce()
         which = "current" if sums["count current"] > 0 else "all"
@@ -226,7 +254,7 @@ class StepStatistics:
 
 
 def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
-    """What is known of the batch without a forward pass."""
+    """Return the metrics of a batch that need no forward pass."""
     reward_B = plan.credit.reward_B
     counts = np.array(plan.age_histogram, dtype=np.float64)
     share = counts / max(counts.sum(), 1.0)
@@ -234,7 +262,7 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
     actions = sum(entry.tokens for entry in shard.batch)
     return {
         "tokens": float(plan.tokens),
-        "shared_token_share": plan.shared,
+        "shared_token_share": plan.shared_token_share,
         "masked_old_share": 1 - shard.total_tokens / actions if actions else 0.0,
         "age_mean": float(share @ np.arange(len(share))),
         "age_max": float(ages.max()) if ages.size else 0.0,
@@ -244,70 +272,59 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
     }
 
 
-ROWS = 4
-"""Log-prob, entropy, advantage, use."""
+class ShownTokens:
+    """Keeps log-prob, entropy, advantage and use of the tokens of the samples that a run shows on its pages.
 
-
-class _Part(NamedTuple):
-    """A sequence that was looked at."""
-
-    place: int
-    """Of its sample in the batch."""
-    begin: int
-    """Place of its first action token in the sample."""
-    rows_RN: Tensor
-
-
-class TokenLook:
-    """What this rank's part of a step makes of the tokens that are shown; nothing is computed for it."""
+    All numbers are by-products of training: no forward pass is made for them.
+    """
 
     def __init__(self, shard: Shard, count: int) -> None:
+        """Show the first `count` samples of the batch that have a token to train."""
         self._count = count
         places = set(samples_to_show((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
-        self._parts: list[_Part] = []
+        # Of each sequence: place of its sample, place of its first action token in the sample, and its rows [4, B].
+        self._parts: list[tuple[int, int, Tensor]] = []
 
-    def add(self, micro: MicroBatch, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
-        """One micro-batch, at the first pass over it."""
+    def add(self, micro: MicroBatch, tokens: PackedTokens, start_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
+        """Add one micro-batch; called in the first training pass over it."""
         found_S = np.flatnonzero(np.isin(micro.index_S, self._places))
-        # A micro-batch without a trained token is a dummy, which is of no sample.
+        # A micro-batch without a trained token is a dummy, whose `index_S` means nothing.
         if not len(found_S) or not micro.mask_T.any():
             return
         mask_T = tokens.mask_T
-        clipped_T = loss.stats.get("clipped", torch.zeros_like(first_T)) > 0
-        use_T = torch.full_like(first_T, float(TokenUse.TRAINED))
+        clipped_T = loss.stats.get("clipped", torch.zeros_like(start_T)) > 0
+        use_T = torch.full_like(start_T, float(TokenUse.TRAINED))
         use_T = use_T.masked_fill(clipped_T, float(TokenUse.CLIPPED))
         use_T = use_T.masked_fill(loss.correction_T == 0, float(TokenUse.REJECTED)).masked_fill(
             ~mask_T, float(TokenUse.TOO_OLD)
         )
         advantage_T = tokens.advantage_T.masked_fill(~mask_T, torch.nan)
-        rows_RT = torch.stack([row.detach().float() for row in (first_T, entropy_T, advantage_T, use_T)])
+        rows_4T = torch.stack([row.detach().float() for row in (start_T, entropy_T, advantage_T, use_T)])
         begins, ends = (np.searchsorted(micro.sequence_T, found_S + more).tolist() for more in (0, 1))
         for index, begin, end in zip(micro.index_S[found_S].tolist(), begins, ends, strict=True):
-            place = _begin(self._shown[index], int(micro.turn_T[begin]))
-            self._parts.append(_Part(index, place, rows_RT[:, begin:end]))
+            # Action tokens of the sample in the turns before this sequence's first one.
+            spans, turn = self._shown[index].action_spans, int(micro.turn_T[begin])
+            start = spans_by_turn(self._shown[index])[turn].start
+            place = sum(span.stop - span.start for span in spans if span.stop <= start)
+            self._parts.append((index, place, rows_4T[:, begin:end]))
 
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
-        """What all ranks have seen, on rank 0; a collective, unless no sample is shown."""
+        """Return the shown samples of all ranks on rank 0, and nothing elsewhere. A collective if any are shown."""
         if self._count == 0:
             return []
         mine = [self._sample(index, trajectory) for index, trajectory in self._shown.items()]
         return sorted(itertools.chain(*mesh.gather_objects(mine)), key=lambda sample: sample.index)
 
     def _sample(self, index: int, trajectory: Trajectory) -> TrainedSample:
-        rows_RA = np.full((ROWS, trajectory.action_count), np.nan, dtype="<f4")
-        rows_RA[-1] = TokenUse.TOO_OLD
-        for part in self._parts:
-            if part.place == index:
-                rows_RA[:, part.begin : part.begin + part.rows_RN.shape[1]] = part.rows_RN.cpu().numpy()
-        logprobs, entropies, advantages, uses = rows_RA
+        """Return one sample; a branch without a token to train has NaN."""
+        rows_4L = np.full((ROWS, trajectory.action_count), np.nan, dtype="<f4")
+        rows_4L[-1] = TokenUse.TOO_OLD
+        for sample, begin, rows_4B in self._parts:
+            if sample == index:
+                rows_4L[:, begin : begin + rows_4B.shape[1]] = rows_4B.cpu().numpy()
+        logprobs, entropies, advantages, uses = rows_4L
         return TrainedSample(
             index, logprobs.tobytes(), entropies.tobytes(), advantages.tobytes(), uses.astype(np.uint8).tobytes()
         )
-
-
-def _begin(trajectory: Trajectory, turn: int) -> int:
-    """Where the action tokens of a turn begin among those of the sample."""
-    at = spans_by_turn(trajectory)[turn].start
-    return sum(span.stop - span.start for span in trajectory.action_spans if span.stop <= at)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flash.config.tree import Config
-from flash.trainer.critic import Critic, Lesson
+from flash.trainer.critic import Critic, CriticBatch
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.packing import DUMMY, MicroBatch
 from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, whole
@@ -87,7 +87,7 @@ def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> 
     """One update on these micro-batches; an empty one is a dummy."""
     nothing = torch.full((1,), torch.nan)
     lessons = [
-        Lesson(micro_of(part), returns_of(part), old_of(part)) if part else Lesson(DUMMY, nothing, nothing)
+        CriticBatch(micro_of(part), returns_of(part), old_of(part)) if part else CriticBatch(DUMMY, nothing, nothing)
         for part in parts
     ]
     critic.update(lessons, total)

@@ -77,7 +77,7 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
 
 def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything kept beside the policy, by name, as full copies."""
-    found: dict[str, Any] = dict(trainer.ewma or {})
+    found: dict[str, Any] = dict(trainer.average or {})
     if trainer.refreshes and trainer.reference is not None:
         found |= {f"reference {name}": value.detach() for name, value in trainer.reference.named_parameters()}
     for index, critic in enumerate(trainer.critics):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.errors import ConfigError, ContractError
 from flash.trainer import checkpoint, checkpoint_files
-from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
+from flash.trainer.critic import Critic, CriticBatch, critic_metrics, value_loss
 from flash.trainer.mesh import trainer_mesh
 from tests.trainer import two_critic_ranks
 from tests.trainer.critic_cases import (
@@ -293,7 +293,7 @@ def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
     for _ in range(40):
         batch = [sample() for _ in range(16)]
         old_T = critic.values(micro_of(batch))
-        critic.update([Lesson(micro_of(batch), returns_of(batch), old_T)], trained(batch))
+        critic.update([CriticBatch(micro_of(batch), returns_of(batch), old_T)], trained(batch))
         explained.append(critic_metrics([critic])["explained_variance"])
     assert explained[0] == pytest.approx(0, abs=1e-6)
     assert min(explained[-5:]) > 0.9

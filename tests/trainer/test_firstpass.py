@@ -93,8 +93,8 @@ def test_the_ewma_proximal_is_the_average_of_all_versions_so_far(tied_model: Pat
             / sum(decay ** (step + 1 - at) for at in range(len(versions)))
             for name in versions[0]
         }
-        assert trainer.ewma is not None
-        average = {name: whole(value) for name, value in trainer.ewma.items()}
+        assert trainer.average is not None
+        average = {name: whole(value) for name, value in trainer.average.items()}
         assert relative_error(average, expected) < 1e-6
     assert relative_error(versions[-1], average) > 1e-4
 

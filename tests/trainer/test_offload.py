@@ -88,7 +88,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     weights = [whole(one) for model in models_of(trainer) for one in model.parameters()]
     optimizers = [trainer.optimizer, *(critic.optimizer for critic in trainer.critics)]
     kept = [one for optimizer in optimizers for state in optimizer.state.values() for one in state.values()]
-    return [*weights, *kept, *(trainer.ewma or {}).values()]
+    return [*weights, *kept, *(trainer.average or {}).values()]
 
 
 def test_steps_are_those_of_weights_on_the_device(model: Path, case: dict[str, Any]) -> None:

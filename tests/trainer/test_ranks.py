@@ -85,8 +85,8 @@ def test_the_first_rank_is_told_of_the_tokens_that_all_have_seen(ranks: dict[str
     trainer.train_step(case_batch(trainer, CASES[name]))
     first, second = (results[name]["seen"] for results in ranks["results"])
     assert second == []
-    assert [(one.index, one.uses) for one in first] == [(one.index, one.uses) for one in trainer.seen]
-    for mine, alone in zip(first, trainer.seen, strict=True):
+    assert [(one.index, one.uses) for one in first] == [(one.index, one.uses) for one in trainer.shown]
+    for mine, alone in zip(first, trainer.shown, strict=True):
         for column in ("logprobs", "entropies", "advantages"):
             found, expected = (np.frombuffer(getattr(one, column), "<f4") for one in (mine, alone))
             assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)

@@ -18,12 +18,11 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
-from flash.trainer.firstpass import Models, first_pass
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.attention import ROWS_PER_BLOCK, attention_rows, blocks, make_scratch
 from flash.trainer.model.logprobs import watch_attention
 from flash.trainer.model.model import shard_model
-from flash.trainer.objective import make_objective, method_of
+from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
 from flash.trainer.rhythm import RhythmPass, trained_responses
@@ -330,11 +329,10 @@ def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untie
 
 def advantages(trainer: Trainer, config: Config) -> Any:
     """Of all tokens, before the first update."""
-    shard, method = aged_shard(), method_of(config, make_objective(config.algorithm))
-    plan = plan_step(shard, config, method, trainer.version, trainer.mesh, share_rows=True)
-    models = Models(trainer.mesh, trainer.model, None, None, trainer.critics, None, trainer.rhythm)
-    facts = first_pass(plan, config, method, models)
-    return np.concatenate([one.advantage_T.double().numpy() for row in facts for one in row])
+    method = resolve_method(config, make_objective(config.algorithm))
+    plan = plan_step(aged_shard(), config, method, trainer.version, trainer.mesh, share_rows=True)
+    inputs = trainer.loss_inputs(plan, rhythm=trainer.rhythm)
+    return np.concatenate([one.advantage_T.double().numpy() for one in inputs])
 
 
 def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:

@@ -58,10 +58,10 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
     )
     trainer.train_step(shard)
     trained = [one.index for one in shard.samples if one.trajectory.trained_tokens(2) > 0]
-    assert [seen.index for seen in trainer.seen] == trained[:5]
+    assert [seen.index for seen in trainer.shown] == trained[:5]
     assert trained[:5] != list(range(5)), "one has nothing to train"
     without = 0
-    for seen in trainer.seen:
+    for seen in trainer.shown:
         trajectory = shard.samples[seen.index].trajectory
         mask = trajectory.action_versions() >= 2
         part_of_one = np.repeat([one.trained_tokens(2) > 0 for one in sequences(trajectory)], branch_tokens(trajectory))
@@ -96,7 +96,7 @@ def test_tokens_that_were_clipped_or_rejected_say_so(
     options = {"objective": "grpo", "corrections": corrections}
     trainer = trainer_at(3, tied_model, run={"log_samples": 99}, algorithm=options, train={"async_ratio": 2.0})
     metrics = trainer.train_step(shard)
-    uses = joined_uses(trainer.seen)
+    uses = joined_uses(trainer.shown)
     trained = int((uses != TokenUse.TOO_OLD).sum())
     assert trained == shard.total_tokens
     assert int((uses == use).sum()) / trained == pytest.approx(metrics[metric], abs=1e-6)
@@ -113,7 +113,7 @@ def test_a_minibatch_without_a_trained_token_leaves_the_first_sample_as_it_was_s
     shard = make_shard(parts, step=3, min_version=2)
     trainer = trainer_at(3, tied_model, train={"async_ratio": 1.0, "minibatches": 2})
     trainer.train_step(shard)
-    seen = trainer.seen[0]
+    seen = trainer.shown[0]
     assert seen.index == 0
     assert floats(seen.logprobs) == pytest.approx(naive(tied_model, shard, 0)[0], abs=1e-4)
     assert np.isfinite(floats(seen.advantages)).all()
@@ -127,4 +127,4 @@ def test_a_run_that_shows_none_is_told_of_none(tied_model: Path) -> None:
     trainer = Trainer(make_config(tied_model, run={"log_samples": 0}, train={"async_ratio": 2.0}))
     trainer.version = 3
     trainer.train_step(aged_shard())
-    assert trainer.seen == []
+    assert trainer.shown == []

@@ -146,7 +146,7 @@ def gradients(model: Path, names: Sequence[str], rank: int) -> dict[str, Any]:
             "gradient": gradient_of(trainer),
             "weights": weights_of(trainer),
             "critics": [critic_gradient(critic) for critic in trainer.critics],
-            "seen": trainer.seen,
+            "seen": trainer.shown,
         }
         results["canary"] = canary_logprobs(trainer.model, CANARY)  # of the last case
     return results

@@ -172,9 +172,9 @@ def model_described(config: Config) -> str:
         ConfigError: transformers knows no such causal language model, ranks cannot divide its layers, it lacks those
             that adapters are for, or another model reads its tokens otherwise.
     """
-    from flash.trainer.critic import check_tokenizer
     from flash.trainer.model.adapters import empty_policy
     from flash.trainer.model.model import check_divisible, trained_parameters
+    from flash.trainer.references import check_tokenizer
 
     made = empty_policy(config)
     check_divisible(made.config, config.parallel)

@@ -269,10 +269,10 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
     """What trainers keep beside the policy is what the checkpoint has, and tokens mean what they did."""
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
-    from flash.trainer.objective import make_objective, method_of
+    from flash.trainer.objective import make_objective, resolve_method
 
     try:
-        method = method_of(config, make_objective(config.algorithm))
+        method = resolve_method(config, make_objective(config.algorithm))
         manifest = read_manifest(checkpoint)
     except FlashError:
         return  # told elsewhere

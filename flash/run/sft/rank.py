@@ -179,7 +179,7 @@ class SftLoop:
         seconds = time.perf_counter() - begun
         interval = max(seconds + said["trainer_wait_s"], 1e-9)
         self._recorder.batch(batch)
-        self._recorder.trained(batch.step, self._trainer.seen)
+        self._recorder.trained(batch.step, self._trainer.shown)
         return self._recorder.step(
             said
             | {name: metrics[name] for name in TOLD if name in metrics}

@@ -1,0 +1,260 @@
+"""Hold the models that the policy is compared with, and run the forward passes before an update.
+
+These are the reference of a KL, a teacher, the critics, and an exponentially weighted moving average of the policy's
+weights. `flash.trainer.step` loads them at the start of a run, calls `forward_passes` in each step before the policy
+changes, and keeps the average and a refreshed reference up to date.
+
+The average follows Hilton et al. 2021 (arXiv 2110.00641, section 3.2): over the versions 0 … n, version n − i weighs
+decay^i, divided by the sum of the weights, so that early averages are not biased towards the first version.
+
+Everything here is a collective: all ranks run the same passes in the same order, with equally many micro-batches, since
+FSDP gathers a layer's weights from all ranks in each pass.
+
+Shape legend: T = action tokens of a micro-batch, M = critics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.foreign.peft import without_adapters
+from flash.trainer.critic import Critic
+from flash.trainer.mesh import TrainerMesh, to_device
+from flash.trainer.model.logprobs import policy_logprobs, watch_attention
+from flash.trainer.model.model import device_of, load_sharded, reshard, trained_parameters
+from flash.trainer.model.packing_check import check_packing
+from flash.trainer.packing import MicroBatch
+from flash.trainer.rhythm import MicroSignals, RhythmPass
+
+
+@dataclass(frozen=True)
+class StepModels:
+    """The policy, and all models that a step compares it with."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    """Reference of the KL. With LoRA, it is the policy itself if the reference is the policy's base."""
+    teacher: PreTrainedModel | None
+    """Teacher in this process; None if there is none, or if a server's log-probs came with the samples."""
+    critics: Sequence[Critic]
+    average: Mapping[str, Tensor] | None
+    """Moving average of the policy's weights; None if the proximal policy is another one."""
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """Results of the forward passes over one micro-batch before the update; [T] float32, no gradient.
+
+    None for a model that the step does not need. For the meaning of each tensor see `objective.LossInputs`.
+    """
+
+    start_T: Tensor | None
+    average_T: Tensor | None
+    reference_T: Tensor | None
+    teacher_T: Tensor | None
+    value_MT: Tensor | None
+    signals: MicroSignals | None
+    """Signals of the policy's attention at the start of the step."""
+
+
+@torch.no_grad()
+def forward_passes(
+    micro_batches: Sequence[MicroBatch],
+    models: StepModels,
+    device: torch.device,
+    *,
+    start: bool,
+    rhythm: RhythmPass | None,
+    served_teacher: bool,
+) -> list[ModelOutputs]:
+    """Run the forward passes of a step, model by model, and return their results per micro-batch. A collective.
+
+    Args:
+        micro_batches: this rank's micro-batches of the step.
+        models: the models of the step.
+        device: where the log-probs of a served teacher are put.
+        start: True computes the policy's log-probs at the start of the step.
+        rhythm: observes the policy's attention, if given.
+        served_teacher: True takes the teacher's log-probs from the micro-batches.
+    """
+    nothing: list[Tensor | None] = [None] * len(micro_batches)
+
+    def logprobs(model: PreTrainedModel | None, *, routed: bool = True) -> list[Tensor | None]:
+        if model is None:
+            return nothing
+        found: list[Tensor | None] = [
+            policy_logprobs(model, micro if routed else replace(micro, routes=None)).logp_T for micro in micro_batches
+        ]
+        reshard(model)
+        return found
+
+    starts, signals = nothing, list[MicroSignals | None]([None] * len(micro_batches))
+    if start or rhythm is not None:
+        starts = []
+        for place, micro in enumerate(micro_batches):
+            watch = None if rhythm is None else rhythm.watch(micro)
+            logp_T = None
+            if start:
+                logp_T = policy_logprobs(models.policy, micro, watch=watch).logp_T
+            elif watch is not None:
+                watch_attention(models.policy, micro, watch)
+            starts.append(logp_T)
+            if rhythm is not None and watch is not None:
+                signals[place] = rhythm.collect(watch)
+        reshard(models.policy)
+    with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
+        # The reference chooses its own experts, also where it is the policy without its adapters.
+        references = logprobs(models.reference, routed=False)
+    if served_teacher:
+        teachers: list[Tensor | None] = [to_device(micro.teacher_T, device) for micro in micro_batches]
+    else:
+        teachers = logprobs(models.teacher)
+    averages = nothing
+    if models.average is not None:
+        with swapped_in(models.average, models.policy):
+            averages = logprobs(models.policy)
+    values = nothing
+    if models.critics:
+        values = [torch.stack([critic.values(micro) for critic in models.critics]) for micro in micro_batches]
+    columns = zip(starts, averages, references, teachers, values, signals, strict=True)
+    return [ModelOutputs(*column) for column in columns]
+
+
+def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the reference policy of the configured KL, sharded like the policy; None without a KL.
+
+    Raises:
+        ConfigError: the reference cannot be loaded or packed, has another tokenizer, or is to be refreshed and has
+            other shapes than the policy.
+    """
+    kl = config.algorithm.kl
+    if kl is None:
+        return None
+    path = kl.reference or config.model.path
+    if config.lora is not None and path == config.model.path:
+        reference = policy
+    else:
+        reference = load_frozen(config, mesh, "algorithm.kl.reference", path)
+    if kl.refresh is None:
+        return reference
+    own, other = ({name: value.shape for name, value in one.named_parameters()} for one in (policy, reference))
+    if own != other:
+        name = min(own.items() ^ other.items())[0]
+        raise ConfigError(
+            f"algorithm.kl.refresh: the policy cannot become the reference {kl.reference}, whose {name} has the shape "
+            f"{tuple(other.get(name, ()))} and not {tuple(own.get(name, ()))}; leave one of the two out"
+        )
+    return reference
+
+
+def load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTrainedModel:
+    """Return the model at `path`, which the configuration's `key` names: sharded like the policy and never trained.
+
+    Raises:
+        ConfigError: the model cannot be loaded or packed, or has another tokenizer than the policy.
+    """
+    described = msgspec.structs.replace(config.model, path=path)
+    try:
+        check_tokenizer(config, key, path)
+        model = load_sharded(described, mesh).requires_grad_(False)
+        check_packing(model, config)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ').removeprefix(key + ': ')}") from error
+    return model
+
+
+def check_tokenizer(config: Config, key: str, path: str) -> None:
+    """Check that the model at `path`, which the configuration's `key` names, has the policy's tokenizer.
+
+    The check is skipped if either model comes without a tokenizer.
+
+    Raises:
+        ConfigError: the tokenizers give a token different numbers, or only one of them has it.
+    """
+    if path == config.model.path:
+        return
+    policy, reader = (_vocabulary(one, trust=config.model.trust_remote_code) for one in (config.model.path, path))
+    if not policy or not reader or policy == reader:
+        return
+    token = min(policy.items() ^ reader.items(), key=lambda item: item[1])[0]
+    mine, other = (str(one.get(token, "no number")) for one in (policy, reader))
+    raise ConfigError(
+        f"{key}: the tokenizer of {path} is not that of the policy {config.model.path}: {token!r} has {other} "
+        f"there and {mine} here; choose a model with the policy's tokenizer"
+    )
+
+
+def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
+    """Return the number of each token of a model; empty if the model comes without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    local = Path(path).is_dir()
+    if local and not any(Path(path).glob("tokenizer*")):
+        return {}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=trust)
+    except (OSError, ValueError):
+        return {}
+    return dict(tokenizer.get_vocab())
+
+
+@torch.no_grad()
+def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy a model's parameters into `weights`, by name; both are sharded alike."""
+    for name, parameter in model.named_parameters():
+        _local(weights[name]).copy_(_local(parameter))
+
+
+def start_average(model: nn.Module) -> dict[str, Tensor]:
+    """Return the average at version 0: a copy of the trained parameters by name, sharded alike."""
+    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
+
+
+@torch.no_grad()
+def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
+    """Add the weights of `version` to the average, which holds the versions before it."""
+    share = (1 - decay) / (1 - decay ** (version + 1))
+    for name, parameter in trained_parameters(model):
+        _local(average[name]).lerp_(_local(parameter), share)
+
+
+@contextmanager
+def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
+    """Make the model compute with the average inside of the block. No backward pass may run there."""
+    _exchange(average, model)
+    try:
+        yield
+    finally:
+        _exchange(average, model)
+
+
+@torch.no_grad()
+def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Swap the contents of the average and the model, one parameter at a time to hold no second copy of the model."""
+    # FSDP would go on with gathered weights of before the swap.
+    reshard(model)
+    if device_of(model).type == "cuda":
+        # The GPU may still be copying weights from the host, and a write on the host does not wait for that.
+        torch.cuda.synchronize()
+    for name, parameter in trained_parameters(model):
+        mine, other = _local(parameter), _local(average[name])
+        held = mine.clone()
+        mine.copy_(other)
+        other.copy_(held)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, which shares memory with the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
