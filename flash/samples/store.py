@@ -107,8 +107,8 @@ class BufferState(msgspec.Struct):
     def unform_batches(self, step: int) -> set[int]:
         """Put the groups of formed batches back among the others. Returns those with a token of a version > `step`.
 
-        Under a stricter age contract the steps of these batches could train less of them. Versions after `step` are
-        made again, so that groups with tokens of the former ones must not be trained.
+        It is called under a stricter age contract, where the steps of these batches could train fewer of their tokens.
+        Versions after `step` are made again, so groups with tokens of the former versions must not be trained.
         """
         groups = {group.group_id: group for group in self.groups}
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
@@ -168,6 +168,8 @@ class SampleStore:
             rules.domains,
             contract.groups_per_batch,
             rules.drift,
+            # A domain that leaves quarantine starts with the others from zero, instead of making up for all that it has
+            # missed: otherwise the next batches would have nothing but its groups.
             None if tried_again else state.domain_totals,
             (group.kind for group in state.groups if not group.earlier),
         )
@@ -505,7 +507,7 @@ class SampleStore:
             return
         begun, step = self.pool.census.oldest(group_id), self.admission.next_step
         if begun is None or begun >= self.contract.window_start(step + 1):
-            return
+            return  # nothing was sampled yet, or all of it is in the window of two more steps
         oldest = self.contract.min_token_version(step)
         if self._withdrawable and self._outgrown(group, oldest):
             # Redundant groups stand in for those that have outgrown the window.
@@ -514,6 +516,7 @@ class SampleStore:
             return
         if self.rules.on_expire == "requeue":
             if group.closed and begun < oldest:
+                # Members of a closed group are not started again: its problem is not one of the present run.
                 self._expire(group)
                 return
             self._start_again(group, oldest)
@@ -537,8 +540,8 @@ class SampleStore:
     def _put_waiting(self, group: Group) -> None:
         """Let a group wait for its members, in the pool.
 
-        The group is marked as expiring if the next step is the last one that can train one of its finished members.
-        Then the next step may train the finished members without the others.
+        The group is marked as expiring if the next step is the last one in the window of α for one of its finished
+        members (`AgeContract.window_start`). Then that step may train the finished members without the others.
         """
         expiring = False
         if self.rules.on_expire == "mask" and self.contract.splits and not group.complete and not group.earlier:
