@@ -34,10 +34,8 @@ from flash.text import harmless
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from flash.hub.protocol import BatchReply, IncarnationReply
+    from flash.hub.protocol import IncarnationReply
     from flash.transport.blocking import BlockingClient
-    from flash.transport.frames import ReplyT, Request
-    from flash.types import Activity
 
 log = logging.getLogger("flash")
 
@@ -64,7 +62,7 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
             if store is None:
                 host, _, port = incarnation.store.rpartition(":")
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
-            _train(order.local, config, index, store, incarnation, RankHubClient(index, hub), stack)
+            _train(order.local, config, index, store, incarnation, hub, stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
             tell_end(hub, index, error, config.deadlines.request, others(index, config))
@@ -80,24 +78,6 @@ def _open_store(config: Config) -> tuple[Store, str]:
     host = advertised_host(config) if config.cluster.trainer_nodes > 1 else "127.0.0.1"
     store, port = open_store(host, config.deadlines.rendezvous)
     return store, f"{host}:{port}"
-
-
-class RankHubClient:
-    """What a rank asks the hub."""
-
-    def __init__(self, rank: int, hub: BlockingClient) -> None:
-        self._rank = rank
-        self._hub = hub
-
-    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """As of `BlockingClient.call`."""
-        return self._hub.call(request, timeout)
-
-    def fetch(self, step: int, did: list[Activity], timeout: float) -> BatchReply:
-        """The whole shard of a step; the hub is also told what the rank was busy with."""
-        from flash.hub.protocol import fetch_shard_blocking
-
-        return fetch_shard_blocking(self._hub, self._rank, step, did, timeout)
 
 
 def beat(hub: BlockingClient, rank: int) -> None:
@@ -173,7 +153,7 @@ def _train(
     index: int,
     store: Store,
     incarnation: IncarnationReply,
-    hub: RankHubClient,
+    hub: BlockingClient,
     stack: ExitStack,
 ) -> None:
     """Train to the end; what is to be closed after that is left on the stack."""

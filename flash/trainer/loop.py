@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flash.config import waits
 from flash.config.tree import Config
@@ -23,21 +23,8 @@ from flash.trainer.checkpoint_files import FileEntry
 from flash.trainer.model.adapters import engine_tensors
 from flash.trainer.performance import StepMeter, StepProfiler
 from flash.trainer.step import Trainer
-from flash.transport.frames import ReplyT, Request
 from flash.types import Activity, Published
 from flash.weights.publisher import WeightPublisher
-
-
-class RankHub(Protocol):
-    """The hub as a trainer rank sees it; implemented by `flash.run.trainer_rank.RankHubClient`."""
-
-    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply, at most `timeout` seconds."""
-        ...
-
-    def fetch(self, step: int, did: list[Activity], timeout: float) -> p.BatchReply:
-        """Return this rank's shard of a step, and report the rank's activities since the last call."""
-        ...
 
 
 class TrainerLoop:
@@ -49,7 +36,7 @@ class TrainerLoop:
         rank: int,
         trainer: Trainer,
         publisher: WeightPublisher,
-        hub: RankHub,
+        hub: p.BlockingHubCaller,
         tokenizer: Any,
         profiler: StepProfiler,
     ) -> None:
@@ -79,7 +66,7 @@ class TrainerLoop:
             self._profiler.begin_step(trainer.version)
             did, self._activities = self._activities, []
             with self._timed("wait") as waited:
-                reply = hub.fetch(trainer.version, did, waits.batch_s(config))
+                reply = p.fetch_shard_blocking(hub, self._rank, trainer.version, did, waits.batch_s(config))
             if (shard := reply.shard) is None:
                 break
             with self._timed("train") as trained:
