@@ -30,6 +30,7 @@ from flash.hub.recovery import NEW_RUN, NO_PERSISTENCE, Persistence, RecoveredSt
 from flash.hub.stages import RunStages, Stage
 from flash.hub.steps import TrainingSteps
 from flash.hub.trainers import TrainerRanks
+from flash.hub.work import NodeWork
 from flash.observe.cluster import MOST_LEASES, HubNow, LeaseNow
 from flash.observe.observer import Observer
 from flash.samples.admission import AgeContract
@@ -127,8 +128,8 @@ class Hub:
             fleet=Fleet(),
         )
         self.registry = NodeRegistry(config, origin)
-        self._nodes = Nodes(context, self.registry)
-        self.work = self._nodes.work
+        self.work = NodeWork(context, self.registry.has_joined)
+        self._nodes = Nodes(context, self.registry, self.work)
         self._versions = WeightVersions(context, self.work)
         start = recovered.start or TrainerStart(version, "")
         self._trainers = TrainerRanks(context, start, (recovered.hub_number << INCARNATION_BITS) + 1)

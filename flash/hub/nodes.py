@@ -30,12 +30,14 @@ class Nodes:
     Args:
         context: the shared objects of the hub.
         registry: numbers the nodes, and tells those that have joined from the hub's own.
+        work: takes the leases back from nodes that are lost.
     """
 
-    def __init__(self, context: HubContext, registry: NodeRegistry) -> None:
+    def __init__(self, context: HubContext, registry: NodeRegistry, work: NodeWork) -> None:
         self._config, self._observer, self._now = context.config, context.observer, context.now
         self._progress, self._fleet = context.progress, context.fleet
         self._registry = registry
+        self._work = work
         self._leaving: dict[int, str] = {}
         """Nodes that have announced that they leave, with the error that is the reason; empty for none."""
         self._asked_to_leave: set[int] = set()
@@ -44,7 +46,6 @@ class Nodes:
         """Nodes that have lost their leases because they were silent, and have not asked for anything since."""
         self._heartbeats = Heartbeats(self._config.deadlines.request)
         self._statuses = NodeStatuses()
-        self.work = NodeWork(context, self._leaving.keys(), registry.has_joined)
         self._poll_s = waits.long_poll_s(self._config)
 
     @property
@@ -72,7 +73,7 @@ class Nodes:
         node = request.node
         self._heartbeats.asked(node)
         self._silent.discard(node)
-        holders = self.work.holders
+        holders = self._work.holders
         with anyio.move_on_after(self._poll_s):
             await self._progress.until(
                 ("cancels", node),
@@ -96,7 +97,7 @@ class Nodes:
         return [*(self._describe(node, rank_nodes) for node in self._registry.numbers), *reversed(self._statuses.gone)]
 
     def _describe(self, node: int, rank_nodes: Collection[int]) -> NodeNow:
-        status, holders = self._statuses.of(node), self.work.holders
+        status, holders = self._statuses.of(node), self._work.holders
         if status is not None:
             # The status is some seconds old, but engine reports come at once: show the versions of these.
             known = {engine.index: engine.version for engine in self._fleet.engines_of(node)}
@@ -131,7 +132,6 @@ class Nodes:
         An error ends the run if it is one of `RUN_ERRORS`, or if no other node has engines.
         """
         node = request.node
-        self.work.stop_dealing_to(node)
         if request.error:
             error = error_of(request.error, request.message) or FlashError(request.message)
             error.args = (f"node {node}: {request.message}",)
@@ -144,7 +144,7 @@ class Nodes:
                 f"node {node} leaves: it takes no more samples, and finishes those that it has or hands them back"
             )
         self._leaving[node] = request.error and f"{request.error}: {request.message}"
-        self.work.deal()
+        self._work.stop_dealing_to(node)
 
     async def watch(self) -> None:
         """Take the leases from nodes that are silent, and single leases that were not ended in time.
@@ -161,10 +161,10 @@ class Nodes:
                 await anyio.sleep(waits.SECOND_LOOK_S)
             for node in self._heartbeats.silent(anyio.current_time()):
                 self._handle_silence(node)
-            for node, lease in self.work.holders.lent_before(self._now() - limit):
+            for node, lease in self._work.holders.lent_before(self._now() - limit):
                 message = f"node {node} did not end lease {lease.lease_id} within {limit:g} s"
                 self._observer.note(f"{message}: its task is tried again")
-                self.work.take_back(node, lease, message)
+                self._work.take_back(node, lease, message)
 
     def _handle_silence(self, node: int) -> None:
         limit = self._config.deadlines.request
@@ -191,6 +191,7 @@ class Nodes:
             self._note_loss(node)
         self._silent.discard(node)
         self._leaving.pop(node, None)
+        self._work.node_left(node)
         self._asked_to_leave.discard(node)
         if self._progress.error is None:  # otherwise the node presents its leases to the next hub
             self._take_leases(node)
@@ -215,7 +216,7 @@ class Nodes:
 
     def _take_leases(self, node: int) -> None:
         self._heartbeats.lost(node)
-        self.work.node_lost(node)
+        self._work.node_lost(node)
 
 
 class WeightVersions:

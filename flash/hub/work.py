@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Set as AbstractSet
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -81,16 +80,16 @@ class NodeWork:
 
     Args:
         context: the shared objects of the hub.
-        leaving: the nodes that get no more leases.
         survives: returns True for a node that may have outlived the previous hub.
     """
 
-    def __init__(self, context: HubContext, leaving: AbstractSet[int], survives: Callable[[int], bool]) -> None:
+    def __init__(self, context: HubContext, survives: Callable[[int], bool]) -> None:
         self._config, self._observer, self._now = context.config, context.observer, context.now
         self._progress, self._metrics, self._fleet = context.progress, context.metrics, context.fleet
         self._buffer, self._samples = context.buffer, context.buffer.samples
         self._evaluations, self._journal = context.evaluations, context.persistence.journal
-        self._leaving = leaving
+        self._leaving: set[int] = set()
+        """Nodes that leave, and get no more leases."""
         rollout = self._config.rollout
         unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._dealer = LeaseDealer(self._available_tasks, self._lease_next, unit)
@@ -295,8 +294,14 @@ class NodeWork:
     # -- leases come back --------------------------------------------------------------------------------------------
 
     def stop_dealing_to(self, node: int) -> None:
-        """Give no more leases to a node that leaves."""
+        """Give no more leases to a node that leaves, until `node_left`."""
         self.shares.lost(node)
+        self._leaving.add(node)
+        self.deal()
+
+    def node_left(self, node: int) -> None:
+        """Forget that a node was leaving: another node may get its number."""
+        self._leaving.discard(node)
 
     def take_back(self, node: int, lease: Lease, message: str) -> None:
         """End a lease that a node has held for too long. The node must cancel it, and the task failed there."""
