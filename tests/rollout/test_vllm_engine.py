@@ -527,7 +527,7 @@ def test_tokens_of_an_aborted_request_that_were_in_no_piece_are_told(served: Ser
 
     async def abandon(number: int, sampled: list[int]) -> None:
         lost: list[int] = []
-        request = msgspec.structs.replace(ask([2, 3, 4], LONG), lost=lost.append)
+        request = msgspec.structs.replace(ask([2, 3, 4], LONG), on_lost=lost.append)
         async with contextlib.aclosing(served.engine.generate(request)) as pieces:
             piece = await anext(pieces)
             assert isinstance(piece, Progress)
