@@ -82,8 +82,9 @@ class ResponseLengths:
         """Return the hazard of an end, summed from 0 to each of `EDGES`.
 
         Args:
-            longest: tokens that a response may have; sets the weight of the prior.
+            longest: most tokens that a response may have.
         """
+        # The prior adds ends and tokens to every interval, so that a rate is known where no response has been yet.
         rates = (self._ends + PRIOR) / (self._tokens + PRIOR * longest / 2)
         return np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(EDGES))])
 
@@ -131,10 +132,9 @@ class ConcurrencyLimit:
 
     def grow(self, name: Hashable, tokens: int) -> None:
         """Note that a response has got `tokens` more tokens."""
-        row = self._running[name]
-        self._lengths.grow(row[1], row[1] + tokens)
-        row[1] += tokens
-        row[3] = 1
+        prompt, length, longest, _ = self._running[name]
+        self._lengths.grow(length, length + tokens)
+        self._running[name] = [prompt, length + tokens, longest, 1]
 
     def end(self, name: Hashable, *, complete: bool) -> None:
         """Note that a response does not run here any more; `complete`: it has all its tokens."""

@@ -160,6 +160,7 @@ class NodeReports:
 
 
 def _engine_state(record: EngineRecord, deaths: _Deaths | None) -> EngineState:
+    """Return the state of an engine, as people see it."""
     if not record.alive:
         return "gone" if deaths is not None and not deaths.returns else "returning"
     if record.swapping:

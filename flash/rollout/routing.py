@@ -53,7 +53,8 @@ class RequestRecord:
         self.need: Need | None = None
         """Requirements on the engine; None unless the request waits."""
         self.settled = True
-        """True if the engine that served the task or group before is preferred."""
+        """True if the engine that served the task or group before is preferred. False once the request has moved to
+        balance the load: it would move back."""
         self.proven = False
         """True if the engine that holds the request has given a token of it."""
         self.deaths = 0

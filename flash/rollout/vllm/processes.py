@@ -33,13 +33,13 @@ from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
 """Base of a core's exit code if a worker was killed: the number of the signal is added to it."""
-FIND_S = 0.1
+FIND_CORE_S = 0.1
 """Seconds between two checks if the core has been started."""
 REMEMBER_S = 0.5
 """Seconds between two calls of `remember` while an engine starts."""
-FOLLOWS_S = 2.0
+CORE_FOLLOWS_S = 2.0
 """Seconds that a core has to end after one of its workers has; its exit code then says how the worker ended."""
-ENDS_S = 0.05
+CORE_ENDS_S = 0.05
 """Seconds to wait for the end of a core that vLLM reports as dead. This blocks the loop, once in an engine's life."""
 
 SERVER = Server("flash.rollout.vllm.fork_server")
@@ -86,10 +86,14 @@ class Core(ForkedProcess):
 
 
 class _Cores(ForkServerContext):
+    """Context of multiprocessing whose processes are cores."""
+
     Process = Core
 
 
 class _Worker(ForkProcess):
+    """A worker process of a core, which forks it."""
+
     def run(self) -> None:
         """See `Process`. Runs in the new process."""
         follow(int(os.environ[NODE_PID]))
@@ -102,6 +106,8 @@ class _Worker(ForkProcess):
 
 
 class _Workers(ForkContext):
+    """Context of multiprocessing whose processes are workers."""
+
     Process = _Worker
 
 
@@ -171,7 +177,7 @@ class EngineProcesses:
         Whatever kills a starting engine may kill this process too, so this cannot wait until the engine serves.
         """
         while self._core is None:  # noqa: ASYNC110 (another thread starts it)
-            await anyio.sleep(FIND_S)
+            await anyio.sleep(FIND_CORE_S)
         while True:
             await anyio.to_thread.run_sync(remember, self.core)
             await anyio.sleep(REMEMBER_S)
@@ -250,7 +256,7 @@ class EngineProcesses:
         loop.remove_reader(self._workers[pid])
         if self._lost_worker is None:
             self._lost_worker = pid
-            loop.call_later(FOLLOWS_S, self._on_core_late)
+            loop.call_later(CORE_FOLLOWS_S, self._on_core_late)
 
     def _on_core_late(self) -> None:
         self._on_end(f"its worker process {self._lost_worker} has ended")
@@ -262,7 +268,7 @@ class EngineProcesses:
 
     def how_core_ended(self) -> str:
         """Return a text that says how the dead core has ended."""
-        connection.wait([self._started_core.sentinel], ENDS_S)
+        connection.wait([self._started_core.sentinel], CORE_ENDS_S)
         code = self._started_core.exitcode
         if code == ALONE:
             return f"the process from which its core, process {self.core}, was forked has ended"
@@ -272,6 +278,7 @@ class EngineProcesses:
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
         if _killed_worker(code):
             return f"{named} {how_it_ended(WORKER_KILLED - code)}"
+        # A core also ends, with an exit code of its own, after a worker that ended without a signal.
         if code >= 0 and self._lost_worker is not None:
             return f"{named} has ended, and its core, process {self.core}, with it"
         return f"its process {self.core} {how_it_ended(code)}"

@@ -78,7 +78,7 @@ def stop_text_tokens(request: ResponseRequest) -> int:
 def read_logprobs(
     flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int
 ) -> tuple[list[float], Kept | None]:
-    """Return the log-probs of sampled tokens, and which other tokens could have been drawn, if some could not.
+    """Return the log-probs of sampled tokens and, if sampling leaves tokens out, the others that it could have drawn.
 
     A token could have been drawn if its probability is above 0.
 
@@ -96,12 +96,14 @@ def read_logprobs(
     # Among the most likely tokens vLLM repeats the sampled one, but not in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
+    # If the last token that vLLM returned has a probability, so may others that it did not return.
     if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
         raise EngineError(
             f"more than {TIES} tokens are exactly as likely as the last one that top_k = {sampling.top_k} keeps, so it "
             "is not known which tokens could have been drawn; use a model.head_dtype or dtype in which logits differ, "
             "or another top_k"
         )
+    # The sampled token is not one of the others.
     kept &= ids != np.repeat(ids[starts], ends - starts)
     return logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64))
 
