@@ -1,4 +1,4 @@
-"""Trajectories with branches, made of some without."""
+"""Make trajectories with branches out of trajectories without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash.types import Span, Trajectory, VersionRun, append_versions
 
 
 def joined(parts: Sequence[Trajectory]) -> Trajectory:
-    """One sample whose branches are these, and whose turns came from each of them in turn; its reward is their sum."""
+    """Join trajectories into one sample, each as a branch. The turns alternate between the branches."""
     begins = tuple(accumulate((part.length for part in parts[:-1]), initial=0))
     versions: list[VersionRun] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Errors that cross a process keep their class and their words."""
+"""Errors that come from another process keep their class and message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses a boundary keeps its meaning on the way."""
+"""Types that cross a boundary keep their meaning when they are encoded, cut and joined."""
 
 from __future__ import annotations
 
