@@ -222,20 +222,20 @@ class DeadlineError(TransportError, TimeoutError):
         super().__init__(f"waited {seconds:g} s for {waited_for}; look at {look_at}")
 
 
-HINTS = {
+SIGNAL_CAUSES: dict[int, str] = {
     signal.SIGKILL: ", perhaps because memory ran out: see dmesg",
-    signal.SIGABRT: ", perhaps as no thread could be started: see its output, `ulimit -u` and the cgroup's pids.max",
+    signal.SIGABRT: ", perhaps since no thread could be started: see its output, `ulimit -u` and the cgroup's pids.max",
 }
 """Usual causes of signals that were not sent on purpose. Libraries abort if a thread cannot be started."""
 
 
-def how_it_ended(exit_code: int) -> str:
+def describe_exit_code(exit_code: int) -> str:
     """Return a phrase that says how a process has ended. An exit code below 0 is the signal that killed it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     number = -exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-    return f"was killed by signal {number} ({name}){HINTS.get(number, '')}"
+    return f"was killed by signal {number} ({name}){SIGNAL_CAUSES.get(number, '')}"
 
 
 def error_of(name: str, message: str) -> FlashError | None:

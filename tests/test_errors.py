@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from flash import errors
-from flash.errors import HINTS, DeadlineError, FlashError, error_of, how_it_ended
+from flash.errors import SIGNAL_CAUSES, DeadlineError, FlashError, describe_exit_code, error_of
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, FlashError)]
 
@@ -40,9 +40,9 @@ def test_a_name_that_is_no_class_of_the_tree_gives_no_error(name: str) -> None:
     [
         (3, "ended with exit code 3"),
         (-9, "was killed by signal 9 (SIGKILL), perhaps because memory ran out: see dmesg"),
-        (-6, f"was killed by signal 6 (SIGABRT){HINTS[signal.SIGABRT]}"),
+        (-6, f"was killed by signal 6 (SIGABRT){SIGNAL_CAUSES[signal.SIGABRT]}"),
         (-11, "was killed by signal 11 (SIGSEGV)"),
     ],
 )
 def test_the_end_of_a_process_is_said_with_a_usual_cause(code: int, words: str) -> None:
-    assert how_it_ended(code) == words
+    assert describe_exit_code(code) == words

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 import anyio
 import anyio.to_thread
 
-from flash.errors import how_it_ended
+from flash.errors import describe_exit_code
 from flash.foreign import vllm_processes
 from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.weights.plugin import NODE_PID, follow
@@ -277,11 +277,11 @@ class EngineProcesses:
         worker = self._lost_worker or next((pid for pid, end in self._workers.items() if _ended(end)), None)
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
         if _killed_worker(code):
-            return f"{named} {how_it_ended(WORKER_KILLED - code)}"
+            return f"{named} {describe_exit_code(WORKER_KILLED - code)}"
         # A core also ends, with an exit code of its own, after a worker that ended without a signal.
         if code >= 0 and self._lost_worker is not None:
             return f"{named} has ended, and its core, process {self.core}, with it"
-        return f"its process {self.core} {how_it_ended(code)}"
+        return f"its process {self.core} {describe_exit_code(code)}"
 
 
 def _ended(descriptor: int) -> bool:

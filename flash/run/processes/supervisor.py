@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from flash.config.tree import Config
 from flash.config.waits import grace_s
-from flash.errors import how_it_ended
+from flash.errors import describe_exit_code
 from flash.foreign.forking import ALONE, ForkedProcess, Server
 from flash.run.processes.forked import JobProcess, ProcessOrder
 from flash.text import harmless
@@ -280,7 +280,7 @@ async def judge(
 
 def describe(who: str, process: EndedProcess) -> str:
     """How a process has ended, in words."""
-    return f"{who} (process {process.pid}) {how_it_ended(process.code)}"
+    return f"{who} (process {process.pid}) {describe_exit_code(process.code)}"
 
 
 def say(words: str) -> None:
