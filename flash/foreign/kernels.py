@@ -1,6 +1,9 @@
-"""torch's kernels of attention, called so that they tell the sums of weights, too, and take merged answers.
+"""torch's attention kernels, called so that they also return the log of the sum of weights and accept merged outputs.
 
-Shape legend: S = sequences, H = heads, G = heads of keys, Q = tokens that ask, K = tokens that are asked, M = tokens of
+`flash.trainer.model.attention` computes attention in parts and merges them, for which it needs these sums. torch's
+public function `scaled_dot_product_attention` does not return them, so the kernels are called directly.
+
+Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M = tokens of
 all sequences, D = width of a head.
 """
 
@@ -21,36 +24,37 @@ TOUCHED = (
     "torch:ops.aten._scaled_dot_product_efficient_attention",
     "torch:ops.aten._scaled_dot_product_efficient_attention_backward",
 )
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
 class Attention(NamedTuple):
-    """Who sees whom, and how scores are scaled."""
+    """Mask and scale of one attention call."""
 
     mask: Tensor | None
-    """bool, [S, 1, Q, K]."""
+    """bool, [S, 1, Q, K]: the query sees the key. None: see `causal`."""
     causal: bool
-    """Without a mask: each sees those up to its own place."""
+    """Without a mask: each query sees the keys up to its own place, else all keys."""
     scale: float
+    """Factor of the products of queries and keys."""
     cap: float | None = None
-    """Scores become cap · tanh(score / cap), of which no kernel knows."""
+    """Scores become cap · tanh(score / cap). No kernel of this module supports a cap."""
 
 
 WIDTHS = 8
-"""Kernels on a GPU want heads of a multiple of so many numbers, and masks with rows of twice as many."""
+"""GPU kernels require head widths that are a multiple of this, and mask rows that are a multiple of twice this."""
 WIDEST_FLASH = 256
-"""The widest heads of the fastest kernel on a GPU."""
+"""Largest head width of the flash kernel, the fastest one on a GPU."""
 FLASH_SINCE = (8, 0)
-"""The first capability of GPUs that have it."""
+"""Lowest compute capability of GPUs with the flash kernel."""
 SUMS = 32
-"""One kernel wants the sums of its weights for a multiple of so many tokens."""
+"""The memory-efficient kernel requires the sums of weights padded to a multiple of this many tokens."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
-    """What tokens are answered, [S, H, Q, D], and the logarithm of the sum of their weights, float32 [S, H, Q].
+    """Return the attention output, [S, H, Q, D], and the log of the sum of weights, float32 [S, H, Q].
 
-    Keys and values: [S, G, K, D], where H is a multiple of G; the D of values may be another one. -inf: sees nothing,
-    and is answered zeros.
+    Queries are [S, H, Q, D]; keys and values are [S, G, K, D], where H is a multiple of G. The D of values may differ.
+    A query that sees no key gets an output of zeros and a log-sum of −inf.
     """
     import torch
 
@@ -77,7 +81,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[T
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, weight: Tensor, how: Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, where `answer` and `weight` may be over more keys than these."""
+    """Return the gradients of query, key and value.
+
+    `answer` and `weight` may be merged over more keys than these: the result is then this part's share.
+    """
     import torch
     from torch.nn.functional import pad
 
@@ -107,26 +114,26 @@ def attend_backward(
 
 
 def takes_ragged(query: Tensor, value: Tensor) -> bool:
-    """Whether `attend_ragged` has a kernel for these: queries and values of [M, H, D]."""
+    """Return True if `attend_ragged` supports these states: queries and values of [M, H, D] on a GPU."""
     wide = _to_width(query[:0], (query, value))
     return query.device.type == "cuda" and _takes_flash(wide, None)
 
 
 class RaggedSequences(NamedTuple):
-    """One after the other, those that ask and those that are asked."""
+    """Limits of sequences that lie one after another, for queries and for keys."""
 
     begins: tuple[Tensor, Tensor]
-    """int32, [S + 1] each: where the tokens of each begin, and the last end."""
+    """int32, [S + 1] each: first token of each sequence, and the end of the last one."""
     most: tuple[int, int]
-    """Tokens of the longest."""
+    """Tokens of the longest sequence."""
     window: int | None = None
-    """Each sees so many, its own among them; causal ones alone have one."""
+    """Number of tokens that a query sees, itself included; None: all. Only causal attention may have a window."""
 
 
 def attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, how: Attention, sequences: RaggedSequences
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, without padding, mask or cap, on a GPU: [M, H, D], and float32 [M, H]."""
+    """Return output [M, H, D] and log of the sum of weights, float32 [M, H], on a GPU, without padding, mask or cap."""
     import torch
 
     wide = [_to_width(one, (query, value)).contiguous() for one in (query, key, value)]
@@ -146,7 +153,7 @@ def attend_ragged_backward(
     how: Attention,
     sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_backward`, of the same."""
+    """Return the gradients of query, key and value of `attend_ragged`; `answer` and `weight` may be merged."""
     import torch
 
     grad, answer, *wide = (
@@ -174,12 +181,12 @@ def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _by_token(answer: Tensor) -> Tensor:
-    """With the heads of a token beside each other in memory: one kernel takes that for granted, unasked."""
+    """Return the tensor with the heads of one token adjacent in memory, which the kernel assumes without a check."""
     return answer.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _to_width(states: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """With zeros at the end of each head, to the width that kernels want of all of them."""
+    """Pad each head with zeros to the common width that the kernels require."""
     from torch.nn.functional import pad
 
     most = max(one.shape[-1] for one in others)
@@ -188,18 +195,18 @@ def _to_width(states: Tensor, others: tuple[Tensor, ...]) -> Tensor:
 
 
 def _every_head(states: list[Tensor]) -> list[Tensor]:
-    """Keys and values once for each head that asks."""
+    """Repeat the heads of keys and values so that there is one for each head of queries."""
     heads = states[0].shape[1]
     return [one.repeat_interleave(heads // one.shape[1], 1) if one.shape[1] < heads else one for one in states]
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What a mask adds to scores, for all heads; its rows begin where kernels want them."""
+    """Return the mask as numbers to add to scores, for all heads, with rows aligned as the kernels require."""
     import torch
 
     if mask is None:
         return None
-    *shape, asked = mask.shape
-    room = query.new_zeros(*shape, asked + -asked % (2 * WIDTHS))
-    added = room[..., :asked].masked_fill_(~mask, -torch.inf)
+    *shape, keys = mask.shape
+    padded = query.new_zeros(*shape, keys + -keys % (2 * WIDTHS))
+    added = padded[..., :keys].masked_fill_(~mask, -torch.inf)
     return added.expand(-1, query.shape[1], -1, -1)

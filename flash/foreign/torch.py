@@ -1,5 +1,8 @@
-"""torch beyond what it documents: errors of collectives, CUDA handles and memory, checkpoints, what
-recomputation keeps. And its stores."""
+"""torch beyond its documented interface: stores and process groups, errors of collectives, memory without data.
+
+Also CUDA handles for other processes, and the offloading of the inputs of recomputed layers. torch is imported where it
+is used, since that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,13 @@ TOUCHED = (
     "torch.distributed.checkpoint.state_dict:get_state_dict",
     "torch.distributed.checkpoint.state_dict:set_state_dict",
 )
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Whether an error says that a collective failed, as it does when another rank is gone.
+    """Return True if an error means that a collective failed, for example since another rank is gone.
 
-    nccl's have a class; gloo's are a RuntimeError that begins with the place in gloo's sources.
+    nccl raises a class of its own. gloo raises a RuntimeError whose message begins with a path in gloo's sources.
     """
     from torch.distributed import DistError
 
@@ -158,7 +161,7 @@ def _blocking_wait() -> Generator[None]:
 
 
 def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """What each rank has, one below the other, by the name that torch has for it: a new one since 2.13."""
+    """Fill `found` with the tensors of all ranks, one below another. torch 2.13 renamed the function for it."""
     import torch.distributed as dist
 
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
@@ -167,7 +170,7 @@ def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
 
 @contextmanager
 def alone(backend: str) -> Generator[None]:
-    """A process group of this process alone."""
+    """Provide a default process group of this process alone."""
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
@@ -178,23 +181,23 @@ def alone(backend: str) -> Generator[None]:
 
 
 def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """What another process opens a CUDA tensor of this one with."""
+    """Return the arguments with which another process opens a CUDA tensor of this process."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)[1]
 
 
-def keep_kernels(most: int) -> None:
-    """How many forms torch.compile keeps of one function: of each shape, dtype and mode of gradients that it meets."""
+def set_recompile_limit(variants: int) -> None:
+    """Set how many variants of one function torch.compile keeps, by shape, dtype and mode of gradients."""
     from torch._dynamo import config
 
-    kept: Any = config
-    kept.recompile_limit = most
+    settings: Any = config
+    settings.recompile_limit = variants
 
 
 @contextmanager
 def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
-    """Be one of so many, of which there are no others: collectives end at once and carry nothing."""
+    """Provide a process group of `count` ranks of which only this one exists: collectives end at once, without data."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -205,24 +208,24 @@ def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
         dist.destroy_process_group()
 
 
-class Count:
-    """Of tensors that are alive at a time, of one device."""
+class LiveBytes:
+    """Counter of the bytes of tensors of one device that are alive at the same time. `with` pauses the counting."""
 
     def __init__(self, device: str) -> None:
         self._device, self._sizes, self._paused = device, dict[int, int](), 0
         self.now = 0
-        """Bytes."""
+        """Bytes that are alive now."""
         self.most = 0
-        """Bytes, so far."""
+        """Largest value of `now` so far."""
 
     def add(self, storage: UntypedStorage) -> None:
-        """Count it from here on until it ends, in the size that it has now."""
+        """Count a storage, with its current size, until it is deleted."""
         if (key := id(storage)) not in self._sizes:
             weakref.finalize(storage, self._end, key).atexit = False
         self._set(key, storage.size())
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Its size is another one, if it is counted."""
+        """Update the size of a storage if it is counted."""
         if id(storage) in self._sizes:
             self._set(id(storage), storage.size())
 
@@ -240,21 +243,21 @@ class Count:
     def __exit__(self, *_: object) -> None:
         self._paused -= 1
 
-    def of(self, made: object) -> None:
-        """Count the storages of all tensors that an operation has made, but for those inside `with`."""
+    def add_tensors(self, result: object) -> None:
+        """Count the storages of all tensors in the result of an operation, unless the counting is paused."""
         from torch import Tensor
         from torch.distributed._tools.common_utils import get_untyped_storages
         from torch.utils._pytree import tree_leaves
 
-        for tensor in () if self._paused else tree_leaves(made):
+        for tensor in () if self._paused else tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device:
                 for storage in get_untyped_storages(tensor):
                     self.add(storage)
 
 
 @contextmanager
-def counted(device: str = "cpu") -> Generator[Count]:
-    """Tensors made inside have no data; those that are on this device, as they say, are counted while they live."""
+def counted(device: str = "cpu") -> Generator[LiveBytes]:
+    """Make tensors without data inside this block, and count the bytes of those that claim to be on `device`."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import DTensor
@@ -262,35 +265,35 @@ def counted(device: str = "cpu") -> Generator[Count]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     _any_grouped_product()
-    count = Count(device)
-    waiting = torch.ops._c10d_functional.wait_tensor.default
+    count = LiveBytes(device)
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     storages: Any = torch.UntypedStorage
     resize: Any = storages.resize_
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if DTensor in types:
-                return NotImplemented  # what it makes of it for this rank's part is counted
-            # Without data torch lets it make a tensor, which elsewhere it hands on.
-            made = args[0] if func is waiting else func(*args, **(kwargs or {}))
-            count.of(made)
-            return made
+                return NotImplemented  # the operation on this rank's part comes here too, and is counted
+            # Without data, wait_tensor makes a new tensor; with data it returns its argument.
+            result = args[0] if func is wait_tensor else func(*args, **(kwargs or {}))
+            count.add_tensors(result)
+            return result
 
-    def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
-        made = resize(storage, size)
+    def counted_resize(storage: UntypedStorage, size: int) -> UntypedStorage:
+        result = resize(storage, size)
         count.resized(storage)
-        return made
+        return result
 
     propagation: Any = ShardingPropagator
     learn_shapes: Any = propagation._propagate_tensor_meta_non_cached
 
-    def uncounted(*given: Any) -> Any:
+    def uncounted(*args: Any) -> Any:
         with count:
-            return learn_shapes(*given)
+            return learn_shapes(*args)
 
-    # FSDP frees what it has gathered so, which is no operation.
-    storages.resize_ = resized
-    # To learn shapes DTensor makes whole tensors without data, which are not there when it runs.
+    # FSDP frees gathered parameters by resizing their storage, which no dispatch mode sees.
+    storages.resize_ = counted_resize
+    # DTensor infers shapes with whole tensors without data. They do not exist in a real run.
     propagation._propagate_tensor_meta_non_cached = uncounted
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Counting():
@@ -301,23 +304,23 @@ def counted(device: str = "cpu") -> Generator[Count]:
 
 @cache
 def _any_grouped_product() -> None:
-    """Let products by group be of any dtype where there is no data: torch's own shapes are of bfloat16 alone."""
+    """Support grouped matrix products without data for all dtypes; torch itself supports bfloat16 alone."""
     import torch
     from torch._subclasses.fake_impls import register_op_impl
 
     @register_op_impl(torch.ops.aten._grouped_mm.default)
     def shaped(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
-        # Of rows by group, or of a sum over the rows of each.
+        # Either rows multiplied by their group's matrix, or one product per group, summed over its rows.
         shape = [len(left), right.shape[-1]] if right.dim() == 3 else [len(offs), len(left), right.shape[1]]
         with mode:
             return left.new_empty(shape)
 
 
-def inputs_wait_on(layer: nn.Module, where: str) -> None:
-    """What a layer under `checkpoint` keeps, its inputs, is on this device until the backward pass runs it again.
+def offload_inputs(layer: nn.Module, where: str) -> None:
+    """Keep the inputs of a checkpointed layer on the device `where` until the backward pass runs the layer again.
 
-    To be called before the layer is sharded. Copies are made in the order of the device's work, from and to pinned
-    memory where that is a GPU.
+    Must be called before the layer is sharded. Copies run in the order of the device's work. They use pinned memory if
+    the device is a GPU.
     """
     import torch
     from torch.autograd.graph import saved_tensors_hooks
@@ -328,15 +331,15 @@ def inputs_wait_on(layer: nn.Module, where: str) -> None:
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         if not tensor.is_cuda or not torch.cuda.is_available():
             return tensor.device, tensor.to(where, copy=True)
-        waiting = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=True)
-        return tensor.device, waiting.copy_(tensor, non_blocking=True)
+        offloaded = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=True)
+        return tensor.device, offloaded.copy_(tensor, non_blocking=True)
 
     def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, waiting = packed
-        return waiting.to(device, non_blocking=True)
+        device, offloaded = packed
+        return offloaded.to(device, non_blocking=True)
 
     def before(*_: object) -> None:
-        # While it runs again, what it keeps is for the backward pass that has begun.
+        # During recomputation, saved tensors are for the backward pass that has begun: they stay on the device.
         if state.enable_hook and torch.is_grad_enabled():
             entered.append(saved_tensors_hooks(pack, unpack))
             entered[-1].__enter__()
@@ -350,7 +353,7 @@ def inputs_wait_on(layer: nn.Module, where: str) -> None:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether it was made where tensors are not `counted`."""
+    """Return True if the tensor has data, because it was made outside of `counted`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor)

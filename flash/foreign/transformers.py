@@ -1,4 +1,4 @@
-"""transformers beyond what it documents: what a model says of its own layers, and how they are divided."""
+"""transformers beyond its documented interface: properties of a model's layers, and reading weights by tensor."""
 
 from __future__ import annotations
 
@@ -45,38 +45,39 @@ TOUCHED = (
     "transformers.utils.output_capturing:OutputRecorder.target_class",
     "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 SCALED = ("F8", "F6", "F4", "I8", "U8")
-"""How safetensors' names of dtypes begin whose numbers are to be multiplied by a scale that is stored beside them."""
+"""Prefixes of the safetensors dtypes whose numbers must be multiplied by a scale that is stored separately."""
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Whether the model calls its attention by name, so that it can be replaced."""
+    """Return True if the model looks its attention up by name, so that it can be replaced."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def attention(model: PreTrainedModel) -> str | None:
-    """The name of the attention that the model calls."""
+    """Return the name of the attention that the model calls."""
     return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
 
 
 def default_attention(model: PreTrainedModel) -> str:
-    """The attention that transformers gives a model of this class where nothing is asked for."""
-    # Its sdpa leaves caps out without a word.
+    """Return the name of the attention that transformers selects by default for a model of this class."""
+    # transformers' sdpa ignores caps of scores without a warning.
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return model.get_correct_attn_implementation("eager" if capped else None)
 
 
 class LogitChange(NamedTuple):
-    """What a model does to the logits of its output layer: scales them, then takes cap · tanh(logit / cap)."""
+    """Change that a model makes to the logits of its output layer: cap · tanh(scale · logit / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
+    """None: the scaled logits are not capped."""
 
 
-def _changers(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
-    """What has a say in that: the attribute's owner, its name, and what it says where logits stay as they are."""
+def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
+    """Return the attributes that change logits: owner, name, and the value that leaves logits unchanged."""
     found: list[tuple[object, str, float | None]] = [
         (model.config, "final_logit_softcapping", None),
         (model.config, "logits_scaling", 1.0),
@@ -84,15 +85,18 @@ def _changers(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
         (model, "logit_scale", 1.0),
         (model.base_model, "lm_head_multiplier", 1.0),
     ]
-    return [one for one in found if isinstance(getattr(one[0], one[1], None), int | float)]
+    return [item for item in found if isinstance(getattr(item[0], item[1], None), int | float)]
 
 
 def logit_change(model: PreTrainedModel) -> LogitChange:
-    """As far as it is known by the names of attributes; whether that is all, only the model's own forward pass says."""
-    said: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _changers(model)}
-    cap, scale = said.pop("final_logit_softcapping", None), 1.0
-    for name, value in said.items():
-        # Two families have this name for opposite things.
+    """Return the change of logits as the names of the model's attributes imply it.
+
+    Only the model's own forward pass shows if that is all (see `flash.trainer.model.packing_check`).
+    """
+    values: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _logit_attributes(model)}
+    cap, scale = values.pop("final_logit_softcapping", None), 1.0
+    for name, value in values.items():
+        # Granite models divide by this number, others multiply by a number of the same name.
         divides = name == "logits_scaling" and model.config.model_type.startswith("granite")
         scale = scale / value if divides else scale * value
     return LogitChange(scale, cap)
@@ -100,8 +104,8 @@ def logit_change(model: PreTrainedModel) -> LogitChange:
 
 @contextmanager
 def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
-    """The model hands on what its output layer says."""
-    kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _changers(model)]
+    """Let the model return the output of its output layer unchanged inside this block."""
+    kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _logit_attributes(model)]
     try:
         for owner, name, _, neutral in kept:
             setattr(owner, name, neutral)
@@ -112,39 +116,39 @@ def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
 
 
 def windows(model: PreTrainedModel) -> list[int]:
-    """How many tokens the model's attention sees back where it is limited, by window or by chunk."""
+    """Return the lengths in tokens of the model's attention windows and chunks; empty if it has none."""
     config = model.config.get_text_config()
     limits = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
     return [limit for limit in limits if isinstance(limit, int) and limit > 0]
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """How many tokens a sequence of the model may have; None where it does not say."""
+    """Return the most tokens that a sequence of the model may have; None if its configuration does not say."""
     count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return count if isinstance(count, int) else None
 
 
 def layer_types(model: PreTrainedModel) -> set[str]:
-    """Class names of the layers that are sharded as a whole."""
+    """Return the class names of the layers that are sharded as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
 
 
-RUNNING = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""What transformers calls layers whose state runs on from one token to the next."""
+RECURRENT = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+"""transformers' names of layers with a state that runs on from one token to the next."""
 
 
-def runs_on(model: PreTrainedModel) -> bool:
-    """Whether a model says that a state runs on in it."""
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Return True if the model's class declares a state that runs on from one token to the next."""
     return bool(getattr(model, "_is_stateful", False))
 
 
-def running_layers(described: PreTrainedConfig) -> str:
-    """The kinds of layers of a model of this configuration whose state runs on; empty: none, or it does not say."""
-    return ", ".join(sorted(RUNNING & set(getattr(described.get_text_config(), "layer_types", None) or ())))
+def recurrent_layers(described: PreTrainedConfig) -> str:
+    """Return the kinds of recurrent layers of a configuration, separated by commas; empty if it names none."""
+    return ", ".join(sorted(RECURRENT & set(getattr(described.get_text_config(), "layer_types", None) or ())))
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """Decoder layers."""
+    """Return the number of decoder layers."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 
@@ -195,21 +199,23 @@ def routed_share(model: PreTrainedModel) -> tuple[int, float]:
 
 
 ABSORBED = "kv_b_proj"
-"""Of latent attention (DeepSeek): engines multiply it into other weights when they load it, beside which an adapter of
-it would be held and never used."""
+"""Projection of latent attention (DeepSeek). Engines multiply it into other weights when they load it, so they would
+hold an adapter of it and never use it."""
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Last names of the model's linear layers that adapters may be put on: not its output layer, nor `ABSORBED`."""
+    """Return the last names of the model's linear layers that may get adapters: not the output layer, nor
+    `ABSORBED`."""
     output = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
     return sorted({name.rpartition(".")[2] for name in linear} - {ABSORBED})
 
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
-    """The model at a folder or hub id with parameters on the meta device, which take no memory; buffers are real.
+    """Return the model at a folder or hub id with parameters on the meta device, without memory. Buffers are real.
 
-    With `layers`, it has the first so many of its decoder layers. Raises what transformers does.
+    With `layers`, the model has only this many of its decoder layers, the first ones. Raises the errors of
+    transformers.
     """
     described = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir(), trust_remote_code=trusted)
     if layers is not None:
@@ -219,22 +225,27 @@ def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> P
 
 
 def keep_layers(described: PreTrainedConfig, count: int) -> None:
-    """Describe a model of so many decoder layers, the first of those it had."""
+    """Change a configuration to that of a model with the first `count` of its decoder layers."""
     described.num_hidden_layers = count
     if getattr(described, "layer_types", None):
         described.layer_types = described.layer_types[:count]
 
 
 class ExpertRouter(NamedTuple):
-    """What chooses experts in a decoder layer."""
+    """Module that chooses the experts of a decoder layer."""
 
     layer: int
+    """Number of the decoder layer, from 0."""
     module: nn.Module
     experts: int
+    """Number of experts in the layer."""
 
 
 def routers(model: PreTrainedModel) -> list[ExpertRouter]:
-    """Those of a model whose class says what its routers are; none where it has none, or says it of several kinds."""
+    """Return the routers of a model, in the order of its layers.
+
+    The list is empty if the model's class does not declare routers, or declares several kinds.
+    """
     recorded: Any = getattr(model, "_can_record_outputs", None) or {}
     router, found = recorded.get("router_logits"), list[ExpertRouter]()
     if not isinstance(router, OutputRecorder):
@@ -249,28 +260,31 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
 
 
 def layer_number(attention: nn.Module) -> int | None:
-    """Which decoder layer an attention module belongs to, from 0; None where it does not say."""
+    """Return the number of the decoder layer of an attention module, from 0; None if the module does not know it."""
     number = getattr(attention, "layer_idx", None)
     return number if isinstance(number, int) else None
 
 
 def positions_by_length(described: PreTrainedConfig) -> str | None:
-    """The kind of the model's positions where those of all tokens depend on the last one's; else None."""
+    """Return the kind of rotary positions if they depend on the length of the sequence; else None."""
     rope: Any = getattr(described, "rope_parameters", None) or {}
-    kinds = [one.get("rope_type", "") for one in (rope, *rope.values()) if isinstance(one, dict)]
+    kinds = [table.get("rope_type", "") for table in (rope, *rope.values()) if isinstance(table, dict)]
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def stored_tensors(
     path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]
 ) -> Callable[[str], Tensor] | None:
-    """Reads one of these tensors of the model, in the dtype that the safetensors files at a folder or hub id have.
+    """Return a function that reads one tensor of the model, by name, from safetensors files at a folder or hub id.
 
-    What files hold in pieces, such as each expert by itself, is put together as transformers does it as it loads.
-    None: there are no such files, or what they hold cannot be told apart by tensor.
+    A tensor has the dtype of its file. Tensors that are stored in pieces, such as each expert apart, are put together
+    as transformers does when it loads a model. `shapes` names the tensors of the model.
+
+    Returns:
+        The function; None if there are no safetensors files, or if they do not hold every tensor.
 
     Raises:
-        ValueError: one is stored in a form that means nothing without its scale.
+        ValueError: a tensor is quantized, so that it cannot be used without its scale.
     """
     if (files := _weight_files(path)) is None:
         return None
@@ -281,9 +295,9 @@ def stored_tensors(
                 stored = file.get_slice(key)
                 found[key] = (name, stored.get_shape(), str(stored.get_dtype()))
     changes = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [one for one in changes if isinstance(one, WeightRenaming)]
-    converters = [one for one in changes if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     pieces: dict[str, list[tuple[str, str | None]]] = {}
     known = dict(shapes)
     for key, (file_name, shape, dtype) in sorted(found.items(), key=lambda one: dot_natural_key(one[0])):
@@ -304,18 +318,18 @@ def stored_tensors(
             (first, pattern), *_ = pieces[name]
             if pattern is None:
                 return opened[found[first][0]].get_tensor(first)
-            # It keeps what it is given until it has put it together.
+            # A converter collects pieces until it is complete, so each tensor needs a fresh one.
             converter: Any = deepcopy(by_pattern[pattern])
             for key, source in pieces[name]:
                 converter.add_tensor(name, key, source, opened[found[key][0]].get_tensor(key))
-            made = converter.convert(name, model=model, config=model.config)[name]
-            return made[0] if isinstance(made, list) else made
+            tensor = converter.convert(name, model=model, config=model.config)[name]
+            return tensor[0] if isinstance(tensor, list) else tensor
 
     return read
 
 
 def _weight_files(path: str) -> list[str] | None:
-    """The safetensors files of a model; None: there are none."""
+    """Return the paths of a model's safetensors files; None if there are none."""
     local = Path(path).is_dir()
     try:
         return [str(cached_file(path, SAFE_WEIGHTS_NAME, local_files_only=local))]
@@ -329,14 +343,14 @@ def _weight_files(path: str) -> list[str] | None:
 
 
 def open_weights(folder: Path) -> None:
-    """Let who may read a model's configuration read its weights, which safetensors writes for their owner alone."""
+    """Give weight files the mode of the model's configuration. safetensors lets only their owner read them."""
     for file in folder.glob("*.safetensors"):
         copymode(next(folder.glob("*config.json")), file)
 
 
 @contextmanager
 def without_bars() -> Generator[None]:
-    """Without transformers' own progress bars, which would cut into the caller's lines."""
+    """Hide transformers' own progress bars inside this block: they would break up the caller's lines."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

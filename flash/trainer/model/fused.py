@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from flash.foreign.torch import keep_kernels
+from flash.foreign.torch import set_recompile_limit
 from flash.foreign.transformers import layer_types, routers
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -65,7 +65,7 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
     chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose it
     (`flash.trainer.model.routing_replay`).
     """
-    keep_kernels(KERNELS)
+    set_recompile_limit(KERNELS)
     choosing = {router.module for router in routers(model)}
     kinds, inside = layer_types(model) if whole else set[str](), set[nn.Module]()
     for module in model.modules():

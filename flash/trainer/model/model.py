@@ -38,13 +38,13 @@ from flash.config.learning import TrainConfig
 from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
 from flash.foreign.peft import described_in
-from flash.foreign.torch import inputs_wait_on
+from flash.foreign.torch import offload_inputs
 from flash.foreign.transformers import (
     default_attention,
+    is_recurrent,
     layer_types,
     positions_by_length,
-    running_layers,
-    runs_on,
+    recurrent_layers,
     stored_tensors,
     takes_attention,
     without_weights,
@@ -242,7 +242,7 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
-        fuse_layers(model, whole=takes_packed_rows(model) and not runs_on(model))
+        fuse_layers(model, whole=takes_packed_rows(model) and not is_recurrent(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
     # Dropout stays off in training too: log-probs must be those of the policy that samples.
     return model.eval()
@@ -276,7 +276,7 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
             if recompute:
                 checkpoint(module)
             if isinstance(recompute, str):
-                inputs_wait_on(module, recompute)
+                offload_inputs(module, recompute)
             fully_shard(
                 module,
                 mesh=mesh.fsdp,
@@ -349,7 +349,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
             )
     if tensor > 1 and expert == 1 and kind in EXPERT_COUNTS:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
-    if context > 1 and (running := running_layers(described)):
+    if context > 1 and (running := recurrent_layers(described)):
         raise ConfigError(
             f"parallel.context: expected 1 for a {kind}, which has layers whose state runs on from one token to the "
             f"next ({running}), got {context}"

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
-from flash.foreign.transformers import default_attention, running_layers, windows
+from flash.foreign.transformers import default_attention, recurrent_layers, windows
 from flash.trainer.model.logprobs import changes_logits, token_logprobs
 from flash.trainer.model.model import device_of, reshard
 from flash.trainer.model.output_layer import LogprobRequest, OutputLayer, apply_change
@@ -207,7 +207,7 @@ def _why_not_packed(
         return f"gets another gradient from packed sequences than from each of them alone, by {error:.0%} for {kind}"
     # With untrained weights, recurrent layers change the log-probs so little that it looks like rounding. So they are
     # found by their names.
-    recurrent = running_layers(model.config)
+    recurrent = recurrent_layers(model.config)
     return f"has layers whose state runs on from one token to the next ({recurrent})" if recurrent else None
 
 
