@@ -22,7 +22,7 @@ from flash.config.decode import describe, section_in, show, tables_in
 from flash.config.resuming import LIMITS, REFUSED, TOLD
 from flash.config.tree import Config
 from flash.observe.columns.column import LIMITS as ALARMS
-from flash.observe.columns.column import Column, ColumnGroup
+from flash.observe.columns.column import Column, ColumnGroup, capital
 from flash.observe.columns.table import GROUPS, columns
 from flash.view.prometheus import dashboard
 
@@ -236,7 +236,7 @@ def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
             yield f"{group.about}\n"
         yield "| name | meaning |\n|---|---|"
         for meaning, columns_of in groupby(group.columns, lambda column: column.meaning):
-            yield f"| {', '.join(f'`{column.name}`' for column in columns_of)} | {meaning} |"
+            yield f"| {', '.join(f'`{column.name}`' for column in columns_of)} | {capital(meaning)}. |"
         yield ""
 
 

@@ -29,7 +29,7 @@ def test_the_page_is_current() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({column.name for kind in GROUPS for column in columns(kind) if not column.of_kinds})
+    "name", sorted({column.name for kind in GROUPS for column in columns(kind) if not column.has_placeholder})
 )
 def test_what_the_table_lists_is_made_somewhere(name: str) -> None:
     made = name in WRITTEN_BY_THE_RECORDER or name.endswith("_mean") or name in Pressure.__struct_fields__

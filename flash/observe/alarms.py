@@ -1,7 +1,8 @@
-"""What a person is told of a run's rows while it goes on: numbers that are worth a change of the configuration.
+"""Alarms: warnings about the numbers of a run while it goes on, each with advice for the configuration.
 
-Each alarm looks at the last rows together. It is given once, and again only after its number has been well within its
-limit, so that one which hovers does not fill the terminal.
+`flash.observe.recorder` calls `Alarms.step` with the row of each step. An alarm compares the weighted mean of the last
+`alarms.window` rows with its limit. It is raised once, and again only after its number has been well within the limit:
+otherwise a number that hovers around its limit would fill the terminal.
 """
 
 from __future__ import annotations
@@ -18,42 +19,47 @@ from flash.observe.columns.training import SKIPPED, SKIPPED_NOW
 from flash.observe.rundir.summary import number
 
 WELL = 0.5
-"""Distance from the limit, as a share of it, at which an alarm may be given again."""
+"""Distance from the limit, as a share of the limit, that a number must reach before its alarm can be raised again."""
 MISMATCH = named("mismatch_k3_age_0")
 BY_ENVIRONMENT = named("mismatch_k3_env_NAME")
-"""In its place, where there are several environments: each has its own mismatch."""
+"""Replaces `MISMATCH` in a run with several environments: each environment has its own mismatch."""
 ALARMS = {column.name: (column, column.alarm) for column in columns("step") if column.alarm is not None}
+"""All alarms with their columns, by the name of the column."""
 
 
-class Given(NamedTuple):
-    """An alarm that is given now."""
+class RaisedAlarm(NamedTuple):
+    """Alarm that this step raised."""
 
     name: AlarmName
     text: str
+    """Line for people: the number, its meaning, advice, and the number of steps in the mean."""
 
 
 class Alarms:
-    """Feed it rows, read what to say."""
+    """State of all alarms of a run: the last rows, and the alarms that are raised now."""
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=config.window)
-        """Of the last rows, by the column: what the row weighs in its alarm, and the alarm's number times that."""
+        """For each of the last rows and each key: the row's weight in the alarm, and the weight times the number."""
         self._raised: set[str] = set()
+        """Keys whose alarm was raised and whose number has not been well since."""
         self._skipped: float | None = None
+        """Skipped updates of the whole run at the last row; None before the first row."""
         self._restarted = False
-        """Whether the last row told of a restart."""
+        """True if the last row counted a restart."""
 
-    def step(self, row: Row) -> list[Given]:
-        """The alarms that this row gives rise to."""
+    def step(self, row: Row) -> list[RaisedAlarm]:
+        """Add the row of a step, and return the alarms that it raises."""
         restarted = bool(number(row, "engine_restarts") or number(row, "trainer_restarts"))
         row = {**row, SKIPPED_NOW: self._skipped_now(row), AFTER_RESTART: restarted or self._restarted}
         self._restarted = restarted
-        alarms = _looking_at(row)
+        alarms = _alarms_by_key(row)
         self._measured.append({key: _measured(key, alarm, row) for key, (_, alarm) in alarms.items()})
-        return list(self._given(alarms))
+        return list(self._raise(alarms))
 
-    def _given(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[Given]:
+    def _raise(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[RaisedAlarm]:
+        """Compare the mean of each number with its limit, and return the alarms that are newly raised."""
         rows = self._measured
         for key, (column, alarm) in alarms.items():
             limit: float | None = getattr(self._config, alarm.name)
@@ -65,34 +71,37 @@ class Alarms:
             beyond = limit - found if alarm.below else found - limit
             if beyond <= -WELL * limit:
                 self._raised.discard(key)
-            # The first rows of a small window are all that there will ever be.
-            enough = len(rows) >= min(alarm.fewest, self._config.window)
+            # A window that is smaller than `min_steps` never has more rows than the window.
+            enough = len(rows) >= min(alarm.min_steps, self._config.window)
             if beyond > 0 and enough and key not in self._raised:
                 self._raised.add(key)
                 count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"
                 shown = f"{found:.0%}" if alarm.is_share(column) else f"{found:.2g}"
                 where = "" if key == column.name else f" in {BY_ENVIRONMENT.kind(key)!r}"
-                said = f"{shown} {alarm.says.format(where)}: {without_marks(column.helps)} ({last})"
-                yield Given(alarm.name, said)
+                text = f"{shown} {alarm.message.format(where)}: {without_marks(column.helps)} ({last})"
+                yield RaisedAlarm(alarm.name, text)
 
     def _skipped_now(self, row: Row) -> float:
-        """Updates of this step that were left out: the counter is the run's, and its first value may be an old one."""
+        """Return the number of updates that this step skipped; 0 in the first row of a process.
+
+        The column counts for the whole run, so the first value of a resumed run is from earlier steps.
+        """
         before, self._skipped = self._skipped, number(row, SKIPPED)
         return 0.0 if before is None or self._skipped is None else self._skipped - before
 
 
-def _looking_at(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
-    """The alarms, by the key of a row that each looks at."""
+def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
+    """Return the alarms by the key of the row that each compares."""
     environments = [key for key in row if BY_ENVIRONMENT.kind(key) is not None]
     if not environments:
         return ALARMS
-    others = {key: one for key, one in ALARMS.items() if key != MISMATCH.name}
-    return others | dict.fromkeys(environments, ALARMS[MISMATCH.name])
+    without_mismatch = {key: alarm for key, alarm in ALARMS.items() if key != MISMATCH.name}
+    return without_mismatch | dict.fromkeys(environments, ALARMS[MISMATCH.name])
 
 
 def _measured(key: str, alarm: Alarm, row: Row) -> tuple[float, float]:
-    """What the row weighs, and the alarm's number times that."""
+    """Return the row's weight in the alarm, and the weight times the number; zeros if the row has no such number."""
     found = number(row, key) if alarm.number is None else alarm.number(row)
     if found is None or key not in row:
         return 0.0, 0.0

@@ -55,7 +55,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     loaded_at: float | None
     """When it had its version."""
     figures: dict[str, float] = {}
-    """What else it tells, by the names of `flash.observe.columns.engine`."""
+    """What else it tells, by the names of `ENGINE` in `flash.observe.columns.table`."""
     deaths: int = 0
     died_at: float | None = None
     why: str = ""

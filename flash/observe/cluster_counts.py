@@ -192,7 +192,7 @@ COUNTS = (
 
 def _each_engine(column: Column) -> Count:
     def of(cluster: Cluster) -> Mapping[str, float]:
-        told = ((str(engine.number), column.of(engine.figures)) for engine in engines_of(cluster))
+        told = ((str(engine.number), column.value_in(engine.figures)) for engine in engines_of(cluster))
         return {number: value for number, value in told if value is not None}
 
     worry = without_marks(". ".join(filter(None, (column.worry, capital(column.helps)))))

@@ -41,7 +41,7 @@ class LineCell(NamedTuple):
         return "/".join(column.title for column in self.columns).rjust(self.width)
 
     def text(self, row: Row) -> str:
-        return "/".join(column.text(column.of(row), "") for column in self.columns).rjust(self.width)
+        return "/".join(column.text(column.value_in(row), "") for column in self.columns).rjust(self.width)
 
 
 HELD_OUT = named("mean_reward", "evaluation")

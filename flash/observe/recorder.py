@@ -17,7 +17,7 @@ from flash.config.load import dump
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
-from flash.observe.alarms import Alarms, Given
+from flash.observe.alarms import Alarms, RaisedAlarm
 from flash.observe.cluster import ClusterFile, HubNow
 from flash.observe.console import Console
 from flash.observe.observer import Wish
@@ -83,7 +83,7 @@ class Recorder:
         last = row["step"] + 1 >= self._config.run.steps
         return self._alarmed(self._alarms.step(full), last=last)
 
-    def _alarmed(self, given: Sequence[Given], *, last: bool) -> Wish | None:
+    def _alarmed(self, given: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
         """Tell of alarms, have the command called; what is wanted because of them. A last step ends the run anyway."""
         wanted = self._config.alarms
         wish: Wish | None = None

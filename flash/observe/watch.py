@@ -150,7 +150,7 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
     if room >= NARROWEST:
         table.add_column("so far", no_wrap=True)
     for line in NUMBERS:
-        values = [line.of(row) for row in (evals if line is HELD_OUT else rows)]
+        values = [line.value_in(row) for row in (evals if line is HELD_OUT else rows)]
         recent = [value for value in values[-MEAN_OF:] if value is not None]
         if not recent:
             continue
@@ -236,7 +236,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
 def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
     """What they tell, each figure in the mean, with the lowest and the highest where these differ."""
     for column in columns("engine"):
-        known = [value for engine in engines if (value := column.of(engine.figures)) is not None]
+        known = [value for engine in engines if (value := column.value_in(engine.figures)) is not None]
         if known:
             low, mean, high = map(column.text, (min(known), sum(known) / len(known), max(known)))
             yield f"{column.label} {mean}" if low == high else f"{column.label} {mean} ({low} to {high})"

@@ -58,7 +58,7 @@ def show_cluster(directory: RunDirectory) -> ShownCluster:
         tiles=list(_tiles(picture)),
         figures=FIGURES,
         engines={
-            engine.number: [column.text(column.of(engine.figures)) for column in columns("engine")]
+            engine.number: [column.text(column.value_in(engine.figures)) for column in columns("engine")]
             for engine in engines_of(picture)
         },
     )

@@ -117,7 +117,7 @@ def _of_cluster(count: Count) -> Values:
 def _of_column(column: Column, of: Kind) -> Values:
     def values(run: Latest) -> Iterator[tuple[str, float]]:
         row = run.steps if of == "step" else run.evals
-        for key in row if column.of_kinds else [column.name]:
+        for key in row if column.has_placeholder else [column.name]:
             if column_of(key, of) is column and (value := number(row, key)) is not None:
                 yield column.kind(key) or "", value
 
@@ -127,7 +127,7 @@ def _of_column(column: Column, of: Kind) -> Values:
 def _metric(column: Column, of: Kind) -> str:
     """A valid name; where a column is one and also begins several, as `failures`, the several are told apart."""
     name = re.sub(r"[^a-z0-9]+", "_", re.sub("STAT", "stat", column.name)).strip("_")
-    return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.of_kinds else ''}"
+    return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.has_placeholder else ''}"
 
 
 def _labelled(label: str, kind: str) -> str:
@@ -179,7 +179,7 @@ def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
                 "refId": chr(ord("A") + place),
                 "expr": f'{_metric(column, chart.of)}{{run=~"$run"}}',
                 "legendFormat": " ".join(
-                    filter(None, ("{{run}}", line.name, f"{{{{{KIND}}}}}" if column.of_kinds else ""))
+                    filter(None, ("{{run}}", line.name, f"{{{{{KIND}}}}}" if column.has_placeholder else ""))
                 ),
             }
             for place, (column, line) in enumerate(zip(chart.columns, drawn.lines, strict=True))

@@ -15,7 +15,7 @@ from flash.observe.alarms import ALARMS, Alarms
 from tests.observe.sample_rows import metrics_row
 
 ROWS = AlarmsConfig().window
-FEWEST = ALARMS["stale_share"][1].fewest
+MIN_STEPS = ALARMS["stale_share"][1].min_steps
 
 
 def told(alarms: Alarms, steps: int, **row: float) -> list[str]:
@@ -62,7 +62,7 @@ def test_each_alarm_has_a_limit_and_is_tried_here() -> None:
 
 
 def test_the_first_steps_of_a_run_are_not_told_of_unless_nothing_is_finite() -> None:
-    assert told(watch(), FEWEST - 1, stale_share=0.9) == []
+    assert told(watch(), MIN_STEPS - 1, stale_share=0.9) == []
     assert len(told(watch(), 1, grad_norm=math.inf)) == 1
     assert told(watch(window=1), 1, stale_share=0.9)[0].endswith("(the last step)")
 

@@ -1,8 +1,9 @@
-"""What the numbers of a run's rows are: the one table from which everything that shows or tells them is made.
+"""The numbers in a run's rows: one table, from which everything that shows or reports them is made.
 
-`training`, `speed` and `evaluation` have an entry for each column of `metrics.jsonl` and `evals.jsonl`, `engine` for
-each number that an engine tells, `column` says what an entry holds, `table` finds them and has the charts that draw
-them, `page` makes the tables of docs/metrics.md.
-The terminal, `flash watch`, charts, plots, alarms, Prometheus and trackers take names, units, meanings and forms
-from here. A metric is an entry here, and the line that computes it.
+- `column` defines an entry of the table: the name, meaning, unit, chart and alarm of one number.
+- `training` and `speed` have an entry for each column of `metrics.jsonl`.
+- `table` has the entries of `evals.jsonl` and of engines, the charts, and the functions that find an entry.
+
+The terminal, `flash watch`, `flash view`, plots, alarms, Prometheus, trackers and docs/metrics.md take names, units,
+meanings and number formats from here. To add a metric, write the line that computes it and an entry here.
 """

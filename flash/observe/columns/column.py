@@ -1,4 +1,4 @@
-"""An entry of the table of columns: what a column of a run's rows is called, means, and looks like."""
+"""An entry of the table of columns: the name of a number in a run's rows, its meaning, and how it is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash.observe.text import BLANK, short
 Row = Mapping[str, Any]
 
 LIMITS = AlarmsConfig()
-"""From where on a run warns, unless its configuration says otherwise."""
+"""Limits of the alarms in a configuration that does not set them."""
 PLACEHOLDERS = {
     "NAME": "((?s:.+))",
     "STAT": "(ratio|weight|deviation|learned|bonus)",
@@ -25,83 +25,95 @@ PLACEHOLDERS = {
     "P": r"(\d+)",
     "N": r"(\d+)",
 }
-"""What stands for more than one name, in capitals as nothing else, and the expression that matches these."""
+"""Words in capitals that stand for several names in a column's name, and the expressions that match these names."""
 FORMS = {"share": ".1%", "tokens": "short", "tokens/s": "short", "versions": ".1f", "s": ".1f", "GiB": ".2f"}
-"""How numbers of a unit look."""
+"""Number format of each unit: a format specification, or `short` for three digits with a suffix such as k."""
 OTHER_FORM = ".3f"
+"""Number format of a unit that `FORMS` does not have."""
+UNIT_WORDS = {"s": "seconds"}
+"""Word for a unit in a sentence, where it is not the unit itself."""
 
 
 def tokens(row: Row) -> float:
-    """Those that were trained."""
+    """Return the number of tokens that the step trained. As an alarm's weight, each step counts as its tokens do."""
     return number(row, "trained_tokens") or 0.0
 
 
 def steps(row: Row) -> float:
-    """Each row is one."""
+    """Return 1. As an alarm's weight, each step counts the same."""
     return 1.0
 
 
 class Alarm(NamedTuple):
-    """A warning about a column, when its mean over some steps is beyond the limit of this name in `[alarms]`."""
+    """Warning about a column: raised if the weighted mean over the last steps is beyond the limit in `[alarms]`."""
 
     name: AlarmName
-    says: str
-    """After the number, with braces for which of several kinds; what helps comes behind it."""
+    message: str
+    """Words after the number. `{}` is replaced by the environment that the number is about, if there are several. The
+    column's advice follows."""
     weight: Callable[[Row], float] = tokens
-    """Of a row that has the column."""
+    """Weight of a row in the mean. It is called only with rows that have the column."""
     number: Callable[[Row], float] | None = None
-    """A share of something; None: the column itself."""
+    """Computes the share to compare with the limit from a row. None: the column's own value is compared."""
     looks_at: str = ""
-    """Where it is not the column itself."""
+    """Words for the compared number in docs/metrics.md. Empty: the column's name."""
     below: bool = False
-    """Whether it is given below its limit, and not above."""
-    fewest: int = 3
-    """Steps before it may be given: those at the start of a run, or of one that goes on, are not like the others."""
+    """True if the alarm is raised below the limit; False if it is raised above it."""
+    min_steps: int = 3
+    """Steps before the alarm may be raised. The first steps of a new or resumed run differ from the later ones."""
 
     def is_share(self, column: Column) -> bool:
-        """Whether the number of this alarm, which is that column's, is one."""
+        """Return True if the compared number is a share of 1. `column` is the alarm's own column."""
         return self.number is not None or column.unit == "share"
 
 
 class Column(msgspec.Struct, frozen=True, dict=True):
-    """One column, or several of a kind each, whose name has a word in capitals in the place of the kind."""
+    """One column of a row, or a family of columns: a word of `PLACEHOLDERS` in its name stands for several names."""
 
     name: str
     means: str
+    """Meaning: a noun phrase that begins with a small letter, and more sentences if needed. No period at the end."""
     unit: str = ""
-    """`share` of 1, `tokens`, `versions`, `s` of seconds, …"""
+    """Unit: `share` (of 1), `tokens`, `versions`, `s` (seconds), …; empty if the number has none."""
     form: str = ""
-    """How it looks where that of its unit is not the right one: a format, or `short`."""
+    """Number format, if that of the unit does not fit: a format specification, or `short`."""
     label: str = ""
-    """What people read beside it: in legends, tables and on axes."""
+    """Short name in legends, tables and on axes."""
     title: str = ""
-    """Above it in the terminal's line of a step."""
+    """Short name in the line that the terminal prints for each step."""
     chart: str = ""
-    """The one of `flash view` that draws it."""
+    """Id of the chart of `flash view` that draws the column."""
     worry: str = ""
-    """When to."""
+    """Sentence about what to worry about, which completes "worry when"."""
     helps: str = ""
-    """What to do then."""
+    """Advice: what to do about it."""
     alarm: Alarm | None = None
-    tracked: str = ""
-    """Its name in trackers, as trainers of this field write it; otherwise its own, under `train/` or `eval/`."""
+    tracker_name: str = ""
+    """Name in trackers, as other trainers write it. Empty: the column's own name, under `train/` or `eval/`."""
 
     @property
-    def of_kinds(self) -> bool:
-        return self._shape.groups > 0
+    def has_placeholder(self) -> bool:
+        """True if the name stands for several columns."""
+        return self._pattern.groups > 0
 
     @property
     def key(self) -> str:
-        """Its name; of one whose kinds come last, with a star in their place."""
+        """Name for the web page: a placeholder at the end is replaced by a star, which matches any ending."""
         return re.sub(r"[A-Z]+$", "*", self.name)
 
     def kind(self, key: str) -> str | None:
-        """Which of its kinds a column of a row is, empty where it has none; None: it is another column."""
-        found = self._shape.fullmatch(key)
+        """Return the text that `key` has in place of the placeholders, joined with `_`; empty if the name has none.
+
+        None: `key` is not a name of this column.
+        """
+        found = self._pattern.fullmatch(key)
         return None if found is None else "_".join(found.groups())
 
-    def of(self, row: Row) -> float | None:
-        """Its value in a row, NaN for what is not finite: JSON has null for it, and a person must see that."""
+    def value_in(self, row: Row) -> float | None:
+        """Return the column's value in a row; None if the row has no number there.
+
+        NaN stands for a value that was not finite. JSON has null for it, and a person must see that it was not finite.
+        """
         value = row.get(self.name, "")
         if value is None or isinstance(value, (int, float)):
             return math.nan if (known := number(row, self.name)) is None else known
@@ -109,11 +121,13 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def meaning(self) -> str:
-        """What it means, with its unit where the words do not have it."""
-        return self.means if self.unit in ("", *re.split(r"[ ,]+", self.means)) else f"{self.means} ({self.unit})"
+        """The meaning, with the unit in parentheses if its words do not name the unit."""
+        words = re.split(r"[ ,.:;()]+", self.means)
+        named = self.unit in ("", *words) or UNIT_WORDS.get(self.unit) in words
+        return self.means if named else f"{self.means} ({self.unit})"
 
     def text(self, value: float | None, percent: str = " %") -> str:
-        """A value as people read it, with what stands behind a percentage."""
+        """Return a value as people read it. `percent` is written after a percentage."""
         if value is None:
             return BLANK
         form = self.form or FORMS.get(self.unit, OTHER_FORM)
@@ -123,33 +137,34 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def limit(self) -> float | None:
-        """From where on a run warns of the column itself."""
+        """Default limit of the alarm; None if there is no alarm, or if it compares another number than the column's."""
         alarm = self.alarm
         return None if alarm is None or alarm.number is not None else getattr(LIMITS, alarm.name)
 
     @property
     def axis(self) -> str:
-        """Its label, and its unit if that says something."""
+        """Label of an axis: the column's label, and its unit if it has one."""
         unit = "%" if self.unit == "share" else self.unit
         return f"{self.label}, {unit}" if unit else self.label
 
     @cached_property
-    def _shape(self) -> re.Pattern[str]:
+    def _pattern(self) -> re.Pattern[str]:
         return re.compile(re.sub("[A-Z]+", lambda word: PLACEHOLDERS[word[0]], re.escape(self.name)))
 
 
 class ColumnGroup(NamedTuple):
-    """Columns that are described together."""
+    """Columns that have a table together in docs/metrics.md."""
 
     about: str
+    """Sentence above the table; empty if the section says enough."""
     columns: tuple[Column, ...]
 
 
 def without_marks(text: str) -> str:
-    """Of a text for documents what a terminal or a page shows."""
+    """Return a text of the documents without its Markdown marks, for the terminal or a web page."""
     return text.replace("`", "").replace("\\|", "|")
 
 
 def capital(text: str) -> str:
-    """A text as a sentence begins."""
+    """Return a text with a capital first letter."""
     return f"{text[:1].upper()}{text[1:]}"

@@ -1,4 +1,4 @@
-"""What a step tells of the run's speed, and of its books."""
+"""Columns about the speed of a run, its failures and its counters of samples and tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row
 from flash.observe.rundir.summary import number
 
 AFTER_RESTART = "after_restart"
-"""Added to a row that tells of a restart, and to the next one: who waited then waited for that."""
+"""Key that is true in the row of a step with a restart, and in the next row. Alarms add it to their copy of the row.
+
+The waits in these rows are waits for the restart, and no sign of a bad configuration.
+"""
 
 
 def _seconds(row: Row) -> float:
+    """Return the seconds of the step, as an alarm's weight; 0 near a restart, so that the step does not count."""
     return 0.0 if row.get(AFTER_RESTART) else number(row, "interval_s") or 0.0
 
 
 def _failures(row: Row) -> float:
-    """Without those that a lost node, or the hub before this one, took with it."""
+    """Return the number of failed attempts, without the attempts that were lost with a node or a previous hub."""
     return (number(row, "failures") or 0.0) - (number(row, "failures_cancelled") or 0.0)
 
 
@@ -22,33 +26,38 @@ def _attempts(row: Row) -> float:
     return _failures(row) + (number(row, "samples") or 0.0)
 
 
-def _failed(row: Row) -> float:
+def _failed_share(row: Row) -> float:
     return _failures(row) / max(_attempts(row), 1.0)
 
 
 SPEED = ColumnGroup(
-    "Speed and books. Counters are totals of the run, across restarts.",
+    "These numbers describe speed, failures and the ledger. A counter is a total of the run, across restarts.",
     (
-        Column("time", "Unix seconds at the end of the step", "s"),
-        Column("wall_s", "time since the run began", "s", tracked="perf/wall_time"),
+        Column("time", "time at the end of the step, in Unix seconds", "s"),
+        Column("wall_s", "seconds since the run began", "s", tracker_name="perf/wall_time"),
         Column(
             "interval_s",
-            "time since the last step ended",
+            "seconds since the end of the last step",
             "s",
             label="from step to step",
             chart="seconds",
-            worry="it is far above what the training takes: somebody waits",
-            tracked="perf/step_time",
+            worry="it is far above `trainer_step_s`: the trainer waits for samples",
+            tracker_name="perf/step_time",
         ),
         Column(
             "trainer_step_s",
-            "what the training itself took of it",
+            "seconds of `interval_s` in which the trainer trained",
             "s",
             label="training",
             chart="seconds",
-            tracked="perf/train_time",
+            tracker_name="perf/train_time",
         ),
-        Column("trainer_wait_s", "time of it that the trainer waited for a batch", "s", tracked="perf/wait_time"),
+        Column(
+            "trainer_wait_s",
+            "seconds of `interval_s` in which the trainer waited for a batch",
+            "s",
+            tracker_name="perf/wait_time",
+        ),
         Column(
             "trainer_wait_share",
             "share of `interval_s` in which the trainer waited for a batch",
@@ -56,135 +65,167 @@ SPEED = ColumnGroup(
             label="trainer waits",
             title="wait%",
             chart="waits",
-            worry="it is large all the time",
-            helps="give more of the devices to engines, or raise `train.async_ratio`; `flash simulate` says how many",
+            worry="it is large in all steps",
+            helps="give more of the devices to engines, or raise `train.async_ratio`; `flash simulate` computes how "
+            "many",
             alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
-            tracked="perf/wait_share",
+            tracker_name="perf/wait_share",
         ),
         Column(
             "memory_gib",
-            "most memory of a trainer rank in the step, over all ranks: on a GPU the most that torch allocated, on the "
-            "CPU the memory of the process at the end of the step",
+            "largest memory of a trainer rank in the step, over all ranks. On a GPU it is the most memory that torch "
+            "allocated, on a CPU the memory of the process at the end of the step",
             "GiB",
             label="memory of a trainer rank",
             chart="memory",
-            worry="it nears the memory of the card, or it rises from step to step",
+            worry="it comes close to the memory of the card, or it rises from step to step",
             helps="lower `train.max_tokens_per_microbatch`, or set `train.activation_checkpointing` or "
             "`train.offload`; `flash plan` computes what a layout needs",
-            tracked="perf/memory_gib",
+            tracker_name="perf/memory_gib",
         ),
         Column(
             "mfu",
-            "model FLOPs utilisation: FLOPs of the policy's forward and backward passes, over the seconds of the step "
-            "times the bfloat16 peak of all trainer ranks' cards; only on cards whose peak is known",
+            "share of the cards' peak speed that the training uses (model FLOPs utilisation): the FLOPs of the "
+            "policy's forward and backward passes, divided by the seconds of the step and by the bfloat16 peak of all "
+            "trainer ranks' cards. It is measured only on cards whose peak is known",
             "share",
             label="MFU",
             chart="mfu",
             worry="it is far below that of other runs of this model",
             helps="raise `train.max_tokens_per_microbatch`; `train.profile` shows where the time of a step goes",
-            tracked="perf/mfu",
+            tracker_name="perf/mfu",
         ),
-        Column("version_bytes", "of the weights that the step began with, as they travel to an engine", "bytes"),
-        Column("engines", "engines that the run has now", form=".0f", label="engines", tracked="perf/engines"),
+        Column(
+            "version_bytes",
+            "size in bytes of the weights that the step began with, as they are sent to engines",
+            "bytes",
+        ),
+        Column(
+            "engines",
+            "number of engines that the run has at the end of the step",
+            form=".0f",
+            label="engines",
+            tracker_name="perf/engines",
+        ),
         Column(
             "engine_restarts",
-            "engines that died and start again, since the last step",
+            "number of engines that died and were started again since the last step",
             form=".0f",
             label="engine restarts",
         ),
         Column(
             "trainer_restarts",
-            "how often trainer ranks came back since the last step",
+            "number of times that the trainer ranks were started again since the last step",
             form=".0f",
             label="trainer restarts",
         ),
         Column(
             "loop_blocked_s",
-            "time since the last step in which a user's code blocked the event loop of a node, over all nodes",
+            "seconds since the last step in which a user's code blocked the event loop of a node, over all nodes",
             "s",
             label="loop blocked",
-            worry="it is above 0: everything on that node waits meanwhile",
-            helps="the output of the node names file and line: use plain `def`, which runs in a thread, or await",
+            worry="it is above 0: everything on that node has to wait while its loop is blocked",
+            helps="find the file and line in the output of the node. Use a plain `def`, which runs in a thread, or "
+            "use await",
         ),
         Column(
             "abandoned_calls",
-            "calls of a user's code since the last step that went on though they were cancelled, and were abandoned",
+            "number of calls of a user's code since the last step that did not end when they were cancelled. Their "
+            "node "
+            "no longer waits for them",
             form=".0f",
             label="abandoned calls",
-            worry="it is above 0: what such a call holds is never released",
-            helps="the output of the node names file and line: let `CancelledError` pass",
+            worry="it is above 0: such a call never releases the resources that it holds",
+            helps="find the file and line in the output of the node, and do not catch `CancelledError` there",
         ),
         Column(
             "engine_idle_share",
-            "share of their time since the last step without a request",
+            "share of their time since the last step in which the engines had no request",
             "share",
             label="engines idle",
             chart="waits",
-            worry="it is large all the time",
+            worry="it is large in all steps",
             helps="give more of the devices to the trainer, or raise `train.async_ratio` or `rollout.max_concurrent`",
             alarm=Alarm("engines_idle", "of their time the engines had no request", weight=_seconds),
-            tracked="perf/engine_idle_share",
+            tracker_name="perf/engine_idle_share",
         ),
         Column(
             "draft_accepted_share",
-            "share of the tokens drafted since the last step that stayed, with `speculative_config`",
+            "share of the tokens drafted since the last step that were accepted, with `speculative_config`",
             "share",
             label="drafts",
         ),
         Column(
             "tokens_per_second",
-            "tokens that arrived meanwhile",
+            "sampled tokens that arrived at the hub since the last step, per second",
             "tokens/s",
             label="tokens/s",
             title="tok/s",
             chart="throughput",
-            worry="it falls while nothing else changes: answers grew, an engine is gone, or environments became slow",
-            tracked="perf/tokens_per_second",
+            worry="it falls while nothing else changes: answers became longer, an engine is missing, or environments "
+            "became slow",
+            tracker_name="perf/tokens_per_second",
         ),
         Column(
             "queue_ready_groups",
-            "complete groups that wait",
+            "number of complete groups that wait to be trained",
             form=".0f",
             label="groups ready",
-            tracked="perf/ready_groups",
+            tracker_name="perf/ready_groups",
         ),
         Column(
             "in_flight",
-            "issued samples that are not trained, filtered or given up yet",
+            "number of issued samples that are not yet trained, filtered or given up",
             form=".0f",
             label="samples in flight",
-            tracked="perf/in_flight",
+            tracker_name="perf/in_flight",
         ),
-        Column("generated_tokens", "counter: sampled response tokens", "tokens"),
+        Column("generated_tokens", "counter of the sampled response tokens", "tokens"),
         Column(
             "failures",
-            "attempts that failed since the last step, tried again or given up",
+            "number of attempts at a sample that failed since the last step, tried again or given up",
             form=".0f",
             label="attempts failed",
             title="fail",
             chart="failures",
-            worry="they come at every step: the first of each kind is printed with its error in the terminal",
-            helps="`failures_WHY` in `metrics.jsonl` counts them by reason",
+            worry="it is above 0 in each step",
+            helps="read the error in the terminal, which shows the first failure of each kind. `failures_WHY` in "
+            "`metrics.jsonl` "
+            "counts failures by reason",
             alarm=Alarm(
                 "failures",
                 "of the episodes failed and were tried again or given up",
                 weight=_attempts,
-                number=_failed,
-                looks_at="`failures` but `failures_cancelled`, of all attempts at a sample",
+                number=_failed_share,
+                looks_at="`failures` without `failures_cancelled`, as a share of all attempts at a sample",
             ),
         ),
         Column(
             "failures_WHY",
-            "the same by reason (`env_error`, `env_timeout`, `reward_error`, `engine_error`, `engine_killed`, under "
-            "which engines died, `too_long`, whose prompt left no room for an answer and which are not tried again, "
-            "and `cancelled`, whose node was lost)",
+            "number of these failures with the reason WHY: `env_error`, `env_timeout`, `reward_error`, `engine_error`, "
+            "`engine_killed` (engines died while they worked on the sample), `too_long` (the prompt left no room for "
+            "an "
+            "answer; such a sample is not tried again) or `cancelled` (the node was lost)",
             chart="failures",
         ),
-        Column("stale_tokens", "counter: tokens thrown away as too old", "tokens"),
-        Column("wasted_tokens", "counter: tokens thrown away for any reason", "tokens"),
-        Column("sink_lost", "counter, with `observe.sink`: rows that it did not take since this process began"),
-        Column("filtered", "counter: filtered samples", form=".0f", label="filtered"),
-        Column("equal_rewards_share", "share of the groups that ended whose rewards were equal", "share"),
-        Column("given_up", "counter: samples that failed too often", form=".0f", label="given up"),
+        Column("stale_tokens", "counter of the tokens that were thrown away as too old", "tokens"),
+        Column("wasted_tokens", "counter of the tokens that were thrown away for any reason", "tokens"),
+        Column(
+            "sink_lost",
+            "counter of the rows that the sink of `observe.sink` failed on or had no room for, since this process "
+            "began",
+        ),
+        Column("filtered", "counter of the samples that were filtered out", form=".0f", label="filtered"),
+        Column(
+            "equal_rewards_share",
+            "share of the groups that ended since the last step whose rewards were all equal",
+            "share",
+        ),
+        Column(
+            "given_up",
+            "counter of the samples that were given up after too many failures",
+            form=".0f",
+            label="given up",
+        ),
     ),
 )

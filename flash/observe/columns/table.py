@@ -1,4 +1,7 @@
-"""The table of columns, of what the rooms beside it say, and the charts of `flash view` that draw them."""
+"""The whole table of columns by kind of row, and the charts of `flash view`.
+
+The columns of steps come from `training` and `speed`. The columns of evaluations and engines stand here.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +11,149 @@ from typing import Literal
 import msgspec
 
 from flash.observe.columns.column import Column, ColumnGroup
-from flash.observe.columns.engine import ENGINE
-from flash.observe.columns.evaluation import EVALUATION
 from flash.observe.columns.speed import SPEED
 from flash.observe.columns.training import BATCH, CRITIC, LAG, LOSS, OFF_POLICY, RHYTHM, SFT
 
 Kind = Literal["step", "evaluation", "engine"]
-"""Of a row: in `metrics.jsonl`, in `evals.jsonl`, of an engine in `cluster.json`."""
+"""Kind of a row: a row of `metrics.jsonl`, a row of `evals.jsonl`, or the numbers of an engine in `cluster.json`."""
 
 APART = ("step", "time")
-"""Of each row: trackers are told them beside the values."""
+"""Columns that trackers do not receive as values: they are the place of the values on the axes."""
+
+EVALUATION = ColumnGroup(
+    "",
+    (
+        Column("step", "number of steps made before the evaluation, which is the version that it was started for"),
+        Column("version_min", "oldest version that sampled a token of the evaluation"),
+        Column("version_max", "newest version that sampled a token of the evaluation"),
+        Column(
+            "mean_reward",
+            "mean reward on held-out problems, drawn with its 95 % interval",
+            label="held out",
+            title="eval",
+            chart="held_out",
+            worry="it stays inside the interval of the first evaluation: the policy has learned nothing that carries "
+            "over to other problems, or there are too few problems",
+            tracker_name="eval/reward",
+        ),
+        Column(
+            "held_out_nll",
+            "mean −log-prob in nats of the tokens to learn in held-out rows. Only `flash sft` reports it",
+            "nats",
+            label="held out",
+            title="eval",
+            chart="held_out_nll",
+            worry="it rises while `nll` falls: the policy learns the rows by heart",
+            helps="train fewer epochs, or lower `train.learning_rate`",
+        ),
+        Column("low", "lower end of the 95 % interval", tracker_name="eval/reward_low"),
+        Column("high", "upper end of the 95 % interval", tracker_name="eval/reward_high"),
+        Column("k", "number of answers per problem"),
+        Column(
+            "best_of_k",
+            "best reward among the k answers to a problem, in the mean over the problems",
+            label="best of k",
+            chart="held_out",
+        ),
+        Column(
+            "binary",
+            "1 if every reward was 0 or 1. `mean_reward` is then an accuracy, and `best_of_k` is pass@k; the terminal "
+            "uses these names only then",
+        ),
+        Column("problems", "number of problems with at least one finished answer"),
+        Column("samples", "number of finished answers"),
+        Column("missing", "number of answers that were given up after too many failures"),
+        Column("env/NAME", "same meaning as in the row of a step"),
+        Column("domain/NAME/reward", "same meaning as in the row of a step"),
+        Column("domain/NAME/tokens", "same meaning as in the row of a step", "tokens"),
+        Column("time", "time at the end of the evaluation, in Unix seconds", "s"),
+        Column("wall_s", "seconds since the run began", "s"),
+    ),
+)
+"""Columns of a held-out evaluation."""
+
+# A number that the engine itself reports is a field of `flash.rollout.engine.Pressure` with the same name. The numbers
+# that its node counts are added in `flash.rollout.reports`.
+ENGINE = ColumnGroup(
+    "",
+    (
+        Column("requests", "number of requests that the engine holds", form=".0f", label="requests"),
+        Column("limit", "number of requests that the engine may hold now", form=".0f", label="at most"),
+        Column(
+            "kv_used",
+            "share of the engine's KV cache that is in use",
+            "share",
+            form=".0%",
+            label="KV cache",
+            worry="it is full while requests wait",
+            helps="raise `engine.memory_fraction` (on CPUs `engine.kv_cache_gib`), add engines, or shorten the answers",
+        ),
+        Column(
+            "preemptions",
+            "number of sequences that the engine has preempted since its start, because its KV cache was full",
+            form=".0f",
+            label="preempted",
+            worry="it grows all the time: preempted sequences are computed twice",
+            helps="do the same as for a full KV cache (`kv_used`)",
+        ),
+        Column(
+            "prefix_hit_share",
+            "share of the prompt tokens that the engine found in its prefix cache, over the last 100 engine steps that "
+            "began a request",
+            "share",
+            form=".0%",
+            label="prefix hits",
+            worry="it is small though episodes have many turns: each turn computes its whole prompt again",
+        ),
+        Column(
+            "accepted_share",
+            "share of the drafted tokens that the engine accepted, over the last 100 engine steps with drafted tokens",
+            "share",
+            form=".0%",
+            label="drafts",
+        ),
+        Column(
+            "tokens_per_second",
+            "response tokens per second that the engine has returned since its last report",
+            "tokens/s",
+            label="tokens/s",
+        ),
+        Column("load_s", "seconds that the engine's last swap of weights took", "s", form=".2g", label="swap s"),
+    ),
+)
+"""Numbers of an engine, reported every two seconds for the web page, Prometheus and `flash watch`."""
+
 GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
     "step": (BATCH, LOSS, OFF_POLICY, LAG, CRITIC, RHYTHM, SFT, SPEED),
     "evaluation": (EVALUATION,),
     "engine": (ENGINE,),
 }
+"""Columns of each kind of row, in the groups and the order of docs/metrics.md."""
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """One picture of `flash view`, of the columns that name it: their words are its words."""
+    """One picture of `flash view`. It draws the columns that name it, and takes its texts from them."""
 
     id: str
     title: str
     of: Kind = "step"
+    """Kind of the rows that it draws."""
     log: bool = False
+    """True if the axis is logarithmic."""
     from_zero: bool = True
-    """Whether a linear axis shows 0."""
+    """True if a linear axis begins at 0."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What it draws; where several name it, its limit and unit are those of the first."""
+        """Columns that the chart draws. Its unit is that of the first column."""
         return tuple(column for column in columns(self.of) if column.chart == self.id)
 
 
 CHARTS = (
     Chart("reward", "Reward while training", from_zero=False),
     Chart("held_out", "Held-out reward", "evaluation", from_zero=False),
-    Chart("nll", "Loss of what is learned", from_zero=False),
-    Chart("held_out_nll", "The same, held out", "evaluation", from_zero=False),
+    Chart("nll", "Loss on the training rows", from_zero=False),
+    Chart("held_out_nll", "Loss on held-out rows", "evaluation", from_zero=False),
     Chart("entropy", "Entropy"),
     Chart("kl", "KL"),
     Chart("grad_norm", "Gradient norm"),
@@ -54,33 +162,38 @@ CHARTS = (
     Chart("mismatch", "Mismatch of engine and trainer", log=True),
     Chart("left_out", "Tokens that do not count"),
     Chart("throughput", "Throughput"),
-    Chart("waits", "Who waits for whom"),
+    Chart("waits", "Waiting trainer and idle engines"),
     Chart("seconds", "Seconds per step"),
     Chart("memory", "Memory of a trainer rank"),
     Chart("mfu", "Model FLOPs utilisation"),
     Chart("failures", "Failures"),
-    Chart("environment", "What the environment measures"),
+    Chart("environment", "The environment's own metrics"),
 )
-"""In the order in which they are shown."""
+"""All charts, in the order in which the page shows them."""
 
 
 def columns(of: Kind) -> Iterable[Column]:
-    """All of a kind of rows."""
+    """Return all columns of a kind of row."""
     return (column for group in GROUPS[of] for column in group.columns)
 
 
 _NAMED: Mapping[Kind, Mapping[str, Column]] = {
     kind: {column.name: column for column in columns(kind)} for kind in GROUPS
 }
-_OF_KINDS = {kind: [column for column in named.values() if column.of_kinds] for kind, named in _NAMED.items()}
+_WITH_PLACEHOLDER = {
+    kind: [column for column in by_name.values() if column.has_placeholder] for kind, by_name in _NAMED.items()
+}
 
 
 def named(name: str, of: Kind = "step") -> Column:
-    """The column that the table has under this name."""
+    """Return the column with this name, placeholders included. Raises KeyError if there is none."""
     return _NAMED[of][name]
 
 
 def column_of(key: str, of: Kind) -> Column | None:
-    """The column of a row's key; None: the table has none, as of what one's own objective reports."""
+    """Return the column that a row's key belongs to; None if the table has none.
+
+    Keys without a column are, for example, those of an objective that the user wrote.
+    """
     found = _NAMED[of].get(key)
-    return found or next((column for column in _OF_KINDS[of] if column.kind(key) is not None), None)
+    return found or next((column for column in _WITH_PLACEHOLDER[of] if column.kind(key) is not None), None)

@@ -1,4 +1,4 @@
-"""What a step measures of its training: of the batch, the loss, and how far off policy it was."""
+"""Columns about training: the batch of a step, its loss and updates, and how far off policy it was."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from flash.observe.columns.column import LIMITS, Alarm, Column, ColumnGroup, Row
 from flash.observe.rundir.summary import number
 
 SKIPPED = "skipped_steps"
-"""The counter of updates that were left out for a non-finite gradient."""
+"""Column with the number of updates in the whole run that were skipped because of a non-finite gradient."""
 SKIPPED_NOW = "skipped_now"
-"""Those of this step, which alarms put into the row."""
+"""Key with the number of updates skipped in this step. Alarms compute it and add it to their copy of the row."""
 FINITE = ("loss", "entropy", "grad_norm")
-"""What every step of a run that is well has as finite numbers."""
+"""Columns that must be finite numbers in each step of a healthy run."""
 LOWER_ALPHA = "lower `train.async_ratio` or `train.learning_rate`"
+"""Advice for a batch that is too far off policy."""
 
 
 def _masked(row: Row) -> float:
@@ -27,41 +28,51 @@ def _nonfinite(row: Row) -> float:
     return float(bad or (number(row, SKIPPED_NOW) or 0.0) > 0)
 
 
-def _youngest(row: Row) -> float:
-    """Tokens of age 0, so that the policy's own drift is not in the mismatch."""
+def _age_0_tokens(row: Row) -> float:
+    """Return the number of trained tokens of age 0: only with these does the policy's own change not count."""
     return (number(row, "age_0") or 0.0) * tokens(row)
 
 
 BATCH = ColumnGroup(
-    "Of the batch, before it is trained. Means are over tokens or samples of all ranks.",
+    "These numbers describe the batch before it is trained. Means are over the tokens or samples of all ranks.",
     (
-        Column("step", "number of the step, from 0", form=".0f", title="step"),
-        Column("version", "policy version that it made"),
-        Column("samples", "samples of which a token was trained"),
-        Column("tokens", "tokens of the batch, prompts included", "tokens"),
-        Column("shared_token_share", "share computed once for several sequences", "share"),
-        Column("trained_tokens", "response tokens in the loss: neither too old nor rejected", "tokens"),
+        Column("step", "number of the step, counted from 0", form=".0f", title="step"),
+        Column("version", "policy version that the step made: the number of the step + 1"),
+        Column("samples", "number of samples of which at least one token was trained"),
+        Column("tokens", "number of tokens of the batch, prompts included", "tokens"),
+        Column(
+            "shared_token_share",
+            "share of the batch's tokens that are not computed again, since another sequence in the same micro-batch "
+            "begins with the same tokens",
+            "share",
+        ),
+        Column(
+            "trained_tokens",
+            "number of response tokens in the loss: tokens that are neither too old nor rejected",
+            "tokens",
+        ),
         Column(
             "reward_mean",
-            "mean reward of the samples, before shaping",
+            "mean reward of the samples, before rewards are shaped",
             label="reward",
             title="reward",
             chart="reward",
-            worry="it falls over many steps, or rises while the held-out reward falls: the policy games the reward",
-            tracked="train/reward",
+            worry="it falls over many steps, or it rises while the held-out reward falls: the policy exploits faults "
+            "of the reward",
+            tracker_name="train/reward",
         ),
-        Column("reward_std", "standard deviation of these rewards"),
+        Column("reward_std", "standard deviation of the samples' rewards, before rewards are shaped"),
         Column(
             "advantage_abs_mean",
-            "mean size of the advantage of a token; 0 when nothing can be learned from the batch",
-            helps="take problems that are neither too easy nor too hard, grade the reward, raise "
+            "mean absolute advantage of a token. It is 0 if nothing can be learned from the batch",
+            helps="use problems that are neither too easy nor too hard, give partial rewards, raise "
             "`rollout.group_size`, or set `rollout.drop_equal_rewards`",
             alarm=Alarm(
                 "equal_rewards",
                 "of the steps had nothing to learn from, since the rewards of each group were equal",
                 weight=steps,
                 number=_nothing_to_learn,
-                looks_at="steps whose `advantage_abs_mean` is 0",
+                looks_at="share of the steps whose `advantage_abs_mean` is 0",
             ),
         ),
         Column(
@@ -71,131 +82,158 @@ BATCH = ColumnGroup(
             label="mean age",
             title="age",
             chart="ages",
-            worry="it sticks at ⌈`train.async_ratio`⌉, or near `train.max_token_age`: samples outlast the window",
+            worry="it stays at ⌈`train.async_ratio`⌉, or near `train.max_token_age`: samples take longer than the "
+            "window of allowed ages",
             helps="lower `train.async_ratio`, or add engines",
             alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
-        Column("age_max", "the greatest of these ages", "versions", ".0f", label="oldest", title="max", chart="ages"),
-        Column("age_N", "share of the trained tokens that is N versions old", "share"),
+        Column(
+            "age_max",
+            "age of the oldest trained token, in versions since it was sampled",
+            "versions",
+            ".0f",
+            label="oldest",
+            title="max",
+            chart="ages",
+        ),
+        Column("age_N", "share of the trained tokens that are N versions old", "share"),
         Column(
             "stale_share",
-            "of the tokens trained or thrown away as too old since the last step, those thrown away",
+            "share of tokens that were thrown away as too old, among all tokens that were trained or thrown away as "
+            "too old since the last step",
             "share",
             label="thrown away as too old",
             title="old%",
             chart="left_out",
-            worry="it is not small: answers outlast the window",
+            worry="it is more than a few per cent: answers take longer than the window of allowed ages",
             helps="set `train.max_token_age`, shorten the answers (`rollout.max_new_tokens`), add engines, or set "
             "`rollout.on_expire`",
             alarm=Alarm("stale", "of the tokens were too old and not trained"),
         ),
         Column(
             "masked_old_share",
-            "share of the response tokens that were too old and left out of the loss",
+            "share of the batch's response tokens that are left out of the loss since they are too old",
             "share",
             label="too old",
             chart="left_out",
         ),
-        Column("branches", "[branches](agents.md) per sample; 1 where no agent branches"),
-        Column("branch_token_share", "share of the response tokens that are in others than the first", "share"),
+        Column("branches", "mean number of [branches](agents.md) per sample. It is 1 if no agent branches"),
+        Column(
+            "branch_token_share",
+            "share of the sampled tokens that are in other branches than the first branch of their sample",
+            "share",
+        ),
         Column(
             "env/NAME",
-            "mean of the environment's own metric NAME, over the samples that have it; the last turn's counts",
+            "mean of the environment's own metric NAME over the samples that have it. If several turns report it, the "
+            "last turn counts",
             chart="environment",
-            worry="as the environment's author says",
+            worry="the environment's author says so",
         ),
-        Column("domain/NAME/reward", "of several kinds or domains: mean reward of its samples"),
-        Column("domain/NAME/tokens", "response tokens of its samples", "tokens"),
-        Column("domain/NAME/share", "its share of all groups trained so far", "share"),
-        Column("share_drift", "how far the furthest domain is off its share, in batches"),
+        Column(
+            "domain/NAME/reward",
+            "mean reward of the samples of the domain NAME; only if a run has several domains or environments",
+        ),
+        Column("domain/NAME/tokens", "mean number of response tokens of the domain's samples", "tokens"),
+        Column("domain/NAME/share", "share of the domain among all groups that the run has trained so far"),
+        Column(
+            "share_drift",
+            "distance between the number of trained groups that a domain has and the number that its weight asks for, "
+            "in batches, of the domain where it is largest",
+        ),
     ),
 )
 LOSS = ColumnGroup(
-    "Of the loss and the update.",
+    "These numbers describe the loss and the updates of the step.",
     (
         Column(
             "loss",
-            "what was minimised, mean over updates; its sign and size say little",
+            "minimised value, in the mean over the updates. Its sign and size say little",
             form=".4f",
             title="loss",
             helps='lower `train.learning_rate`, or set `model.dtype = "float32"`, and look in `plots/offpolicy.png` '
-            "for what moved first",
+            "for the curve that moved first",
             alarm=Alarm(
                 "nonfinite",
                 "of the steps had a loss or a gradient that is no finite number",
                 weight=steps,
                 number=_nonfinite,
-                looks_at="steps with a `loss`, `entropy` or `grad_norm` that is no finite number, or a new skipped "
-                "update; from the first step on",
-                fewest=1,
+                looks_at="share of the steps with a `loss`, `entropy` or `grad_norm` that is no finite number, or with "
+                "a new skipped update; from the first step on",
+                min_steps=1,
             ),
         ),
         Column(
             "entropy",
-            "entropy of the policy's next-token distribution, as it is sampled from, in the mean over updates",
+            "entropy of the distribution that the policy samples a token from, in nats, in the mean over the trained "
+            "tokens and the updates",
             "nats",
             label="entropy",
             title="entropy",
             chart="entropy",
-            worry="it drops towards 0 within a few steps: the policy stops exploring. It climbs on: it dissolves",
-            helps="where the reward is not high yet, lower `train.learning_rate`, raise `clip_high`, or set "
+            worry="it drops towards 0 within a few steps: the policy stops exploring. It also should not rise without "
+            "end: the answers then become random",
+            helps="if the reward is not high yet, lower `train.learning_rate`, raise `clip_high`, or set "
             "`algorithm.entropy_bonus`",
             alarm=Alarm("entropy", "nats is the entropy of the policy, which hardly explores any more", below=True),
         ),
         Column(
             "grad_norm",
-            "norm of the gradient before it is clipped, mean over updates",
+            "norm of the gradient before it is clipped, in the mean over the updates",
             label="gradient norm",
             title="grad",
             chart="grad_norm",
-            worry="it jumps, above all together with the reward's fall",
-            helps="look in `plots/offpolicy.png` for what moved first",
+            worry="it jumps, above all if the reward falls at the same time",
+            helps="look in `plots/offpolicy.png` for the curve that moved first",
         ),
-        Column("learning_rate", "learning rate of this step, as scheduled", form=".1e", title="lr"),
-        Column(SKIPPED, "updates of the whole run that were left out for a non-finite gradient"),
+        Column("learning_rate", "learning rate of this step, after the schedule", form=".1e", title="lr"),
+        Column(SKIPPED, "number of updates in the whole run that were skipped because of a non-finite gradient"),
         Column(
             "loss_scale",
-            'with `model.dtype = "float16"`: what losses are multiplied by, halved at each non-finite gradient',
+            'factor by which losses are multiplied with `model.dtype = "float16"`. Each non-finite gradient halves it',
         ),
         Column(
             "clip_fraction",
-            "share of tokens whose gradient the objective cut off or limited",
+            "share of the tokens whose gradient the objective cut off or limited",
             "share",
             label="clipped",
             title="clip%",
             chart="left_out",
-            worry="it rises from step to step; some objectives clip much from the start",
+            worry="it rises from step to step. Some objectives clip much from the start",
             helps="lower `train.async_ratio`, `train.learning_rate` or `train.minibatches`, or use `m2po` or `cispo`, "
-            "which keep more of it",
+            "which keep more of the gradient",
             alarm=Alarm("clipping", "of the tokens have their gradient clipped"),
-            tracked="train/clip_ratio",
+            tracker_name="train/clip_ratio",
         ),
         Column(
             "ratio_mean",
-            "the objective's importance ratio, mean over tokens",
+            "mean importance ratio of the objective over the tokens",
             title="ratio",
-            tracked="train/importance_ratio",
+            tracker_name="train/importance_ratio",
         ),
         Column(
             "STAT_mean",
-            "mean of what the objective reports per token: `ratio`, its importance ratio; `weight`, as it was used; of "
-            "`asyppo` also `deviation` of what the critics expect, `learned`, 1 where the advantage counts, and "
-            "`bonus`, 1 where the entropy bonus does; of one of your own its `stats`",
+            "mean over the tokens of a statistic that the objective reports. `ratio` is its importance ratio, and "
+            "`weight` the ratio that it used. `asyppo` also reports `deviation`, the standard deviation of the "
+            "critics' values; `learned`, which is 1 if the token's advantage counts; and `bonus`, which is 1 if its "
+            "entropy bonus counts. An objective of your own reports its `stats`",
         ),
-        Column("STAT_min", "the least of it"),
-        Column("STAT_max", "the greatest of it"),
+        Column("STAT_min", "smallest value of the statistic over the tokens"),
+        Column("STAT_max", "largest value of the statistic over the tokens"),
         Column(
             "kl_reference",
-            "estimate of the divergence from the reference policy, with `algorithm.kl`",
+            "estimated KL divergence in nats from the reference policy, with `algorithm.kl`",
             "nats",
             label="from the reference",
             chart="kl",
-            worry="it grows without end: the policy forgets what it could",
-            tracked="train/kl",
+            worry="it grows without end: the policy loses abilities that it had",
+            tracker_name="train/kl",
         ),
         Column(
             "kl_teacher",
-            "mean log-prob less the teacher's, which estimates the divergence from it, with `algorithm.teacher`",
+            "mean of the policy's log-prob minus the teacher's log-prob in nats, with `algorithm.teacher`. It "
+            "estimates the KL "
+            "divergence from the teacher",
             "nats",
             label="from the teacher",
             chart="kl",
@@ -203,11 +241,12 @@ LOSS = ColumnGroup(
     ),
 )
 OFF_POLICY = ColumnGroup(
-    "Off policy. w = exp(log-prob under the weights at the start of the step − log-prob as it was sampled), per token.",
+    "These numbers say how far the batch is off policy. For each token, w = exp(log-prob under the weights at the "
+    "start of the step − log-prob when the token was sampled).",
     (
         Column(
             "ess",
-            "Kish's effective sample size of the w, as a share of the tokens: 100 % on policy",
+            "Kish's effective sample size of the weights w, as a share of the tokens. It is 100 % on policy",
             "share",
             label="effective sample size",
             title="ess%",
@@ -222,26 +261,28 @@ OFF_POLICY = ColumnGroup(
         ),
         Column(
             "ratio_pP_age_N",
-            "the P-th percentile (1, 50, 99) of w among the tokens that are N versions old",
-            worry="old tokens lie far wider around 1 than young ones",
+            "P-th percentile (1, 50 or 99) of w over the tokens that are N versions old",
+            worry="the percentiles of old tokens are much farther from 1 than those of young tokens",
             helps="lower `train.async_ratio`, or set `algorithm.staleness`",
         ),
         Column(
             "mismatch_kl",
-            "engine against trainer, mean of −log w over the tokens of age 0; where there are none over all, with the "
-            "policy's own drift",
+            "difference between engine and trainer in nats: the mean of −log w over the tokens of age 0. If there are "
+            "no such "
+            "tokens the mean is over all tokens, and the policy's own change counts too",
             "nats",
             ".1e",
             label="engine from trainer",
             title="kl",
             chart="kl",
-            worry="it grows: engine and trainer disagree at equal weights",
+            worry="it grows: engine and trainer compute different log-probs with equal weights",
         ),
-        Column("mismatch_k3", "the same of w − 1 − log w", form=".1e"),
-        Column("mismatch_max", r"the largest \|log w\| of them", form=".1e"),
+        Column("mismatch_k3", "mean of w − 1 − log w over the tokens that `mismatch_kl` is about", form=".1e"),
+        Column("mismatch_max", r"largest \|log w\| of the tokens that `mismatch_kl` is about", form=".1e"),
         Column(
             "mismatch_k3_age_0",
-            "engine against trainer at equal weights, mean of w − 1 − log w over the tokens of age 0 only",
+            "difference between engine and trainer with equal weights: the mean of w − 1 − log w over the tokens of "
+            "age 0 only",
             form=".1e",
             label="engine from trainer, age 0",
             chart="mismatch",
@@ -250,24 +291,29 @@ OFF_POLICY = ColumnGroup(
             alarm=Alarm(
                 "mismatch",
                 "is the mismatch of engine and trainer at equal weights{} (mean of w − 1 − log w)",
-                weight=_youngest,
-                looks_at="`mismatch_k3_age_0`, or each `mismatch_k3_env_NAME` (`plots/mismatch.png`)",
+                weight=_age_0_tokens,
+                looks_at="`mismatch_k3_age_0`, or each `mismatch_k3_env_NAME`",
             ),
         ),
-        Column("mismatch_k3_env_NAME", "the same for one environment of a mixture", form=".1e", chart="mismatch"),
+        Column(
+            "mismatch_k3_env_NAME",
+            "`mismatch_k3_age_0` of the environment NAME, in a run with several environments",
+            form=".1e",
+            chart="mismatch",
+        ),
         Column(
             "masked_correction_share",
-            "share of tokens to which `algorithm.corrections` or `mask_truncated` give weight 0",
+            "share of the tokens to which `algorithm.corrections` or `mask_truncated` give weight 0",
             "share",
             label="correction",
             chart="left_out",
             worry="it rises: much of the batch is thrown away",
-            helps=f"{LOWER_ALPHA}, or widen what masks them; with `algorithm.mask_truncated` raise "
+            helps=f"{LOWER_ALPHA}, or widen the limits of the corrections. With `algorithm.mask_truncated`, raise "
             "`rollout.max_new_tokens`",
             alarm=Alarm(
                 "masked",
                 "of the tokens got weight 0 from the objective's cap, algorithm.corrections or mask_truncated",
-                # A batch that is masked entirely trains no token, and counts most.
+                # A batch that is masked entirely trains no token, and yet it must count in full.
                 weight=steps,
                 number=_masked,
                 looks_at="`masked_cap_share` + `masked_correction_share`",
@@ -275,36 +321,41 @@ OFF_POLICY = ColumnGroup(
         ),
         Column(
             "masked_cap_share",
-            "share of tokens to which the objective gives weight 0",
+            "share of the tokens to which the objective gives weight 0",
             "share",
             label="cap",
             chart="left_out",
             worry="it rises: much of the batch is thrown away",
-            helps=f"{LOWER_ALPHA}, or widen what masks them",
+            helps=f"{LOWER_ALPHA}, or raise the objective's cap",
         ),
         Column(
             "canary_error",
-            "mean difference of log-probs between engine and trainer over the canary's text, of the worst swap so far",
+            "mean absolute difference in nats between the log-probs of engine and trainer on the canary's text. The "
+            "value is "
+            "that of the worst weight swap of any engine so far",
+            "nats",
             form=".1e",
         ),
     ),
 )
 LAG = ColumnGroup(
-    "With `algorithm.lag`, means over the updates of the step.",
+    "With `algorithm.lag` there are these means over the updates of the step.",
     (
         Column(
             "lag_distance",
-            "mean (log-prob at the start of the update − as it was sampled)²; the budget bounds it, less the next one",
+            "mean over the trained tokens of (log-prob at the start of the update − log-prob when sampled)². "
+            "`algorithm.lag` keeps it, less `lag_disagreement`, near or below its budget",
         ),
         Column(
             "lag_disagreement",
-            "the same over tokens of the present weights, with a running mean: what engine and trainer disagree on",
+            "mean over the tokens that the present weights sampled of (log-prob at the start of the step − log-prob "
+            "when sampled)², as a running mean over steps: the difference between engine and trainer",
         ),
         Column(
             "lag_scale",
-            "what the learning rate was multiplied by",
+            "share of the learning rate that `algorithm.lag` leaves",
             "share",
-            helps=f"{LOWER_ALPHA}; the steps are taken all the same, only smaller",
+            helps=f"{LOWER_ALPHA}. The run goes on with smaller updates",
             alarm=Alarm(
                 "lag",
                 "of the learning rate is left by algorithm.lag, since the policy runs away from those that sampled",
@@ -315,38 +366,49 @@ LAG = ColumnGroup(
     ),
 )
 CRITIC = ColumnGroup(
-    "With a `[critic]`.",
+    "With a `[critic]` there are these numbers. V is the critic's value before a token at the start of the step, and R "
+    "the token's return. Each token counts with the critic that learns from it.",
     (
-        Column("critic_loss", "its loss; of several critics, over all tokens and updates"),
-        Column("critic_grad_norm", "its gradient before it is clipped; of several critics as its loss"),
-        Column("value_mean", "what it expected"),
-        Column("return_mean", "what came"),
-        Column("explained_variance", "1 − Var(R − V) / Var(R): 1 is perfect, 0 knows only the mean, below 0 harms"),
-        Column("critic_warmup", "1 in the first `critic.warmup_steps`, where only the critics learn"),
-        Column("critic_skipped", "updates of this step that were left out for a non-finite gradient"),
+        Column("critic_loss", "loss of the critic, in the mean over the tokens and updates of all critics"),
+        Column(
+            "critic_grad_norm",
+            "norm of the critic's gradient before it is clipped, in the mean over the updates of all critics",
+        ),
+        Column("value_mean", "mean V over the trained tokens"),
+        Column("return_mean", "mean R over the trained tokens"),
+        Column(
+            "explained_variance",
+            "1 − Var(R − V) / Var(R). It is 1 for a perfect critic, 0 for one that knows only the mean, and below 0 "
+            "for a critic that does harm",
+        ),
+        Column(
+            "critic_warmup", "1 in the first `critic.warmup_steps` steps, in which only the critics learn, afterwards 0"
+        ),
+        Column("critic_skipped", "number of updates in this step that were skipped because of a non-finite gradient"),
     ),
 )
 RHYTHM = ColumnGroup(
-    "With `[algorithm.rhythm]`; [`flash rhythm`](commands.md) shows more.",
+    "With `[algorithm.rhythm]` there are these numbers. [`flash rhythm`](commands.md) shows more.",
     (
         Column("rhythm_share", "share of the trained tokens whose advantage was multiplied by more than 1", "share"),
-        Column("rhythm_span_local", "tokens that the local heads look back, in the mean", "tokens"),
-        Column("rhythm_span_global", "the same of the global heads", "tokens"),
+        Column("rhythm_span_local", "mean number of tokens over which the local attention heads look back", "tokens"),
+        Column("rhythm_span_global", "mean number of tokens over which the global attention heads look back", "tokens"),
     ),
 )
 SFT = ColumnGroup(
-    "Of `flash sft`.",
+    "Only `flash sft` reports these numbers.",
     (
         Column(
             "nll",
-            "mean −log-prob of the tokens that are learned",
+            "mean −log-prob of the tokens that are learned, in nats",
             "nats",
             label="learned",
             title="nll",
             chart="nll",
-            worry="it does not fall within an epoch, or jumps up: change `train.learning_rate`",
+            worry="it does not fall within an epoch, or it jumps up",
+            helps="change `train.learning_rate`",
         ),
-        Column("epoch", "passes over the rows so far", form=".2f", title="epoch"),
-        Column("cut_share", "share of the rows that are cut at `model.max_length`", "share"),
+        Column("epoch", "number of passes over the rows so far", form=".2f", title="epoch"),
+        Column("cut_share", "share of the step's rows that are cut at `model.max_length`", "share"),
     ),
 )

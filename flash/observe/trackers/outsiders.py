@@ -10,7 +10,7 @@ from typing import Any
 from flash.config.load import dump
 from flash.config.objects import is_sink, load_sink
 from flash.config.tree import Config
-from flash.observe.alarms import Given
+from flash.observe.alarms import RaisedAlarm
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.alarm_command import AlarmCommand
 from flash.observe.trackers.feed import Fault, Feed, Outlet
@@ -52,10 +52,10 @@ class Outsiders:
         for feed in self._told_rows:
             feed.put(kind, row, last=last)
 
-    def alarm(self, given: Given) -> None:
+    def alarm(self, alarm: RaisedAlarm) -> None:
         """An alarm."""
         if self._alarms is not None:
-            self._alarms.put("alarm", given._asdict())
+            self._alarms.put("alarm", alarm._asdict())
 
     def lost(self) -> Mapping[str, int]:
         """Rows that the sink has missed so far, as a column of the row of a step; empty without a sink."""

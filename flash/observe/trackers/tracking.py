@@ -156,8 +156,8 @@ def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
 
 def _tracked_name(kind: Kind, key: str) -> str:
     """One that every tracker takes: environments name their metrics as they like, and MLflow reads them as paths."""
-    if (column := column_of(key, kind)) is not None and column.tracked:
-        return column.tracked
+    if (column := column_of(key, kind)) is not None and column.tracker_name:
+        return column.tracker_name
     parts = (_STRANGE.sub("_", part) for part in key.split("/"))
     name = "/".join("_" if part in ("", ".", "..") else part for part in parts)
     return f"{'train' if kind == 'step' else 'eval'}/{name[:LONGEST]}"
