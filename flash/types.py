@@ -83,6 +83,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     seed: int
     """Seed with which the environment is reset. All members of a group have the same, and so the same prompt."""
     split: Split = "train"
+    """`train`, or `eval` for a held-out task of an evaluation."""
     attempt: int = 0
     """Number of earlier attempts that failed."""
     kind: str = ""
@@ -149,6 +150,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     action: str
     """Text of the response."""
     reward: float
+    """Reward of the environment's step."""
     start: float
     """Time at which the response was requested, in Unix seconds."""
     generate_s: float
@@ -291,6 +293,7 @@ class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     group_id: int
     reward: float
+    """Reward from the environment, before any shaping."""
     oldest_version: int
     """Oldest policy version among the trained tokens; below the step's `min_version` if no token is trained."""
     tokens: int
@@ -442,6 +445,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: str = ""
     """Reasoning before the answer, if the chat template separates the two."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of functions that the model made in this message."""
     tool_call_id: str = ""
     """Id of the call whose result the message contains."""
     name: str = ""
@@ -452,7 +456,9 @@ class Piece(msgspec.Struct, frozen=True):
     """The part of a model's answer that is new since the last piece, while the answer is sampled."""
 
     content: str = ""
+    """New text of the answer."""
     reasoning: str = ""
+    """New text of the reasoning before the answer."""
 
 
 Observation = str | list[Message]
@@ -479,6 +485,7 @@ class Stock(msgspec.Struct, frozen=True):
     """Numbers of a resource that the environments of a node share, such as a pool of sandboxes."""
 
     name: str
+    """Name of the resource, for people."""
     in_use: int
     """Instances that are in use or being started for an environment."""
     ready: int

@@ -114,6 +114,7 @@ class _Run(NamedTuple):
     """Tokens to compute for them."""
     group: _Group
     samples: range
+    """Positions of the samples in `group.indices`."""
 
 
 def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Generator[None, None, _Run]:

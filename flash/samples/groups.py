@@ -39,6 +39,7 @@ class Member(msgspec.Struct, gc=False):
 
     task: Task
     state: MemberState = "queued"
+    """State of the task; the module's docstring explains them."""
     lease_id: int = -1
     """Number of the lease, while leased."""
     node: int = 0
@@ -55,6 +56,7 @@ class Group(msgspec.Struct, gc=False):
     """All tasks of one prompt."""
 
     group_id: int
+    """Number of the group, from 0 in the order of issue."""
     wanted: int
     """Number of finished members that make the group complete. Members beyond this number are redundant."""
     members: list[Member]
@@ -62,6 +64,7 @@ class Group(msgspec.Struct, gc=False):
     """Members that earlier steps have trained, in parts of this group."""
     closed: bool = False
     """True if the group's problem is not one of the present run, so that no member of it is started."""
+    # The encoded name is part of the format of checkpoints.
     counted: bool = msgspec.field(default=False, name="told")
     """True if `Cursor.ended` has counted the group."""
 
@@ -273,6 +276,7 @@ class GroupCount(NamedTuple):
     oldest: int | None
     """Oldest version that a token may have, of members that are leased or done. None: there are no such members."""
     complete: bool
+    """Equal to `Group.complete`."""
 
     @classmethod
     def of(cls, group: Group) -> GroupCount:

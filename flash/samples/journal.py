@@ -27,6 +27,7 @@ class BufferSettings(msgspec.Struct, frozen=True):
 
     contract: AgeContract
     rules: BufferRules
+    # The encoded name is part of the format of checkpoints and journals.
     slice_size: int = msgspec.field(name="at_once")
     """Groups in one slice of the backlog."""
 
@@ -50,6 +51,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     group_id: int
     node: int
+    """Number of the node that holds the leases."""
     leases: list[tuple[int, int, int]]
     """For each lease its number, the index of the member, and the oldest version that a token may have."""
 

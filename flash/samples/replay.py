@@ -41,6 +41,7 @@ class Replay:
             self._begin(state.settings, state, same_incarnation=True)
 
     def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_incarnation: bool = False) -> None:
+        """Start the store of an incarnation from a state."""
         members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
         # The seed and the kinds do not matter, because the events hold the problems that were issued.
         source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())

@@ -46,7 +46,9 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     """Samples of a group, without redundant ones."""
     filter: GroupFilter
+    """Filter of the domain's complete groups."""
     sampling: Sampling = PLAIN
+    """Sampling settings of the domain's samples."""
     max_turns: int = 0
     """Number of responses after which an episode is truncated."""
     max_new_tokens: int = 0
@@ -336,9 +338,11 @@ class Streaks(msgspec.Struct):
     given_up: int = 0
     """Samples that were given up."""
     given_up_of_kind: dict[str, int] = {}
+    """Samples that were given up, by kind."""
     filtered: int = 0
     """Groups that were filtered out."""
     filtered_of_kind: dict[str, int] = {}
+    """Groups that were filtered out, by kind."""
 
 
 class Breaker:

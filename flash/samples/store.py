@@ -91,9 +91,13 @@ class Backlog:
 class BufferState(msgspec.Struct):
     """The state of a buffer that a checkpoint keeps: all that later events need."""
 
+    # The encoded names of fields are part of the format of checkpoints.
     settings: BufferSettings = msgspec.field(name="made")
+    """Settings of the buffer that left the state."""
     cursor: Cursor
+    """Position of the task source."""
     places: Places
+    """Places of the groups, for admission."""
     groups: list[Group]
     """Groups of the pool, in the order of issue."""
     ledger: Ledger
@@ -102,7 +106,9 @@ class BufferState(msgspec.Struct):
     withdrawn: dict[int, Outcome] = {}
     """Reasons why leases were withdrawn, by lease, of which the nodes have not reported yet."""
     streaks: Streaks = msgspec.field(default_factory=Streaks)
+    """Counts of the breaker."""
     domain_totals: DomainTotals | None = msgspec.field(default=None, name="shared")
+    """Counts of the domains."""
 
     def unform_batches(self, step: int) -> set[int]:
         """Put the groups of formed batches back among the others. Returns those with a token of a version > `step`.
@@ -296,6 +302,7 @@ class SampleStore:
         return leases
 
     def _deliver(self, event: Delivered) -> None:
+        """Book the result of a lease and decide about its group. Raises as `apply` does."""
         member, result = self.leases.out.pop(event.lease_id, None), event.result
         if member is None:
             raise ContractError(f"a result was delivered for lease {event.lease_id}, which no node holds")
@@ -413,6 +420,7 @@ class SampleStore:
             self._age_groups()
 
     def _commit(self, event: Committed) -> None:
+        """Book the groups of a step as trained."""
         self.batches.step = None
         min_version = self.contract.min_token_version(event.step)
         self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
@@ -434,6 +442,7 @@ class SampleStore:
             self._withdraw(group)
 
     def _withdraw_formed(self, step: int, group_id: int) -> None:
+        """Remove a group from a formed batch that will not be trained."""
         group = self.batches.take(step, group_id)
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
