@@ -34,8 +34,8 @@ from flash.errors import ConfigError, TransportError
 TOKEN_BYTES = 32
 """Length of the tokens that `new_token` makes."""
 MIN_TOKEN_BYTES = 16
-"""Shortest token that is accepted. Someone who recorded a proof can try tokens offline; a shorter one could be
-found."""
+"""Shortest token that is accepted. Someone who recorded a proof can try tokens offline, and could find a shorter
+token."""
 MAX_NAME_BYTES = 255
 """Longest name of a client. Its length is sent as one byte."""
 
@@ -60,7 +60,7 @@ def check_token(token: bytes) -> None:
     """Refuse a token that is short enough to be guessed.
 
     Raises:
-        ConfigError: it is too short.
+        ConfigError: the token has fewer than `MIN_TOKEN_BYTES` bytes.
     """
     if len(token) < MIN_TOKEN_BYTES:
         raise ConfigError(
@@ -74,7 +74,7 @@ Handshake = Generator[bytes | int, bytes, ResultT]
 
 
 def client_handshake(token: bytes, name: str) -> Handshake[None]:
-    """Check the server's proof, then give ours and our name.
+    """Check the server's proof, then send our proof and our name.
 
     Raises:
         ConfigError: the name is too long.
@@ -96,7 +96,7 @@ def client_handshake(token: bytes, name: str) -> Handshake[None]:
 
 
 def server_handshake(token: bytes) -> Handshake[str]:
-    """Give our proof and check the client's. Return the client's name.
+    """Send our proof and check the client's proof. Return the client's name.
 
     Raises:
         TransportError: the client does not hold the token, or speaks another protocol.
@@ -143,6 +143,7 @@ def blocking_handshake(
 
 
 async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
+    """Run a handshake over a stream. Raises TransportError if the other end hangs up."""
     try:
         step = next(handshake)
         while True:
@@ -154,6 +155,7 @@ async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) ->
 
 
 def _proof(token: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, name: bytes = b"") -> bytes:
+    """Return the HMAC by which the end with this role proves the token. Only a client's proof covers a name."""
     return hmac.digest(token, role + client_nonce + server_nonce + name, "sha256")
 
 
@@ -170,6 +172,7 @@ async def _send(stream: ByteStream, data: bytes) -> None:
 
 
 async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
+    """Return the next `count` bytes. Raises TransportError if the other end hangs up before."""
     data = b""
     while len(data) < count:
         try:

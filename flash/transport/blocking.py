@@ -18,9 +18,15 @@ from flash.transport.frames import ReplyT, Request
 
 
 class BlockingClient:
-    """A `Client` as a context manager that needs no event loop. Threads may share it.
+    """A context manager that gives the calls of a `Client` to code without an event loop. Threads may share it.
 
-    Args: as `flash.transport.client.connect`; `deadline` is its `seconds`.
+    Args:
+        host: address at which the server listens.
+        port: port at which the server listens.
+        token: the run's token.
+        name: name of this process in the server's messages.
+        deadline: seconds for connecting and for the proof of the token.
+        server: name of the server in error messages.
     """
 
     _portal: BlockingPortal
@@ -54,18 +60,19 @@ class BlockingClient:
         self._stack.close()
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send a request and wait for its reply, at most `timeout` seconds. Raises as `Client.call`."""
+        """Send a request and wait for its reply, at most `timeout` seconds. Raises the errors of `Client.call`."""
         key = object()
         try:
             return self._portal.call(self._call, key, request, timeout)
         except BaseException:
-            # An interrupt may come before there is a future that could be cancelled, hence the key. The loop runs
-            # `_call` before `_cancel`, because it was given it first.
-            with suppress(RuntimeError):  # The portal is closed, which has ended the call.
+            # An interrupt may come before the portal has made a future that could be cancelled. So the call is found by
+            # its key. The loop runs `_call` before `_cancel`, because `_call` was given to the loop first.
+            with suppress(RuntimeError):  # The portal is closed, so the call has ended.
                 self._portal.start_task_soon(self._cancel, key)
             raise
 
     async def _call(self, key: object, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Run one call on the loop, in a scope that `_cancel` finds by `key`."""
         with anyio.CancelScope() as scope:
             self._running[key] = scope
             try:
@@ -75,5 +82,6 @@ class BlockingClient:
         raise TransportError(f"the caller of {type(request).__name__} was interrupted")
 
     def _cancel(self, key: object) -> None:
+        """Cancel the call with this key, if it is still running."""
         if (scope := self._running.get(key)) is not None:
             scope.cancel()

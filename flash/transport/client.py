@@ -1,12 +1,14 @@
-"""The calling end: `connect` gives a `Client`, whose calls share one connection.
+"""The client of a connection: `connect` gives a `Client`, whose calls share the connection.
 
-Law of a call: it ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the connection,
-or its own cancellation. After a deadline or a cancellation the server is sent CANCEL, so that the handler ends too. The
-server may or may not have carried out a call that did not end by its reply.
+Node loops use it directly; trainer ranks use it through `flash.transport.blocking`.
+
+Law of a call: a call ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the
+connection, or its cancellation. After a deadline or a cancellation the client sends CANCEL, so that the server ends the
+handler too. If a call ended in any other way than by its reply, the server may or may not have carried it out.
 
 Lifecycle: `connect` proves the token both ways and starts `Client.run`, which reads until the block ends or the
-connection is lost. Then every call, also each later one, raises PeerLostError. There is no reconnection here; the
-caller connects again.
+connection is lost. Then pending and later calls raise the TransportError that ended the connection, usually
+PeerLostError. A client never connects again on its own; the caller makes a new one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flash.transport.frames import Frame, FrameKind, Refusal, ReplyT, Request, r
 from flash.waiting import deadline, unwrapped_group
 
 LATE_S = 1.0
-"""Seconds. If a deadline is noticed so much too late, this process was stopped or its loop was blocked."""
+"""Seconds. If a deadline is noticed this much too late, this process was stopped or its loop was blocked."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 
@@ -102,9 +104,9 @@ class _PendingCall:
 
     def __init__(self) -> None:
         self.done = anyio.Event()
-        """Set when the reply came or the connection was lost."""
+        """Set when the reply has arrived or the connection was lost."""
         self.frame: Frame | None = None
-        """REPLY or ERROR frame; None if the connection was lost or no frame has come."""
+        """REPLY or ERROR frame; None until a frame arrives, and if the connection is lost first."""
 
 
 class Client:
@@ -128,9 +130,9 @@ class Client:
         Raises:
             DeadlineError: no reply within `timeout` seconds.
             PeerLostError: the connection ended, before or during the call.
-            FlashError: the handler raised it; the class is the handler's.
-            TransportError: the handler raised a class that `flash.errors` does not know, or the reply is not
-                the struct that the request's class names.
+            FlashError: the error that the handler raised, in the class that the handler used.
+            TransportError: the handler raised a class that `flash.errors` does not know, the reply is not the struct
+                that the request's class names, or the server broke the protocol, which ends the connection.
         """
         number = next(self._ids)
         call = _PendingCall()
@@ -153,9 +155,9 @@ class Client:
         )
 
     async def run(self) -> None:
-        """Hand each reply to its call until the connection ends, which ends all calls.
+        """Give each reply to the call that waits for it, until the connection ends. Then end all calls.
 
-        Consumes frames. Waits for the next ones. Unblocked by the server. Produces finished calls.
+        Consumes frames. Waits for the next frames. Unblocked by the server. Produces finished calls.
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._connection.write)
@@ -164,7 +166,7 @@ class Client:
                     for frame in await self._connection.receive():
                         if frame.kind is not FrameKind.REPLY and frame.kind is not FrameKind.ERROR:
                             raise TransportError(f"{self._where} may not send {frame.kind.name}")
-                        # There is no such call if the reply crossed our CANCEL.
+                        # The call is unknown if the server sent the reply before it received our CANCEL.
                         if (call := self._calls.pop(frame.call, None)) is not None:
                             call.frame = frame
                             call.done.set()
@@ -174,11 +176,14 @@ class Client:
             tasks.cancel_scope.cancel()
 
     def close(self) -> None:
-        """End all pending calls with PeerLostError, and let later ones raise it too."""
+        """End all pending calls with PeerLostError. Later calls raise PeerLostError too."""
         self._end_calls(PeerLostError(f"the connection to {self._where} was closed on this side"))
 
     def _end_calls(self, loss: TransportError) -> None:
-        """Wake all pending calls, which then raise the first reason for which the connection was lost."""
+        """Store the reason why the connection was lost, if it is the first, and wake all pending calls.
+
+        Pending and later calls raise this error (`_check_connection`).
+        """
         if self._loss is None:
             self._loss = loss
         calls, self._calls = self._calls, {}
@@ -186,8 +191,9 @@ class Client:
             call.done.set()
 
     def _check_connection(self) -> None:
-        """Raise if the connection was lost. Each caller gets an error object of its own, with its own traceback."""
+        """Raise the error that ended the connection, if one did."""
         if self._loss is not None:
+            # A new object for each caller: raising one object several times would mix the callers' tracebacks.
             raise type(self._loss)(str(self._loss)) from self._loss
 
     def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
@@ -209,11 +215,12 @@ class Client:
 
 
 async def _wait_for_reply(call: _PendingCall, timeout: float, scope: anyio.CancelScope) -> None:
-    """Wait until the call is done, or until the deadline of `scope`, which is taken over from it.
+    """Wait until the call is done, or until the deadline of `scope`.
 
-    A process that was stopped finds the deadline passed before it has read a reply that came in time. So if the
-    deadline is noticed `LATE_S` too late, the call gets `timeout` seconds more.
+    A process that was stopped (by SIGSTOP or a debugger) finds the deadline passed before it has read a reply that
+    arrived in time. So if the deadline is noticed `LATE_S` too late, the call gets `timeout` seconds more.
     """
+    # The deadline is removed from the scope: the scope would cancel the wait and could not be extended after that.
     due, scope.deadline = scope.deadline, math.inf
     while True:
         with anyio.CancelScope(deadline=due) as wait:
@@ -226,4 +233,5 @@ async def _wait_for_reply(call: _PendingCall, timeout: float, scope: anyio.Cance
 
 @cache
 def _decoder(struct: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a reply type. Making a decoder is slow, so each one is kept."""
     return msgspec.msgpack.Decoder(struct)

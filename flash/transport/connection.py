@@ -1,12 +1,12 @@
-"""An authenticated TCP connection, as both ends use it: frames in, frames out.
+"""Frames over one authenticated TCP connection. The client and the server both use this class.
 
-Frames that are ready to go wait in a bounded buffer, and one writer task sends them. So frames that are ready together
-leave in one send, and cancelling the task that queued a frame never sends half of it.
+Queued frames wait in a bounded buffer, and one writer task sends them. So frames that are queued together leave in one
+send, and cancelling the task that queued a frame never sends half of the frame.
 
 Backpressure: a sender waits for room while `BUFFER_BYTES` are unsent. If the peer does not read, memory holds at most
 two buffers (one that is being sent, one that fills) and one frame per sender.
 
-A machine that vanished is noticed by the kernel (keepalive and user timeout), so there is no heartbeat message.
+If the peer's machine vanishes, the kernel notices it (keepalive and user timeout), so there is no heartbeat message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20
 MERGED_BYTES = 1 << 18
 """Longest buffer that small frames are merged into. Copying a long frame into another buffer would stop the loop."""
 RECEIVE_BYTES = 1 << 18
-"""Largest piece taken from the socket at once. asyncio reads as much."""
+"""Largest piece taken from the socket at once, in bytes: as much as asyncio reads in one call."""
 IDLE_SECONDS = 20
 """Seconds of silence after which the kernel begins to probe the peer."""
 PROBE_SECONDS = 10
@@ -39,7 +39,7 @@ PROBES = 4
 
 
 class FrameConnection:
-    """Frames over one stream. `write` must run as a task while frames are queued.
+    """Sends and receives frames over one stream. The owner runs `write` as a task, else no queued frame is sent.
 
     Args:
         stream: an authenticated stream. Its owner closes it.
@@ -58,23 +58,23 @@ class FrameConnection:
         self._broken = False
 
     async def wait_for_room(self) -> None:
-        """Wait until a frame may be queued, or the connection broke. `write` ends the wait; the caller bounds it.
+        """Wait until a frame may be queued or the connection broke. Sets no deadline.
 
-        Returns without giving up the loop if there is room.
+        If there is room, returns at once and lets no other task run. `write` ends the wait.
         """
         while self._waiting_bytes >= BUFFER_BYTES and not self._broken:
             await self._drained.wait()
 
     async def flush(self) -> None:
-        """Wait until all queued frames are sent or lost. `write` ends the wait; the caller bounds it."""
+        """Wait until all queued frames are sent or lost. Sets no deadline. `write` ends the wait."""
         while (self._outgoing or self._sending) and not self._broken:
             await self._drained.wait()
 
     async def send(self, kind: FrameKind, call: int, body: msgspec.Struct) -> None:
         """Wait for room, encode one frame while other tasks run in between, and queue it.
 
-        If the task is cancelled, nothing is queued. On a broken connection the frame is dropped; `receive` reports
-        that.
+        If the task is cancelled, nothing is queued. On a broken connection the frame is dropped silently; `receive`
+        raises the loss.
 
         Raises:
             TransportError: the frame is too long; nothing was queued.
@@ -86,7 +86,11 @@ class FrameConnection:
         self._queue(frame)
 
     def post(self, kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> None:
-        """Queue one small frame without waiting. On a broken connection it is dropped; `receive` reports that.
+        """Queue one small frame without waiting.
+
+        For frames that must be queued without awaiting: CANCEL while a task is cancelled, and ERROR. There is no check
+        for room: these frames are small, and the caller may await `wait_for_room` before. On a broken connection the
+        frame is dropped silently; `receive` raises the loss.
 
         Raises:
             TransportError: the frame is too long; nothing was queued.
@@ -96,6 +100,7 @@ class FrameConnection:
         self._queue(frame)
 
     def _queue(self, frame: bytearray) -> None:
+        """Append an encoded frame to the buffer that `write` sends, or drop it if the connection is broken."""
         if self._broken:
             return
         if self._outgoing and len(self._outgoing[-1]) + len(frame) <= MERGED_BYTES:
@@ -108,8 +113,8 @@ class FrameConnection:
     async def write(self) -> None:
         """Send queued frames until the connection breaks.
 
-        Consumes the queued frames. Waits for a frame, then for the socket. Unblocked by senders and by the peer, when
-        it reads. Produces bytes on the stream, and room for more frames.
+        Consumes the queued frames. Waits for a frame, then for the socket. Unblocked by senders, and by the peer when
+        the peer reads. Produces bytes on the stream, and room for more frames.
         """
         try:
             while True:
@@ -125,14 +130,15 @@ class FrameConnection:
                 self._sending = False
                 self._notify_drained()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            return  # `receive` reports it.
+            return  # `receive` raises the loss.
         finally:
-            # Also when this task is cancelled: no sender may wait for a writer that is gone.
+            # Also when this task is cancelled: a sender would otherwise wait for ever for a writer that has ended.
             self._broken = True
             self._outgoing, self._waiting_bytes = [], 0
             self._drained.set()
 
     def _notify_drained(self) -> None:
+        """Wake the tasks in `wait_for_room` and `flush`, which then look again at the buffer."""
         self._drained.set()
         self._drained = anyio.Event()
 
@@ -160,7 +166,7 @@ class FrameConnection:
 
 
 def set_socket_options(stream: SocketStream) -> None:
-    """Send small frames without delay, and let the kernel notice a machine that vanished."""
+    """Set the socket's options: small frames are sent without delay, and the kernel notices a machine that vanished."""
     raw = stream.extra(SocketAttribute.raw_socket)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -24,8 +24,9 @@ import msgspec
 from flash.errors import ContractError, TransportError
 
 MAX_FRAME_BYTES = 1 << 30
-"""Longest frame in bytes. It is far above every message of a run, because large data travels in parts or in a file. It
-is low enough that a corrupt length is refused at once, instead of being waited for."""
+"""Longest frame in bytes. The limit is far above every message of a run, because large data travels in parts or in a
+file. It is low enough that a corrupt length is refused at once; otherwise the decoder would wait for bytes that never
+come."""
 SLICE_BYTES = 1 << 20
 """Bytes encoded before the event loop may run other tasks: one or two milliseconds."""
 SLICE_ITEMS = 4096
@@ -60,8 +61,9 @@ def reply_type(request: type[Request[ReplyT]]) -> type[ReplyT]:
 def check_reply(request: Request[ReplyT], reply: msgspec.Struct) -> ReplyT:
     """Return `reply` if its type is the one that the request's class names.
 
+
     Raises:
-        ContractError: it has another type.
+        ContractError: the reply has another type, so the handler has a bug.
     """
     expected = reply_type(type(request))
     if not isinstance(reply, expected):
@@ -106,7 +108,7 @@ class Refusal(msgspec.Struct, frozen=True):
 def append_frame(
     buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> None:
-    """Encode one frame to the end of `buffer` without a pause. Raises as `frame_slices`."""
+    """Append one encoded frame to `buffer` without a pause. Raises the errors of `frame_slices`."""
     for _ in frame_slices(buffer, kind, call, body, limit):
         pass
 
@@ -114,7 +116,7 @@ def append_frame(
 def frame_slices(
     buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> Generator[None]:
-    """Encode one frame to the end of `buffer`, and yield after each slice of a long one.
+    """Append one encoded frame to `buffer`, and yield after each slice of a long frame.
 
     Nothing else may use `buffer` or change `body` until the generator has ended. On an error `buffer` is left as it
     was.
@@ -141,8 +143,8 @@ def frame_slices(
 class FrameDecoder:
     """Turns pieces of a byte stream into frames.
 
-    A frame's body is a view, not a copy. It views the piece itself if the frame's first byte begins that piece, else
-    the buffer in which the pieces were collected. That buffer is given away with the frames and never written again.
+    A frame's body is a memoryview, not a copy. The view is of the fed piece itself if no incomplete frame was held
+    before it, else of the buffer in which the pieces were collected. The decoder never writes to such a buffer again.
     """
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
@@ -152,12 +154,12 @@ class FrameDecoder:
 
     @property
     def partial(self) -> int:
-        """Bytes that are held of an incomplete frame."""
+        """Number of bytes held of an incomplete frame."""
         return len(self._partial)
 
     @property
     def wanted(self) -> int:
-        """Bytes that the incomplete frame has in all; the size of its header while its length is not known."""
+        """Size of the incomplete frame in bytes; the size of a header while the frame's length is not known."""
         return self._wanted
 
     def feed(self, piece: bytes) -> list[Frame]:
@@ -189,7 +191,7 @@ class FrameDecoder:
             kind = _KINDS.get(number)
             if kind is None or length < _MIN_LENGTH:
                 raise TransportError(f"received bytes that are no frame (kind {number}, length {length})")
-            # Checked at the header, before the body is waited for: a peer cannot make us hold more than the limit.
+            # The length is checked before the body arrives, so that a peer cannot make us hold more than the limit.
             if length > self._limit:
                 raise TransportError(
                     f"a frame announces {length} bytes, more than the {self._limit} that a frame may have"
@@ -250,8 +252,8 @@ def _encode_list(items: list[Any], buffer: bytearray) -> Generator[None]:
     """Append the encoding of a list, and yield after `SLICE_ITEMS` items or `SLICE_BYTES` bytes."""
     buffer += _msgpack_header(len(items), 0x90, 0xDC)
     end, items_left = len(buffer) + SLICE_BYTES, SLICE_ITEMS
-    # Items are mostly small and of one kind. Looking into each would be slow, so they are encoded in one call until
-    # one of them turns out to be long; the rest is divided.
+    # Items are mostly small and of one kind. Dividing each item would be slow, so an item is encoded in one call until
+    # one of the items turns out to be longer than a slice. The items after that item are divided.
     long = False
     for item in items:
         start = len(buffer)

@@ -1,16 +1,16 @@
-"""The listening end: authenticated peers, many requests in flight on each connection.
+"""The server: it accepts connections, authenticates peers, and answers their requests. The hub runs it.
 
-`serve` accepts connections; each one becomes a session once its peer has proven the token. A session starts one task
-per request, which calls the handler (the hub's `Hub.handle`) and sends its reply.
+`serve` accepts connections. A connection becomes a session once its peer has proven the token. A session starts one
+task per request, which calls the handler (the hub's `Hub.handle`) and sends the reply.
 
 Law of a connection: every request is answered exactly once, by a reply or by an error, unless its caller cancelled it
-or the connection ended. In both of these cases its handler is cancelled, so that no work is done for a caller that is
+or the connection ended. In both of these cases the handler is cancelled, so that no work is done for a caller that is
 gone.
 
-Law of unproven connections: they hold little, and not for long. At most `MAX_UNPROVEN` of them are open; one more ends
-the oldest. A process that runs out of file descriptors accepts no connection for `PAUSE_S` seconds and logs that;
-connected peers are served meanwhile. The log lines that strangers cause are limited (`LimitedLog`), so that they cannot
-fill a disk.
+Law of unproven connections: a connection without a proof holds little memory, and only for a limited time. At most
+`MAX_UNPROVEN` of them are open; a further one ends the oldest. A process that runs out of file descriptors accepts no
+connection for `PAUSE_S` seconds and logs that; connected peers are served meanwhile. The log lines that strangers cause
+are limited (`LimitedLog`), so that strangers cannot fill a disk.
 
 A peer that sends anything but valid frames and requests is dropped, with a log line that says why. The server goes on.
 """
@@ -47,7 +47,8 @@ LOG_WINDOW_S = 60.0
 REFUSALS_LOGGED = 20
 """Refused connections that are logged within `LOG_WINDOW_S`."""
 MAX_CALLS = 1 << 12
-"""Requests of one peer in progress: far above what a peer of a run needs. Each of them holds a task."""
+"""Requests of one peer that may be in progress at once: far more than a peer of a run needs. Each request holds a
+task."""
 FLUSH_S = 2.0
 """Seconds for a dropped peer to read the error that says why it is dropped."""
 LONGEST_COMMAND = 60
@@ -67,7 +68,7 @@ class Peer(msgspec.Struct, frozen=True):
     id: int
     """Number of the connection, unique in its server. A client that connects again is a new peer."""
     name: str
-    """Name that the client gave itself, covered by its proof."""
+    """Name that the client gave itself. The client's proof of the token covers the name."""
     address: str
     """host:port of the client's end."""
 
@@ -80,7 +81,7 @@ Handler = Callable[[Peer, RequestT], Awaitable[msgspec.Struct]]
 
 
 class LimitedLog:
-    """Log lines that strangers can cause: at most `most` in `LOG_WINDOW_S` seconds. Further lines are only counted.
+    """Log for lines that strangers can cause: at most `most` in `LOG_WINDOW_S` seconds. Further lines are only counted.
 
     Args:
         now: clock, in seconds.
@@ -106,7 +107,7 @@ class LimitedLog:
 
 
 class UnprovenConnections:
-    """The connections that have not proven the token yet, oldest first; at most `most` of them."""
+    """Set of the connections that have not proven the token yet, oldest first; at most `most` of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -186,6 +187,7 @@ async def try_listening(host: str, port: int) -> None:
 
 
 async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
+    """Return listeners on an address. Raises ConfigError that says why the address cannot be used."""
     try:
         return await anyio.create_tcp_listener(local_host=host, local_port=port)
     except socket.gaierror as error:
@@ -213,7 +215,7 @@ def port_holder(port: int) -> str:
                     inodes.add(inode)
     sockets = {f"socket:[{inode}]" for inode in inodes}
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to another user
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = shlex.join(filter(None, words))
@@ -238,7 +240,7 @@ def raise_descriptor_limit() -> None:
 
 
 class _Server(Generic[RequestT]):
-    """State that all connections of a server share. Arguments: as `serve`."""
+    """State that all connections of a server share. The arguments are those of `serve`."""
 
     def __init__(
         self,
@@ -325,7 +327,7 @@ class _Server(Generic[RequestT]):
 
 
 class _Session(Generic[RequestT]):
-    """The requests of one peer, each answered by a task of its own."""
+    """Session of one peer: reads the peer's requests and answers each in a task of its own."""
 
     def __init__(
         self,
@@ -382,7 +384,7 @@ class _Session(Generic[RequestT]):
     async def _read(self, tasks: TaskGroup) -> None:
         """Start a handler for each request and cancel the handlers of cancelled calls, until the connection ends.
 
-        Consumes frames. Waits for the next ones, and for room to reply: a peer that does not read its replies cannot
+        Consumes frames. Waits for the next frames, and for room to reply: a peer that does not read its replies cannot
         make us take further requests. Unblocked by the peer. Produces handler tasks. Raises the connection's error.
         """
         while True:
@@ -397,6 +399,7 @@ class _Session(Generic[RequestT]):
                     raise TransportError(f"a client may not send {frame.kind.name}")
 
     def _start_handler(self, frame: Frame, tasks: TaskGroup) -> None:
+        """Decode a request and start a task that answers it. Raises TransportError if the peer broke the protocol."""
         if frame.call in self._running:
             raise TransportError(f"call {frame.call} was started twice")
         if len(self._running) >= MAX_CALLS:
@@ -415,8 +418,8 @@ class _Session(Generic[RequestT]):
         try:
             with scope:
                 try:
-                    # Once more before the handler: many requests may have come in one piece, and no work is done for a
-                    # peer that does not read its replies.
+                    # `_read` has waited for room too. Wait again before the handler: many requests may have come in one
+                    # piece, and no work is done for a peer that does not read its replies.
                     await self._connection.wait_for_room()
                     reply = await self._handler(self._peer, request)
                     await self._connection.send(FrameKind.REPLY, call, reply)

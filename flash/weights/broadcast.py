@@ -2,21 +2,21 @@
 
 The trainer's rank 0 is rank 0 of each group and sends from immutable host copies, as tcp does. A worker connects for
 each version, over tcp and with the proof of the token. The connection carries the messages below; the version's bytes
-come by broadcast, in pieces. `flash.weights.rounds` decides which workers are in a round. nccl's pieces lie on the GPUs
-(it was not run there yet), gloo's in host memory.
+come by broadcast, in pieces. A *round* is one broadcast of a version to some workers; `flash.weights.rounds` decides
+which. nccl's pieces lie on the GPUs (nccl has not been run there yet), gloo's in host memory.
 
-    worker → trainer   BroadcastRequest: a version; again after its group failed, with the number of pieces that it has
+    worker → trainer   BroadcastRequest: a version; again after a failed round, with the number of pieces received
     trainer → worker   VersionManifest, once; or VersionRefused
-    trainer → worker   RoundOrder: the group to join or keep, and the pieces that come through it
+    trainer → worker   RoundOrder: the group to join or keep, and the pieces that this group sends
     trainer → worker   LeaveGroup: the group failed; leave it and request again
     worker → trainer   VersionReceived
 
-Checksums: the manifest's SHA-256, then the fingerprint of all tensors once they have arrived.
-Who waits for whom: a round waits at most `GATHER_S` for workers that are expected. A broadcast waits for all its
-members. If a member dies, hangs or leaves in the middle, the round fails for all: they leave the group and request
-again, and a new group sends the pieces that some member lacks. The trainer holds the version and a worker keeps its
-pieces, so nothing is lost. A late joiner gets the next round. A broadcast cannot deadlock with the trainer's own
-collectives: it begins when all its members wait for it, and they wait for nothing else.
+Checksums: the manifest's SHA-256, then the fingerprint of all tensors once they have arrived. Waiting: a round waits at
+most `GATHER_S` for expected workers; a broadcast waits for all its members. If a member dies, hangs or leaves during a
+round, the round fails for all members: they leave the group and request again, and a new group sends the pieces that
+some member lacks. The trainer holds the version and each worker keeps its pieces, so nothing is lost. A late worker
+gets the next round. A broadcast cannot deadlock with the trainer's own collectives: a broadcast begins when all its
+members wait for it, and these wait for nothing else.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ from flash.weights.rounds import Round, RoundPlanner
 from flash.weights.tcp import WeightServer, WeightSource, check_manifest, receive_message, send_message, version_gone
 
 GATHER_S = 2.0
-"""Seconds for which a round waits for expected workers. Engines pause within a step of each other, and a second round
-costs no more than the first."""
+"""Seconds for which a round waits for expected workers. A short wait is enough: a worker that comes later is served by
+a second round, which costs no more than the first."""
 PIECE_BYTES = 64 << 20
-"""Bytes of one broadcast: enough to keep a link busy, and all that a failure costs."""
+"""Bytes of one broadcast: enough to keep a link busy. A failure loses at most one piece."""
 SWAP_SHARE = 8
-"""A broadcast may take the time limit of a swap divided by this, so that it can fail and be repeated in one swap."""
+"""Divisor of the swap's time limit that gives the time limit of one broadcast. So a broadcast can fail and be repeated
+within one swap."""
 ANSWER_S = 10.0
-"""Seconds for a worker to react to LeaveGroup. It loads the tensors that it has received first."""
+"""Seconds for a worker to react to LeaveGroup. The worker first loads the tensors that it has received."""
 PAUSE_S = 0.5
-"""Seconds after a failed round. If the cause stays, workers would otherwise try again thousands of times."""
+"""Seconds of waiting after a failed round. Without the pause, workers would retry thousands of times while the cause
+lasts."""
 MAX_REQUEST_BYTES = 4096
 """Longest message of a worker."""
 
@@ -63,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class BroadcastRequest(msgspec.Struct, frozen=True, tag=True):
-    """A worker waits for a version."""
+    """Request for a version. The worker waits until a round sends it."""
 
     member: str
     """Name of the worker, unique and the same for the life of its process."""
@@ -73,31 +75,31 @@ class BroadcastRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionReceived(msgspec.Struct, frozen=True, tag=True):
-    """The worker has the whole version."""
+    """Report that the worker has the whole version."""
 
 
 class VersionManifest(msgspec.Struct, frozen=True, tag=True):
-    """The tensors whose bytes come."""
+    """Manifest of the version: the tensors whose bytes the rounds send."""
 
     data: bytes
     """msgpack of a list of `TensorMeta`."""
 
 
 class VersionRefused(msgspec.Struct, frozen=True, tag=True):
-    """The trainer does not hold the version any more."""
+    """Refusal of a request: the trainer does not hold the version any more."""
 
     error: str
 
 
 class RoundOrder(msgspec.Struct, frozen=True, tag=True):
-    """Take part in the broadcast that begins now."""
+    """Order to take part in the broadcast that begins now."""
 
     epoch: int
-    """Number of the group."""
+    """Number of the group. A worker that belongs to the group of this epoch stays in it; others join it."""
     rank: int
     """Rank of the worker in the group."""
     size: int
-    """Ranks of the group, the trainer's included."""
+    """Number of ranks in the group, including the trainer's."""
     port: int
     """Port on the trainer's host at which the group meets."""
     first: int
@@ -106,7 +108,7 @@ class RoundOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
-    """The group has failed."""
+    """Notice that the group has failed. The worker leaves it and requests the version again."""
 
 
 FromWorker = BroadcastRequest | VersionReceived
@@ -155,9 +157,11 @@ class BroadcastServer(WeightServer):
         """Connection of each worker that has requested a version, by member name."""
         self._closing = False
         self.epoch = 0
-        """Number of the current group, or of the last one."""
+        """Number of the newest group, open or closed; 0 before the first."""
         self._port = 0
+        """Port at which the newest group met."""
         self._group: Broadcasts | None = None
+        """The open group; None before the first round and after a failed one."""
         super().__init__(host, prove_s, timeout_s)
         self._rounds = threading.Thread(target=self._run_rounds, name="flash-weights-rounds", daemon=True)
         self._rounds.start()
@@ -175,10 +179,13 @@ class BroadcastServer(WeightServer):
     # Threads of the connections.
 
     def _answer(self, connection: socket.socket) -> None:
-        """Pass one worker's messages to the planner, until it has the version or its connection ends.
+        """Serve one worker, in the thread of its connection.
 
-        Consumes messages. Waits for the next one. Unblocked by the worker or by the end of the connection. Produces
-        requests and members that are finished or removed.
+        Send the manifest, or refuse the version. Then pass each request to the planner until the worker reports the
+        whole version or its connection ends.
+
+        Consumes the worker's messages. Waits for the next message. Unblocked by the worker or by the end of the
+        connection. Produces calls of the planner: `request`, then `finish` or `remove`.
         """
         member: str | None = None
         received = False
@@ -197,7 +204,8 @@ class BroadcastServer(WeightServer):
             received = True
         finally:
             with self._changed:
-                # The worker may have connected again meanwhile; then its newer connection counts.
+                # The worker may have connected again meanwhile. Then its newer connection counts, and this thread must
+                # not remove the worker from the planner.
                 if member is not None and self._connections.get(member) is connection:
                     del self._connections[member]
                     if received:
@@ -207,7 +215,11 @@ class BroadcastServer(WeightServer):
                     self._notify()
 
     def _notify(self) -> None:
-        """Wake the thread that broadcasts, also from within a broadcast that cannot succeed any more."""
+        """Wake the thread that broadcasts. If the running round failed, also abort the group, which ends a broadcast.
+
+        Otherwise the thread would wait for a missing member until the broadcast's time limit. The caller holds
+        `_changed`.
+        """
         if self._planner.failed and (group := self._group) is not None:
             group.abort()
         self._changed.notify_all()
@@ -217,11 +229,11 @@ class BroadcastServer(WeightServer):
     def _run_rounds(self) -> None:
         """Broadcast round after round, until `close`.
 
-        Consumes rounds of the planner. Waits for the next one. Unblocked by workers that request, and by `close`.
+        Consumes rounds of the planner. Waits for the next round. Unblocked by workers that request, and by `close`.
         Produces broadcasts.
         """
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device belongs to a thread
+            torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while (turn := self._next_round()) is not None:
             try:
                 self._send(turn)
@@ -240,7 +252,7 @@ class BroadcastServer(WeightServer):
         self._close_group()
 
     def _next_round(self) -> Round | None:
-        """Wait for the next round. None if the server closes."""
+        """Wait for the next round and return it; None if the server closes."""
         with self._changed:
             while not self._closing:
                 wait_s = self._planner.wait_s(time.monotonic())
@@ -272,7 +284,10 @@ class BroadcastServer(WeightServer):
             self._group.broadcast(piece)
 
     def _end_round(self) -> None:
-        """Wait until each member has reported how the round ended. Unless all have the version, end the group."""
+        """Wait until each member has the version. If one does not get it in time, close the group for all.
+
+        Members that do not leave a failed group within `ANSWER_S` lose their connection.
+        """
         planner, answer_s = self._planner, min(ANSWER_S, self._limit_s)
         with self._changed:
             self._changed.wait_for(lambda: planner.failed or not planner.unfinished, self._limit_s)
@@ -290,12 +305,13 @@ class BroadcastServer(WeightServer):
                 _shut_down(self._connections[member])
 
     def _close_group(self) -> None:
+        """Leave the open group, if there is one."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def _send_to(self, members: Iterable[str], message: FromTrainer) -> None:
-        """Send a message to workers. If a connection is lost, the thread that reads from it notices."""
+        """Send a message to workers. A lost connection is ignored: the thread that reads from it notices the loss."""
         for member in members:
             with self._changed:
                 connection = self._connections.get(member)
@@ -305,7 +321,7 @@ class BroadcastServer(WeightServer):
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """End a connection, so that the thread which reads from it wakes and closes it."""
+    """End a connection. The thread that reads from it wakes and closes the socket."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -313,29 +329,31 @@ def _shut_down(connection: socket.socket) -> None:
 # -- the worker's side -----------------------------------------------------------------------------------------------
 
 Inbox = SimpleQueue[FromTrainer | Exception]
-"""Messages of the trainer, and the error that ended the connection."""
+"""Queue from a connection's thread to the main thread: messages of the trainer, and the error that ended the
+connection."""
 
 
 class BroadcastReceiver:
-    """A worker's side of a broadcast, which lives as long as the worker's process. A member of one group at a time.
+    """Worker's side of the broadcasts. It lives as long as the worker's process and is in at most one group at a time.
 
-    Law: each piece of a version is taken once, in order, however many groups it takes to receive all of them.
+    Law: each piece of a version is taken once, in order, however many groups are needed to receive all pieces.
 
     Args:
-        device: the GPU on which nccl's pieces and tensors lie. gloo's lie in host memory.
+        device: the GPU on which pieces and tensors lie with nccl. With gloo they lie in host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._name = uuid4().hex
         self._epoch: tuple[str, int] | None = None
-        """Token of the trainer and epoch of the group."""
+        """Token of the trainer and epoch of `_group`. A restarted trainer has another token, so the epochs of two
+        trainers are not confused."""
         self._group: Broadcasts | None = None
         self._receiving = False
-        """True while a version is being received: then the end of the connection or of a group is a failure."""
+        """True while a version is being received. Only then must the end of the connection abort the broadcast."""
 
     def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Request the version and yield its tensors. A `flash.weights.tcp.Receive`; raises as `pull`."""
+        """Request the version and yield its tensors. `flash.weights.tcp.pull` calls this and lists the errors."""
         inbox: Inbox = SimpleQueue()
         self._receiving = True
         listener = threading.Thread(target=self._listen, args=(connection, inbox), daemon=True)
@@ -360,7 +378,7 @@ class BroadcastReceiver:
             self._receiving = False
             send_message(connection, VersionReceived())
         finally:
-            if self._receiving:  # ended early: the other members are in the middle of a broadcast
+            if self._receiving:  # ended early: without this the other members would wait for this worker
                 self._receiving = False
                 self.leave()
             _shut_down(connection)
@@ -373,10 +391,10 @@ class BroadcastReceiver:
             group.close()
 
     def _listen(self, connection: socket.socket, inbox: Inbox) -> None:
-        """Put the trainer's messages into the inbox, and end a broadcast that cannot succeed any more.
+        """Put the trainer's messages into the inbox, and abort a broadcast that cannot succeed any more.
 
-        A thread of its own, as the main one may be in a broadcast. Consumes messages. Waits for the next one. Unblocked
-        by the trainer, and by the end of the pull. Produces messages for `receive`.
+        Runs in a thread of its own, because the main thread may be blocked in a broadcast. Consumes messages. Waits for
+        the next message. Unblocked by the trainer, and by the end of the pull. Produces messages for `receive`.
         """
         try:
             while True:
@@ -389,13 +407,14 @@ class BroadcastReceiver:
             self._abort_broadcast()
 
     def _abort_broadcast(self) -> None:
+        """Make the main thread's broadcast raise, if a version is being received in a group."""
         if self._receiving and (group := self._group) is not None:
             group.abort()
 
     def _pieces(
         self, connection: socket.socket, inbox: Inbox, source: WeightSource, total: int, device: torch.device
     ) -> Iterator[torch.Tensor]:
-        """Yield all `total` bytes of a version in pieces, from as many groups as it takes."""
+        """Yield all `total` bytes of a version in pieces, from as many groups as are needed."""
         held, received = 0, 0
         while received < total:
             if not isinstance(order := _next_message(inbox), RoundOrder):
@@ -406,7 +425,7 @@ class BroadcastReceiver:
                 while (start := at * order.piece_bytes) < total:
                     piece = torch.empty(min(order.piece_bytes, total - start), dtype=torch.uint8, device=device)
                     group.broadcast(piece)
-                    if at == held:  # earlier pieces are sent for members that lack them
+                    if at == held:  # earlier pieces are sent for other members, which lack them
                         held, received = at + 1, received + len(piece)
                         yield piece
                     at += 1
@@ -416,7 +435,7 @@ class BroadcastReceiver:
                 send_message(connection, BroadcastRequest(self._name, source.version, held))
 
     def _join(self, order: RoundOrder, source: WeightSource) -> Broadcasts:
-        """Return the group of an order, which is formed if it is a new one."""
+        """Return the group of an order. Joins it first if this worker is not yet a member."""
         epoch = source.token, order.epoch
         if self._group is None or self._epoch != epoch:
             self.leave()
@@ -428,7 +447,13 @@ class BroadcastReceiver:
 
 
 def _next_message(inbox: Inbox) -> FromTrainer:
-    """Return the trainer's next message. Raises the end of the connection, and VersionGoneError if it is refused."""
+    """Return the trainer's next message.
+
+    Raises:
+        VersionGoneError: the trainer refused the version.
+        OSError: the connection was lost.
+        TransportError: the trainer hung up, or sent something that is not a message.
+    """
     message = inbox.get()
     if isinstance(message, Exception):
         raise message

@@ -1,4 +1,4 @@
-"""A weight version as bytes: private copies of the tensors, their manifest and checksums, and what has changed in them.
+"""A weight version as bytes: private copies of the tensors, their manifest, their checksums, and their changes.
 
 The publisher (`flash.weights.publisher`) copies the trainer's tensors (`staged_copies`), makes a `WeightImage` of the
 copies, and serves it. Workers build the tensors again from the manifest and the bytes.
@@ -33,19 +33,19 @@ FINGERPRINT_ELEMENTS = 1 << 22
 MAX_CHANGED_ELEMENTS = 2**31
 """Largest tensor, in elements, whose changes are sent: their places are int32."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by element size, for bit patterns that are summed."""
+"""Integer dtype by element size in bytes, for bit patterns that are summed."""
 _BITS = {**_SIGNED, 1: torch.uint8}
-"""Integer dtype by element size, for bit patterns that are sent."""
+"""Integer dtype by element size in bytes, for bit patterns that are sent."""
 
 
 # -- fingerprint -----------------------------------------------------------------------------------------------------
 
 
 class Fingerprint:
-    """Two exact sums over the bit patterns of all elements, modulo 2^64: of the patterns, and of their squares.
+    """Two exact sums over all elements, modulo 2^64: of their bit patterns, and of the squares of these.
 
-    Exact sums need no tolerance, so that stale weights cannot pass. They do not depend on the order of elements, so
-    that fused projections and permuted layouts keep them. Zeros add nothing, so that padding does not matter.
+    Exact sums need no tolerance, so stale weights cannot pass. The sums do not depend on the order of elements, so
+    fused projections and permuted layouts have the same fingerprint. Zeros add nothing, so padding does not matter.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Fingerprint:
         self.add_sums(sums.tolist())
 
     def add_sums(self, sums: Sequence[int]) -> None:
-        """Add the elements whose fingerprint is `sums`."""
+        """Add elements that are known only by their fingerprint `sums`."""
         self._sums = [_as_int64(mine + other) for mine, other in zip(self._sums, sums, strict=True)]
 
     @property
@@ -86,8 +86,8 @@ def staged_copies(
     Args:
         tensors: the trainer's tensors.
         dtype: dtype of the copies of floating-point tensors. Other tensors keep theirs.
-        fingerprint: gathers the copies; complete when the iterator has ended.
-        device: where copies are made; None leaves each tensor on its own device.
+        fingerprint: each copy is added to it. It is complete when the iterator has ended.
+        device: device of the copies; None: the device of each tensor.
     """
     for name, tensor in tensors:
         target = dtype if tensor.is_floating_point() else tensor.dtype
@@ -109,7 +109,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """A line of the manifest, which lists a version's tensors in the order of their bytes."""
+    """Entry of the manifest for one tensor. The manifest lists a version's tensors in the order of their bytes."""
 
     name: str
     dtype: str
@@ -119,20 +119,20 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """CRC-32 of the bytes; 0 for a backend whose workers do not compare it."""
 
     def tensor(self, flat: Tensor) -> Tensor:
-        """Return `flat`, the tensor's bytes, as a tensor of this dtype and shape. It shares the memory."""
+        """Return `flat`, the tensor's bytes, as a tensor of this dtype and shape. Both share one memory."""
         return flat.view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True)
 class WeightImage:
-    """A version as it is served. Nothing writes to it after it was made."""
+    """Bytes and manifest of a version. Nothing writes to an image after it was made."""
 
     manifest: bytes
     """msgpack of a list of `TensorMeta`."""
     payloads: list[memoryview]
     """Bytes of each tensor."""
     tensors: list[Tensor]
-    """The tensors that own these bytes."""
+    """Tensors that own the memory of `payloads`."""
 
     @property
     def digest(self) -> str:
@@ -141,11 +141,11 @@ class WeightImage:
 
 
 def make_image(tensors: NamedTensors, *, crc32: bool = True) -> WeightImage:
-    """Turn contiguous host tensors into an image, which owns them from now on.
+    """Turn contiguous host tensors into an image. The image owns the tensors; the caller must not change them.
 
     Args:
-        tensors: for example from `staged_copies`.
-        crc32: whether the manifest has the tensors' checksums, else zeros.
+        tensors: for example the copies from `staged_copies`.
+        crc32: True to put the tensors' checksums into the manifest; False to put zeros.
     """
     lines: list[TensorMeta] = []
     payloads: list[memoryview] = []
@@ -164,11 +164,11 @@ def make_image(tensors: NamedTensors, *, crc32: bool = True) -> WeightImage:
 
 @dataclass(frozen=True)
 class Changes:
-    """The elements of one tensor that differ, bit for bit, from the version before.
+    """Elements of one tensor whose bits differ from the version before.
 
-    A step of 1e-6 moves few weights far enough to become another 16-bit number. Where changes are fewer bytes than the
-    tensor, they are sent instead of it. Elements are counted in the order of the tensor's memory, and bytes are in the
-    host's order.
+    At a learning rate of 1e-6, few weights change enough to become another 16-bit number. If the changes have fewer
+    bytes than the tensor, the changes are sent instead of the tensor. Elements are numbered in the order of the
+    tensor's memory, and bytes are in the host's order.
     """
 
     places: Tensor
@@ -178,7 +178,7 @@ class Changes:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that travel."""
+        """Number of bytes that are sent for these changes."""
         return self.places.nbytes + self.elements.nbytes
 
 
@@ -193,8 +193,8 @@ def find_changes(before: Tensor, after: Tensor) -> Changes | None:
     bits = _BITS[after.itemsize]
     new = after.view(-1).view(bits)
     differs = before.view(-1).view(bits) != new
-    # Counted before places are listed: torch's places are 64 bits wide, so that a list of all of them would take
-    # several times the tensor's memory.
+    # Count before listing the places: torch's places are 64 bits wide, so a list of all places would take several times
+    # the tensor's memory.
     if int(differs.count_nonzero()) * (torch.int32.itemsize + after.itemsize) >= after.nbytes:
         return None
     places = differs.nonzero().view(-1)
@@ -207,7 +207,7 @@ def empty_changes(count: int, itemsize: int) -> Changes:
 
 
 def apply_changes(flat: Tensor, changes: Changes) -> None:
-    """Turn the bytes of the version before into the bytes of this one, in place.
+    """Turn a tensor's bytes of the version before into the bytes of the new version, in place.
 
     Raises:
         IndexError: a place is outside the tensor.
@@ -219,7 +219,10 @@ def apply_changes(flat: Tensor, changes: Changes) -> None:
 
 
 def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield the bytes of an image in pieces, beginning with piece number `first`. The last one may be shorter."""
+    """Yield the bytes of an image in pieces of `piece_bytes`, starting with piece number `first`.
+
+    Pieces do not end where tensors end, so `join_pieces` builds the tensors again. The last piece may be shorter.
+    """
     skip = first * piece_bytes
     left = sum(map(len, image.payloads)) - skip
     piece, filled = torch.empty(min(piece_bytes, left), dtype=torch.uint8, device=device), 0
@@ -239,7 +242,7 @@ def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.
 def join_pieces(
     lines: Iterable[TensorMeta], pieces: Iterator[Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a manifest, by name, from the pieces of all their bytes."""
+    """Yield the tensors of a manifest, by name, from pieces that hold all their bytes in the manifest's order."""
     piece = torch.empty(0, dtype=torch.uint8, device=device)
     for line in lines:
         flat, filled = torch.empty(line.nbytes, dtype=torch.uint8, device=device), 0

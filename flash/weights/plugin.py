@@ -1,11 +1,12 @@
 """vLLM's entry points into Flash, and how vLLM's processes end with the node loop that owns them.
 
 vLLM imports this module in each of its processes, because `pyproject.toml` names it:
-- `no_platform` (`vllm.platform_plugins`) runs before everything else. vLLM asks it for a platform; we have none.
+- `no_platform` (`vllm.platform_plugins`) runs before everything else. vLLM calls it to find a platform. It returns none
+  and is used only because it runs so early.
 - `register` (`vllm.general_plugins`) registers our weight receiver.
 
-`follow` is called by the processes that `flash.rollout.vllm.processes` forks. This module imports neither torch nor
-vLLM, as `no_platform` has to set log levels before they are imported.
+The processes that `flash.rollout.vllm.processes` forks call `follow`. This module imports neither torch nor vLLM,
+because `no_platform` has to set log levels before these are imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NODE_PID = "FLASH_NODE_PID"
 """Environment variable that holds the process id of the node loop that owns the engine."""
 
 SPIN_S = 0.002
-"""Seconds for which a process of an engine on a CPU spins for the next message: about a step of a small model."""
+"""Seconds for which a process of an engine on a CPU polls for the next message before it sleeps: about the duration of
+one step of a small model."""
 
 _registered = threading.Event()
 
@@ -38,17 +40,20 @@ def register() -> None:
 
 
 def no_platform() -> None:
-    """Offer no platform, and silence warnings that Triton has nothing for a CPU.
+    """Silence the warnings that Triton does not support a CPU, and return no platform.
 
-    vLLM's CPU build logs them before it sets up its logging, and so at any configured level. Where that build is not
-    installed, torch logs them.
+    vLLM's CPU build logs these warnings before it sets up its logging, so no configured level hides them. In other
+    builds torch logs them.
     """
     for name in ("vllm.triton_utils", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def follow(node_pid: int) -> None:
-    """End this process when process `node_pid` ends, however that ended."""
+    """Start a thread that ends this process when process `node_pid` ends, also if that process is killed.
+
+    Without this, a killed node loop would leave engines that hold the GPU's memory.
+    """
     try:
         descriptor = os.pidfd_open(node_pid)
     except ProcessLookupError:
@@ -57,9 +62,9 @@ def follow(node_pid: int) -> None:
 
 
 def _exit_after(descriptor: int) -> None:
-    """Wait until the process behind a pidfd ends, then end this one.
+    """Wait until the process behind a pidfd ends, then end this process.
 
-    Waits without a deadline, because the process that owns this one may live as long as it likes.
+    The wait has no deadline: the node loop may run for any time.
     """
     select.select([descriptor], [], [])
     # Not sys.exit: the main thread may be inside a collective that will never return.

@@ -4,12 +4,13 @@
 memory and serves them there: engine workers pull or join a broadcast. `IpcPublisher` (ipc) leaves copies on the GPUs
 that trainer and engine share, and announces CUDA handles, which vLLM's own receiver opens.
 
-Law (a version is immutable): once announced, a version's tensors never change, though the trainer goes on updating its
-own. Both publishers copy before they announce.
+Law (a version is immutable): once announced, a version's tensors never change, although the trainer goes on updating
+its own tensors. Both publishers copy before they announce.
 
-Nobody waits in `publish` for an engine. The hub announces the next version only when all engines have acknowledged this
-one (`flash.hub.fleet`); two versions are kept, because an engine may still read the older one. With ipc an engine that
-dies in the middle loses nothing of others, and a late joiner opens the handles of the newest version.
+`publish` never waits for an engine. The hub announces the next version only when all engines have acknowledged this one
+(`flash.hub.fleet`). Two versions are kept, because an engine may still read the older one. With ipc, an engine that
+dies during a load does not disturb other engines, and an engine that joins late opens the handles of the newest
+version.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from flash.weights.tcp import WeightServer
 from flash.weights.versions import UpdateInfo, encode_update
 
 Announce = Callable[[bytes], None]
-"""Tells the engines that they may start to load a version; its argument is `Published.update_info`."""
+"""Notifies the engines, through the hub, that they may start to load a version. The argument becomes
+`Published.update_info`, an encoded `flash.weights.versions.UpdateInfo`."""
 
 
 class WeightPublisher(Protocol):
-    """Gives versions to the engines. Lives on every trainer rank, because gathering full tensors is a collective."""
+    """Interface of the two publishers, which offer versions to the engines.
+
+    Every trainer rank has one, because gathering full tensors is a collective.
+    """
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Offer `version` to the engines, and return as soon as they may load it.
+        """Offer `version` to the engines, and return as soon as the engines may load it.
 
-        Every rank calls this with the same names in the same order, because iterating over `tensors`, which are full
-        and unsharded, is a collective. Rank 0 calls `announce(update_info)` once.
+        `tensors` are full, not sharded. Each rank must iterate over all of them, with the same names in the same order,
+        because gathering them is a collective. Rank 0 calls `announce(update_info)` once.
 
         Returns:
-            the bytes that then travel to one worker of an engine, on rank 0; 0 on other ranks, and for ipc.
+            On rank 0, the number of bytes that are then sent to one engine worker. 0 on other ranks, and for ipc.
         """
         ...
 
@@ -75,7 +80,9 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
 
 
 class HostPublisher:
-    """Publishes host copies. Rank 0 stages and serves them; other ranks only take part in the gather.
+    """Publishes versions as copies in host memory, from which rank 0's server sends (tcp, nccl, gloo).
+
+    Rank 0 copies and serves. The other ranks only take part in gathering the tensors.
 
     Args:
         rank: rank of this process among the trainer ranks.
@@ -101,7 +108,7 @@ class HostPublisher:
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
         """Serve copies of `tensors` as `version`. See `WeightPublisher.publish`."""
         if self._server is None:
-            for _ in tensors:
+            for _ in tensors:  # iterating is a collective: rank 0 would hang without this rank
                 pass
             return 0
         fingerprint = Fingerprint()
@@ -111,7 +118,7 @@ class HostPublisher:
         return self._server.newest_bytes
 
     def close(self) -> None:
-        """Stop serving. Pulls in progress go on while this process lives."""
+        """Stop serving new workers. Pulls in progress go on while this process lives."""
         if self._server is not None:
             self._server.close()
 
@@ -119,27 +126,28 @@ class HostPublisher:
 # -- ipc -------------------------------------------------------------------------------------------------------------
 
 StagedTensors = list[tuple[str, torch.Tensor]]
-"""Copies on this rank's GPU, by name."""
+"""Pairs of name and copy, on this rank's GPU."""
 IpcHandles = list[dict[str, Any]]
 """Per tensor: GPU id → arguments that rebuild the tensor in another process which uses that GPU."""
 
 
 class IpcExporter(Protocol):
-    """Access to this rank's GPU memory for other processes."""
+    """Interface that gives other processes access to this rank's GPU memory. A fake exists for tests without a GPU."""
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
-        """Return handles of this rank's tensors, valid while the tensors live."""
+        """Return handles of this rank's tensors. A handle is valid while its tensor exists."""
         ...
 
     def gather(self, handles: IpcHandles) -> list[IpcHandles]:
-        """Return every rank's handles, on rank 0; a collective."""
+        """Return every rank's handles on rank 0, and an empty list on other ranks. Every rank must call this."""
         ...
 
 
 class IpcPublisher:
-    """Publishes device copies that stay on the GPUs. Every rank exports handles of its own, rank 0 announces all.
+    """Publishes versions as copies on the GPUs, which trainer and engines share (ipc).
 
-    No engine reports when it has read the memory, so the copies of the newest `VERSIONS_KEPT` versions are kept.
+    Every rank exports handles of the copies on its GPU, and rank 0 announces the handles of all ranks. No engine
+    reports to a publisher that it has read the memory, so the copies of the newest `VERSIONS_KEPT` versions are kept.
     """
 
     def __init__(self, rank: int, dtype: torch.dtype, exporter: IpcExporter) -> None:
@@ -149,8 +157,13 @@ class IpcPublisher:
         self._kept: deque[StagedTensors] = deque(maxlen=VERSIONS_KEPT)
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Copy on every rank's GPU, export, and announce the merged handles. See `WeightPublisher.publish`."""
+        """Copy the tensors on this rank's GPU and export handles of the copies. See `WeightPublisher.publish`.
+
+        Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU, and announces
+        them. `version` is not used: the caller of `announce` adds the number.
+        """
         fingerprint = Fingerprint()
+        # device=None: each copy stays on the GPU of its tensor.
         staged = list(staged_copies(tensors, self._dtype, fingerprint, device=None))
         self._kept.append(staged)
         gathered = self._exporter.gather(self._exporter.export(staged))
@@ -160,36 +173,41 @@ class IpcPublisher:
         for handles in gathered:
             for target, handle in zip(merged, handles, strict=True):
                 target.update(handle)
-        # vLLM's receiver takes handles as pickle and no other way. They travel to the engine over the hub's
-        # connections, whose ends have proven the token, so that nobody else can make vLLM unpickle anything.
+        # vLLM's receiver accepts handles only as pickle. They travel to the engine over the hub's connections, whose
+        # ends have proven the token, so that nobody else can make vLLM unpickle anything.
         update = {
             "names": [name for name, _ in staged],
             "dtype_names": [dtype_name(tensor.dtype) for _, tensor in staged],
             "shapes": [list(tensor.shape) for _, tensor in staged],
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
         }
+        # Not packed: there is one handle per tensor. vLLM's packed form has one buffer with all tensors.
         announce(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})))
         return 0
 
     def close(self) -> None:
-        """Free the copies."""
+        """Free the copies of all versions that are kept."""
         self._kept.clear()
 
 
 class TorchIpcExporter:
-    """CUDA IPC through torch. Handles travel over the default process group of the trainer ranks."""
+    """Exporter that uses torch's CUDA IPC. It gathers handles over the default process group of the trainer ranks."""
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
         """Return one handle per tensor, under the id of this rank's GPU."""
+        # Frees the memory of earlier versions that their readers have closed.
         torch.cuda.ipc_collect()
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         handles = [{gpu: ipc_handle(tensor)} for _, tensor in tensors]
-        # A handle says nothing about pending work: the copies have to be complete before another process opens it.
+        # A handle does not wait for pending work, so the copies have to be complete before another process opens it.
         torch.cuda.current_stream().synchronize()
         return handles
 
     def gather(self, handles: IpcHandles) -> list[IpcHandles]:
-        """Gather handles as objects. The process group's own timeout bounds the wait."""
+        """Return every rank's handles on rank 0, and an empty list on other ranks.
+
+        The process group's own timeout bounds the wait. Without a process group, this process is the only rank.
+        """
         if not torch.distributed.is_initialized():
             return [handles]
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

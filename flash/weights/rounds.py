@@ -1,12 +1,12 @@
 """Rounds: which engine workers a version is broadcast to together, and when. Pure state of the broadcast backends.
 
 A worker requests a version when its engine has paused for it. A *round* sends one version to all workers that have
-requested it. It begins as soon as every known worker that lacks the version has requested it, or `gather_s` seconds
-after the first request. A known worker that has not requested it by then is gone or busy: rounds do not wait for it
-again before it has received a version.
+requested it. A round begins as soon as every known worker that lacks the version has requested it, or `gather_s`
+seconds after the first request. A known worker that has not requested the version by then is gone or busy: no round
+waits for that worker again before it has received a version.
 
-Rounds with the same members share an *epoch*, that is, one process group of torch. Other members begin a new epoch, and
-so does the round after one that failed.
+Rounds with the same members share an *epoch*, that is, one process group of torch. A round with other members begins a
+new epoch, and so does the round after a failed round.
 
 Laws: the members of an epoch never change. A worker that requests a version becomes a member of a round, or is removed.
 No worker waits for another one longer than `gather_s` and the round that is running.
@@ -20,9 +20,10 @@ import msgspec
 
 
 class Round(msgspec.Struct, frozen=True):
-    """A version, sent to some workers at once."""
+    """Broadcast of one version to some workers together."""
 
     epoch: int
+    """Number of the process group. A round with the members of the round before keeps the group and its number."""
     version: int
     members: tuple[str, ...]
     """Names of the workers. Their ranks in the process group are 1, 2, …; the trainer is rank 0."""
@@ -37,6 +38,7 @@ class _WaitingRequest(msgspec.Struct, frozen=True):
     held: int
     """Pieces of the version that the worker has already."""
     since: float
+    """Time of the request, in seconds on the caller's clock."""
 
 
 class RoundPlanner:
@@ -52,10 +54,12 @@ class RoundPlanner:
         """Members of the current epoch; empty after a round that failed."""
         self._epoch = 0
         self._version = -1
+        """Version of the running or last round; −1 before the first round."""
         self.unfinished: set[str] = set()
-        """Members of the running round that have not reported yet how it ended for them; empty if no round runs."""
+        """Members of the running round that have not yet reported whether they have the version; empty if no round
+        runs."""
         self.failed = False
-        """True if the running round cannot succeed for all members. The unfinished ones have to leave the group."""
+        """True if the running round cannot succeed for all members. The unfinished members have to leave the group."""
 
     def request(self, member: str, version: int, held: int, now: float) -> None:
         """Note that a worker waits for `version` and has `held` of its pieces.
@@ -66,20 +70,20 @@ class RoundPlanner:
         self._requests[member] = _WaitingRequest(version, held, now)
 
     def finish(self, member: str) -> None:
-        """Note that a worker has received all of the version, or does not want it any more."""
+        """Note that a worker has received the whole version."""
         self._requests.pop(member, None)
         if member in self.unfinished:
             self.unfinished.discard(member)
             self._known[member] = self._version
 
     def remove(self, member: str) -> None:
-        """Forget a worker that is gone, or that is not waited for any more."""
+        """Forget a worker whose connection ended, or that did not leave a failed group in time. Its round fails."""
         self._leave_round(member)
         self._requests.pop(member, None)
         self._known.pop(member, None)
 
     def fail(self) -> None:
-        """Note that the running round cannot go on. The next one begins a new epoch."""
+        """Note that the running round cannot go on. The next round gets a new group and a new epoch."""
         self.failed = True
         self._group = ()
 
@@ -106,10 +110,11 @@ class RoundPlanner:
         return Round(self._epoch, version, members, first)
 
     def _requested(self, member: str, version: int) -> bool:
+        """Return True if the worker waits for this version."""
         return member in self._requests and self._requests[member].version == version
 
     def _leave_round(self, member: str) -> None:
-        """Let the running round fail if `member` has not finished it."""
+        """Mark the running round as failed if `member` has not finished it."""
         if member in self.unfinished:
             self.unfinished.discard(member)
             self.fail()

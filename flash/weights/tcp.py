@@ -7,12 +7,12 @@ Wire, integers big-endian; first both sides prove the run's token (`flash.transp
     trainer → worker   the tensors' bytes, in the manifest's order. Where changes follow: for each tensor the number of
                        changed elements, then their places and their bit patterns; or −1, then all bytes
 
-Checksums: the announcement has the manifest's SHA-256, the manifest each tensor's CRC-32. So the loaded bytes are the
-published ones.
+Checksums: the announcement holds the manifest's SHA-256, and the manifest holds each tensor's CRC-32. So the loaded
+bytes are the published bytes.
 
-Who waits for whom: the trainer waits for no worker, as each connection has a thread of its own. A worker waits for the
-trainer, and gives up after `timeout_s` seconds of silence. A worker that dies ends its own connection only. A late
-joiner pulls a version as any other worker does, while it is one of the two newest; otherwise it gets VersionGoneError.
+Waiting: the trainer waits for no worker, because each connection has a thread of its own. A worker waits for the
+trainer, and gives up after `timeout_s` seconds of silence. A worker that dies ends only its own connection. A late
+worker pulls a version as any other worker does. A worker that requests an older version gets VersionGoneError.
 
 Security: `AuthenticatedListener` bounds connections without a proof. Lengths are checked before memory is allocated
 (`receive_message`, `_receive_tensor`); nothing is unpickled. `flash.weights.broadcast` builds on this module.
@@ -70,7 +70,7 @@ MessageT = TypeVar("MessageT")
 
 
 class PullReply(msgspec.Struct, frozen=True):
-    """The trainer's answer to a worker's request."""
+    """Trainer's answer to a worker's request."""
 
     error: str | None = None
     """Message if the trainer does not hold the version any more."""
@@ -104,7 +104,8 @@ class WeightSource:
 
 
 Receive = Callable[[socket.socket, WeightSource], Iterator[tuple[str, torch.Tensor]]]
-"""Fetches a version over a connection on which both sides have proven the token; yields its tensors by name."""
+"""Function that fetches a version over a connection on which both sides have proven the token, and yields the version's
+tensors by name."""
 
 
 # -- the trainer's side ----------------------------------------------------------------------------------------------
@@ -119,10 +120,11 @@ class WeightServer:
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
         timeout_s: longest silence of a worker that has proven it, in seconds.
-        deltas: whether a worker that holds the version before the newest is sent only what has changed.
+        deltas: True to send only the changed elements to a worker that holds the version before the newest.
     """
 
     backend = "tcp"
+    """Backend that `WeightSource.backend` names. `BroadcastServer` sets gloo or nccl."""
     compares_crc32 = True
     """True if workers compare the CRC-32 of each tensor, so that the manifest has to hold it."""
 
@@ -140,7 +142,10 @@ class WeightServer:
         self._listener = AuthenticatedListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
-        """Serve `image` as `version` from now on, and forget all but the newest versions."""
+        """Serve `image` as `version` from now on, drop all but the newest versions, and return the announced source.
+
+        `fingerprint` is sent with the source; only the broadcast backends compare it.
+        """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
         if before is not None:
@@ -177,7 +182,8 @@ class WeightServer:
         if (image := self._held_image(version)) is None:
             send_message(connection, PullReply(error=self._not_held(version)))
             return
-        # Changes fit one base version only. The digest tells it from a version of another trainer with the same number.
+        # Changes fit one base version only. A version of another trainer may have the same number, so the digest is
+        # compared.
         changes = known[2] if known is not None and known[:2] == (version, digest) else None
         send_message(connection, PullReply(manifest=image.manifest, changes=changes is not None))
         for number, payload in enumerate(image.payloads):
@@ -200,11 +206,13 @@ class WeightServer:
 
 
 class AuthenticatedListener:
-    """A listening port with threads, as rank 0's main thread belongs to torch. Each proven connection gets a thread.
+    """Listening port that authenticates workers and serves each one in a thread of its own.
+
+    It uses threads and no event loop, because rank 0's main thread is busy with torch.
 
     Law of unproven connections: a connection without a proof holds one thread, for `prove_s` seconds in all, whatever
-    it sends. If there are more than `MAX_UNPROVEN`, the oldest is ended. A process that runs out of file descriptors or
-    threads accepts nothing for `PAUSE_S` seconds and logs that. Only `close` ends the listener.
+    it sends. If there are more than `MAX_UNPROVEN` of them, the oldest is ended. A process that runs out of file
+    descriptors or threads accepts no connection for `PAUSE_S` seconds and logs that. Only `close` ends the listener.
 
     Args:
         host: the address to listen at. A free port is taken.
@@ -233,7 +241,7 @@ class AuthenticatedListener:
 
     @property
     def port(self) -> int:
-        """The port at which it listens."""
+        """Port at which the listener accepts connections."""
         return self._listener.getsockname()[1]
 
     def close(self) -> None:
@@ -248,8 +256,8 @@ class AuthenticatedListener:
     def _accept(self) -> None:
         """Start a thread for each connection, until `close`.
 
-        Consumes connections. Waits for the next one, or for `PAUSE_S` when descriptors or threads ran out. Unblocked by
-        a client and by `close`. Produces threads that run `_serve_connection`.
+        Consumes connections. Waits for the next connection, or for `PAUSE_S` when descriptors or threads ran out.
+        Unblocked by a client and by `close`. Produces threads that run `_serve_connection`.
         """
         while not self._closing.is_set():
             try:
@@ -269,11 +277,13 @@ class AuthenticatedListener:
                 self._pause(error, "let this process start more threads (`ulimit -u`)")
 
     def _pause(self, error: Exception, advice: str) -> None:
+        """Log that descriptors or threads ran out, free some of them, and wait `PAUSE_S` seconds."""
         self._log.warn("no connections are taken for %g s: %s; %s", PAUSE_S, error, advice)
         self._end_oldest(keep=MAX_UNPROVEN // 2)
         self._closing.wait(PAUSE_S)
 
     def _serve_connection(self, connection: socket.socket, peer: object) -> None:
+        """Authenticate and serve one connection, then close it. Runs in the connection's thread."""
         with connection:
             try:
                 try:
@@ -314,12 +324,12 @@ class AuthenticatedListener:
         blocking_handshake(server_handshake(self._token), send, receive)
 
     def _forget(self, connection: socket.socket) -> None:
-        """Take a connection from the unproven ones, so that its socket may be closed or served."""
+        """Remove a connection from the unproven connections, so that `_end_oldest` does not end it any more."""
         with self._lock:
             self._unproven.pop(connection, None)
 
     def _end_oldest(self, keep: int) -> None:
-        """End all unproven connections but the newest `keep`, by waking their threads, which close them."""
+        """End all unproven connections except the newest `keep`. The shutdown wakes their threads, which close them."""
         with self._lock:
             for connection in list(self._unproven)[: max(0, len(self._unproven) - keep)]:
                 del self._unproven[connection]
@@ -366,7 +376,7 @@ def pull(source: WeightSource, receive: Receive | None = None) -> Iterator[tuple
 
 
 class TcpReceiver:
-    """A worker's side of tcp. With deltas it keeps the last version, the whole model, in the host's memory."""
+    """Worker's side of backend tcp. With deltas it keeps the last version, the whole model, in the host's memory."""
 
     def __init__(self) -> None:
         self._digest = NO_DIGEST
@@ -375,13 +385,13 @@ class TcpReceiver:
         """Bytes of each tensor of that version."""
 
     def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Request the version and yield its tensors. A `Receive`; raises as `pull`."""
+        """Request the version and yield its tensors. `pull` calls this and lists the errors."""
         connection.sendall(PULL_REQUEST.pack(source.version, self._digest))
         reply = receive_message(connection, _REPLIES)
         if reply.error is not None:
             raise version_gone(reply.error)
-        # Tensors of two versions are mixed until the last one has come. Nothing counts as held until then, so that a
-        # pull which fails in the middle is followed by a whole one.
+        # Until the last tensor has arrived, the tensors of two versions are mixed. So this worker holds no version yet,
+        # and after a pull that failed in the middle the next pull fetches all bytes.
         self._digest, before, self._tensors = NO_DIGEST, self._tensors, {}
         for line in check_manifest(reply.manifest, source):
             old = before.pop(line.name) if reply.changes else None
@@ -395,12 +405,16 @@ class TcpReceiver:
 
 
 def version_gone(error: str) -> VersionGoneError:
-    """Return the error of a worker that requested a version which the trainer does not hold."""
+    """Return the VersionGoneError for a worker that requested a version which the trainer does not hold."""
     return VersionGoneError(f"the trainer serves no weights: {error}")
 
 
 def check_manifest(manifest: bytes, source: WeightSource) -> list[TensorMeta]:
-    """Return the lines of a manifest. Raises WeightsError if it is not the announced one."""
+    """Decode a manifest into one `TensorMeta` per tensor.
+
+    Raises:
+        WeightsError: the manifest's SHA-256 is not the announced digest.
+    """
     digest = hashlib.sha256(manifest).hexdigest()
     if digest != source.digest:
         raise WeightsError(
@@ -413,17 +427,21 @@ def check_manifest(manifest: bytes, source: WeightSource) -> list[TensorMeta]:
 def _receive_tensor(
     connection: socket.socket, line: TensorMeta, version: int, before: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the bytes of the tensor in line `line` of the manifest.
+    """Receive one tensor and return its bytes as a flat uint8 tensor.
 
     Args:
-        connection: where the bytes come from.
-        line: the checked line.
-        version: for the message.
-        before: bytes of the tensor in the version whose changes follow, taken over; None if no changes follow.
+        connection: connection to the trainer.
+        line: the tensor's entry in the manifest.
+        version: version of the tensor, for the error message.
+        before: bytes of the tensor in the version that this worker holds, if the trainer sends changes. The changes are
+            written into these bytes, so the caller must not use them any more. None if whole tensors follow.
+
+    Raises:
+        WeightsError: the bytes do not have the CRC-32 of the manifest.
     """
     count = -1 if before is None else CHANGE_COUNT.unpack(_receive(connection, CHANGE_COUNT.size))[0]
     if before is None or count < 0:
-        # A buffer of its own for each tensor: the layerwise reload keeps tensors until their layer is complete.
+        # Each tensor gets a buffer of its own: the layerwise reload keeps tensors until their layer is complete.
         flat = torch.empty(line.nbytes, dtype=torch.uint8)
         crc32 = _receive_into(connection, tensor_bytes(flat))
     else:
@@ -446,7 +464,7 @@ def _receive_tensor(
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Send a message as its length (u32) and its msgpack."""
+    """Send a message: its length as u32, then the message as msgpack."""
     body = msgspec.msgpack.encode(message)
     connection.sendall(struct.pack("!I", len(body)) + body)
 

@@ -1,15 +1,15 @@
-"""A weight version as processes speak of it: what announces it, why loading it failed, and how loading is verified.
+"""Messages about a weight version, and its verification: the announcement, the load failure, and two checks.
 
-Imports neither torch nor vLLM, for the node loop (`flash.rollout.vllm.engine`).
+This module imports neither torch nor vLLM, because the node loop (`flash.rollout.vllm.engine`) uses it.
 
 A version is announced with `UpdateInfo` (trainer → hub → node loop). Each of the engine's workers loads it, or reports
 a `LoadFailure` (worker → node loop). Then the node loop verifies the engine, before it acknowledges the version to the
 hub:
 
-- `LoadedWeights` compares fingerprints: the workers hold the weights that were published. It sees stale weights, which
-  the canary cannot see, because its tolerance has to allow for rounding.
-- `check_canary` compares log-probs of a short text: the engine computes with these weights as the trainer does. How far
-  two healthy ones are apart follows from their precision, which the trainer measures (`flash.trainer.model.canary`).
+- `LoadedWeights` compares fingerprints: the workers hold the weights that were published. This check detects stale
+  weights. The canary cannot detect them, because its tolerance has to allow for rounding.
+- `check_canary` compares log-probs of a short text: the engine computes with these weights as the trainer does. The
+  tolerance follows from the precision of the numbers, which the trainer measures (`flash.trainer.model.canary`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flash.types import Canary
 
 
 class UpdateInfo(msgspec.Struct, frozen=True):
-    """The decoded form of `Published.update_info`: how workers get a version.
+    """Announcement of a version: how workers get it. The decoded form of `Published.update_info`.
 
     The dictionaries go unchanged to vLLM's `init_weight_transfer_engine` and `update_weights`.
     """
@@ -44,7 +44,7 @@ def encode_update(info: UpdateInfo) -> bytes:
 
 
 def decode_update(data: bytes) -> UpdateInfo:
-    """Return the `UpdateInfo` that was encoded. Raises `msgspec.DecodeError` if `data` is something else."""
+    """Decode the bytes of `encode_update`. Raises `msgspec.DecodeError` if `data` is something else."""
     return msgspec.msgpack.decode(data, type=UpdateInfo)
 
 
@@ -56,14 +56,14 @@ class LoadFailure(msgspec.Struct, frozen=True):
     """
 
     kind: Literal["gone", "damaged", "failed"]
-    """`gone`: the trainer holds newer versions only, so the engine is too late and has to start again. `damaged`: the
-    bytes are not those that were published, for this engine as for all others. `failed`: anything else, such as a lost
-    connection; it says nothing about other engines."""
+    """`gone`: the trainer holds only newer versions, so the engine is too late and has to restart. `damaged`: the bytes
+    are not the published bytes, so no engine can load this version. `failed`: any other error, such as a lost
+    connection, which other engines may not have."""
     message: str
 
     @staticmethod
     def of(error: FlashError) -> LoadFailure:
-        """Return the failure that an error of `flash.weights.tcp.pull` means."""
+        """Convert an error of `flash.weights.tcp.pull` into a failure."""
         match error:
             case VersionGoneError():
                 return LoadFailure("gone", str(error))
@@ -73,22 +73,26 @@ class LoadFailure(msgspec.Struct, frozen=True):
                 return LoadFailure("failed", str(error))
 
     def to_plain(self) -> dict[str, str]:
-        """Return the fields as a dictionary, which vLLM's workers can send without pickle."""
+        """Return the fields as a dictionary of strings, which vLLM's workers can send without pickle."""
         return msgspec.to_builtins(self)
 
     @staticmethod
     def from_plain(data: dict[str, str]) -> LoadFailure:
-        """Return the failure that `to_plain` gave."""
+        """Convert a dictionary from `to_plain` back into a failure."""
         return msgspec.convert(data, LoadFailure)
 
 
 class LoadedWeights:
-    """Fingerprints of what one engine holds, followed from version to version.
+    """Check of the weights that one engine holds, from version to version, by their fingerprints.
 
-    Law (a loaded version is the published one): if a single worker held exactly the published tensors at its first
-    version, it must do so at each later one. If `exact` is True, it must from the first version on. Otherwise the
-    fingerprints cannot be equal (tensor-parallel shards, quantised or otherwise derived weights, tensors that the
-    engine does not load); then the fingerprint of each worker has to change whenever the published one does.
+    Law (a loaded version is the published one): if the engine has one worker, and this worker held exactly the
+    published tensors at its first version, then it must hold them at each later version. With `exact` it must hold them
+    from the first version on. In other engines the fingerprints cannot be equal (tensor-parallel shards, quantised or
+    otherwise derived weights, tensors that the engine does not load). There the fingerprint of each worker has to
+    change whenever the published fingerprint changes.
+
+    Args:
+        exact: True if the fingerprints must be equal from the first version on; None: decide at the first version.
     """
 
     def __init__(self, *, exact: bool | None = None) -> None:
@@ -121,8 +125,8 @@ class LoadedWeights:
 def check_canary(canary: Canary, observed: Sequence[float], *, engine: int, version: int) -> float:
     """Compare an engine's log-probs with the trainer's, and return the mean of their absolute differences in nats.
 
-    The mean is compared with the tolerance, not the maximum: rounding makes single large differences, above all where
-    it routes a token to another expert, while an engine that computes wrongly differs at most tokens.
+    The mean is compared with the tolerance, not the maximum. Rounding alone can make a few large differences, above all
+    if it routes a token to another expert, but an engine that computes wrongly differs at most of the tokens.
 
     Args:
         canary: the text, the trainer's log-probs (one per token after the first), and the tolerance.

@@ -1,10 +1,10 @@
-"""The receiving end inside vLLM's workers: how a version is loaded, and what the node loop asks a worker about it.
+"""Loading of a version inside vLLM's workers, and the methods by which the node loop checks a worker.
 
-The node loop (`flash.rollout.vllm.engine`) has vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
-start → receive → finish. `receive_weights` pulls the version (`flash.weights.tcp`, `flash.weights.broadcast`) and gives
-its tensors to vLLM's layerwise reload, which keeps the storage that compiled graphs point into. Then the node loop
-calls `WorkerExtension`, whose methods vLLM adds to its worker class: was there a failure, and which weights does it
-hold?
+The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
+first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
+(`flash.weights.tcp`, `flash.weights.broadcast`) and gives its tensors to vLLM's layerwise reload, which keeps the
+storage that compiled graphs point into. After that the node loop calls the methods of `WorkerExtension`, which vLLM
+adds to its worker class. They return the failure of the last load and the fingerprint of the weights.
 
 With ipc, vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
 
@@ -42,7 +42,7 @@ LayerSums = WeakKeyDictionary[nn.Module, list[int]]
 
 @dataclass
 class ReceiverInitInfo(WeightTransferInitInfo):
-    """Empty: every pull opens a connection of its own."""
+    """Empty init info, which vLLM's interface requires. Every pull opens a connection of its own."""
 
 
 @dataclass
@@ -51,7 +51,10 @@ class ReceiverUpdateInfo(WeightSource, WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo]):
-    """Pulls a version and loads it while it arrives (tcp, gloo, nccl). vLLM makes one per worker."""
+    """Weight transfer engine of one worker: pulls a version and loads each tensor as it arrives (tcp, gloo, nccl).
+
+    vLLM makes one per worker and calls its methods.
+    """
 
     init_info_cls = ReceiverInitInfo
     update_info_cls = ReceiverUpdateInfo
@@ -65,10 +68,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         self.layer_sums: LayerSums = WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
-        """Do nothing: there is no rendezvous."""
+        """Do nothing: every pull opens a connection of its own."""
 
     def start_weight_update(self) -> None:
-        """Make the layers expect new tensors."""
+        """Prepare the layers for new tensors, and forget the failure of the last version."""
         self.failure = None
         begin_reload(self.model, self.device, partial(keep_sums, self.layer_sums))
 
@@ -80,8 +83,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         except FlashError as error:
             self.failure = LoadFailure.of(error)
         except BaseException:
-            # Layers count the tensors that they are given. Without this the next version would be loaded on top of the
-            # half that this one has loaded.
+            # Layers count the tensors that they are given. Without this call, the next version would be loaded on top
+            # of the part of this version that has been loaded.
             self.finish_weight_update()
             raise
 
@@ -95,9 +98,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class, for `collective_rpc`.
+    """Methods that vLLM adds to its worker class. The node loop calls them with `collective_rpc`.
 
-    vLLM refuses names that its workers have, hence the prefix. `self` is vLLM's worker.
+    vLLM refuses names that its workers already have, so the names have a prefix. `self` is vLLM's worker.
     """
 
     def flash_fingerprint(self, adapter: int) -> list[int]:
@@ -135,7 +138,10 @@ class WorkerExtension:
 
 
 def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:
-    """Add a layer's fingerprint to `layer_sums`. Its new weights are about to be packed; later none can be taken."""
+    """Add a layer's fingerprint to `layer_sums`.
+
+    Called just before the CPU's kernels pack the layer's new weights. After that the fingerprint cannot be computed.
+    """
     fingerprint = Fingerprint()
     for parameter in layer.parameters(recurse=False):
         fingerprint.add(parameter)
@@ -145,10 +151,10 @@ def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:
 def model_sums(model: nn.Module, layer_sums: LayerSums) -> list[int]:
     """Return the fingerprint of all weights that a model holds, each counted once.
 
-    Layers in `layer_sums` have packed weights: their sums are taken from there. They come first, so that a parameter
-    which another layer shares with them is not counted again.
+    Layers in `layer_sums` have packed weights, so their fingerprints are taken from `layer_sums`.
     """
     fingerprint, seen = Fingerprint(), set[int]()
+    # Packed layers come first, so that a parameter which they share with another layer is not counted again.
     for layer in sorted(model.modules(), key=lambda layer: layer not in layer_sums):
         parameters = [one for one in layer.parameters(recurse=False) if id(one) not in seen]
         seen.update(map(id, parameters))
