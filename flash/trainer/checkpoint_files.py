@@ -1,8 +1,9 @@
-"""Checkpoints as files: which there are, whether they are whole, and which one a run goes on from. Needs no torch.
+"""Find, check and replace checkpoints as files; needs no torch. `flash.trainer.checkpoint` writes and loads them.
 
-A checkpoint is a folder `step-000020` whose manifest names every file with its size and CRC. It is written aside and
-renamed, so a folder of that name was whole once. `step-000020.replaced` is what stood there before it was written
-again; it counts while the new one is missing. `damaged-step-000020` is one that was passed over, kept for people.
+A checkpoint is a folder such as `step-000020`. Its manifest names every file with its size and CRC-32. The folder is
+written under another name and then renamed, so a folder with this name was complete once. `step-000020.replaced` is an
+older checkpoint of the same version while a newer one takes its place; it counts if the newer one is missing.
+`damaged-step-000020` is a damaged checkpoint that a resumed run did not use, and that is kept for people to look at.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from flash.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HUB_STATE = "hub.bin"
-"""Written by the hub itself, in the node loop beside trainer rank 0."""
+"""File of the hub's state. The hub writes it itself, in the node loop beside trainer rank 0."""
+STATE = "state"
+"""Folder of the sharded weights and moments inside a checkpoint."""
 TMP = ".tmp-"
-"""Begins the name of what is being written."""
+"""Prefix of the name of a folder that is being written."""
 REPLACED = ".replaced"
-"""Ends the name of what was moved out of the way of its successor."""
+"""Suffix of the name of a folder that its successor replaces."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
 ASIDE = ".making-"
-"""In the name of the folder in which another is put together."""
+"""Part of the name of the temporary folder that `atomic_folder` works in."""
 READ_SIZE = 1 << 20
-"""Bytes read at a time for a CRC."""
-
+"""Bytes that are read at a time for a CRC."""
 
 EXTRAS = {
     "lora": "adapters in place of weights (the [lora] table)",
@@ -46,11 +48,11 @@ EXTRAS = {
     "reference": "a reference that is refreshed (algorithm.kl.refresh)",
     "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
 }
-"""What a trainer may keep beside the policy, and in words what asks for it."""
+"""Name of each part that a checkpoint may hold beside the policy, and its description in error messages."""
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint; `path` is relative to its folder."""
+    """Manifest entry of a file; `path` is relative to the checkpoint's folder, `size` is in bytes."""
 
     path: str
     size: int
@@ -58,47 +60,51 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a complete checkpoint holds."""
+    """Content of a complete checkpoint."""
 
     version: int
-    """The policy version of its weights."""
+    """Policy version of the weights."""
     skipped_steps: int
+    """Optimizer updates left out so far, `Trainer.skipped_steps`."""
     files: list[FileEntry]
     extras: tuple[str, ...] = ()
-    """What it holds beside the policy, by the names of `EXTRAS`."""
+    """Parts beside the policy, by the names of `EXTRAS`; one entry per critic."""
     rates: dict[int, float] = {}
-    """With `algorithm.lag`, the mean learning rate that was applied to each of the last versions."""
+    """Mean learning rate of each of the last versions, for `LagLimiter.rates`; empty without `algorithm.lag`."""
     scales: tuple[tuple[float, int], ...] = ()
-    """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
+    """Loss scale of the policy and of each critic, and the finite updates since it last changed (`LossScale`)."""
     apart: tuple[float, float] = (0.0, 0.0)
-    """With `algorithm.lag`: see `flash.trainer.optimizer.LagLimiter`."""
+    """Sums of the disagreement of engine and trainer, `LagLimiter.disagreement_sums`."""
     base: tuple[int, ...] = ()
-    """Where it holds adapters, the fingerprint of the weights that they go with."""
+    """Fingerprint of the weights that adapters were trained on; empty without adapters."""
     alpha: float | None = None
-    """With which `lora.alpha` adapters were trained. Nothing: it holds none, or is of a time when nobody noted it."""
+    """`lora.alpha` that adapters were trained with. None without adapters, and in checkpoints of versions of Flash that
+    did not record it."""
 
 
 class ChosenCheckpoint(NamedTuple):
-    """What a resumed run goes on from."""
+    """Checkpoint from which a run resumes."""
 
     path: Path | None
-    """None: there is no checkpoint, begin at version 0."""
+    """Folder of the checkpoint; None starts the run at version 0."""
     notes: list[str]
-    """What people should know: newer checkpoints that are damaged."""
+    """One sentence about each newer checkpoint that is damaged, for the log."""
 
 
 def step_folder(run_dir: Path, version: int) -> Path:
-    """The checkpoint of a version."""
+    """Return the folder of a version's checkpoint."""
     return run_dir / "checkpoints" / f"step-{version:06d}"
 
 
 def temporary_of(folder: Path) -> Path:
-    """Where a folder is written before it is renamed."""
+    """Return the sibling in which a folder is written before it is renamed."""
     return folder.with_name(TMP + folder.name)
 
 
 def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
-    """The newest whole checkpoint; every byte of it is read. Newer ones are set aside under `damaged-…`.
+    """Return the newest checkpoint that is whole; every byte of it is read.
+
+    Newer damaged ones are renamed to `damaged-…`.
 
     Raises:
         CheckpointError: there are checkpoints, and none is whole.
@@ -120,7 +126,10 @@ def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
 
 
 def _set_aside(folder: Path, fault: str, instead: Path) -> str:
-    """Out of the way of the steps that will be done again, which would write under its name."""
+    """Rename a damaged checkpoint, and return a sentence about it.
+
+    Steps that are trained again would otherwise write their checkpoint under the damaged one's name.
+    """
     names = (f"damaged-{folder.name}{f'.{number}' if number > 1 else ''}" for number in count(1))
     kept = next(path for path in map(folder.with_name, names) if not path.exists())
     folder.rename(kept)
@@ -128,30 +137,46 @@ def _set_aside(folder: Path, fault: str, instead: Path) -> str:
 
 
 def newest_complete(run_dir: Path) -> Path | None:
-    """The checkpoint with the highest version whose files are all there in their full size."""
+    """Return the newest checkpoint whose files all have their recorded sizes; None if there is none."""
     found = complete_checkpoints(run_dir)
     return found[0] if found else None
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints whose files are there in their full size, newest first."""
-    return [folder for folder in _folders(run_dir) if not _lacks(folder)]
+    """Return all checkpoints whose files all have their recorded sizes, newest first."""
+    return [folder for folder in _folders(run_dir) if not _fault_of_sizes(folder)]
 
 
 def damaged_checkpoints(run_dir: Path) -> list[str]:
-    """What is wrong with the other checkpoints, newest first."""
-    return list(filter(None, map(_lacks, _folders(run_dir))))
+    """Return the faults of the checkpoints that `complete_checkpoints` leaves out, newest first."""
+    return list(filter(None, map(_fault_of_sizes, _folders(run_dir))))
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Newest first; one that was replaced comes after its successor. What others have put there is not ours."""
+    """Return the folders of all checkpoints, newest first; a replaced one comes after its successor.
+
+    Other files in the folder are ignored.
+    """
     named = ((folder, _NAME.fullmatch(folder.name)) for folder in (run_dir / "checkpoints").glob("step-*"))
     found = [(int(match[1]), match[2] is None, folder) for folder, match in named if match is not None]
     return [folder for _, _, folder in sorted(found, reverse=True)]
 
 
+def _fault_of_sizes(folder: Path) -> str:
+    """Return the fault of a checkpoint that shows without reading its files; empty if there is none."""
+    try:
+        for entry in read_manifest(folder).files:
+            if (size := (folder / entry.path).stat().st_size) != entry.size:
+                return f"{folder / entry.path} is damaged: {size} bytes, written as {entry.size}"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename} is damaged: it cannot be read: {error.strerror}"
+    return ""
+
+
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of one checkpoint.
+    """Return the manifest of the checkpoint in a folder.
 
     Raises:
         CheckpointError: it is missing or unreadable.
@@ -164,9 +189,9 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def hub_state(path: Path) -> Generator[memoryview]:
-    """The hub's state of one checkpoint, checked against the manifest, for the length of the block.
+    """Map the hub's state of a checkpoint for the length of the block, after checking it against the manifest.
 
-    Mapped, not read: it may be as large as the memory that it is decoded to.
+    It is mapped and not read, because it can be as large as the objects that are decoded from it.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -181,34 +206,33 @@ def hub_state(path: Path) -> Generator[memoryview]:
 
 
 def check_files(folder: Path, entries: Iterable[FileEntry]) -> None:
-    """Read these files and compare their checksums, several at a time.
+    """Read files, several at a time, and compare their checksums with the manifest's.
 
     Raises:
-        CheckpointError: one differs from what was written.
+        CheckpointError: a file cannot be read, or differs from what was written.
     """
-    entries = list(entries)
+
+    def fault_of(entry: FileEntry) -> str:
+        file = folder / entry.path
+        try:
+            found = crc32_of(file)
+        except OSError as error:
+            return f"{file} is damaged: it cannot be read: {error}"
+        return "" if found == entry.crc32 else f"{file} is damaged: CRC {found:08x}, written as {entry.crc32:08x}"
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = [fault for fault in pool.map(lambda entry: _fault(folder, entry), entries) if fault]
+        faults = list(filter(None, pool.map(fault_of, list(entries))))
     if faults:
         raise CheckpointError("; ".join(faults))
 
 
-def _fault(folder: Path, entry: FileEntry) -> str:
-    file = folder / entry.path
-    try:
-        found = crc32_of(file)
-    except OSError as error:
-        return f"{file} is damaged: it cannot be read: {error}"
-    return "" if found == entry.crc32 else f"{file} is damaged: CRC {found:08x}, written as {entry.crc32:08x}"
-
-
 def file_entry(file: Path, folder: Path) -> FileEntry:
-    """A file of a checkpoint as the manifest names it."""
+    """Return the manifest entry of a file in a checkpoint's folder; reads the file."""
     return FileEntry(str(file.relative_to(folder)), file.stat().st_size, crc32_of(file))
 
 
 def crc32_of(file: Path) -> int:
-    """The CRC-32 of a file's content."""
+    """Return the CRC-32 of a file's content."""
     crc = 0
     with file.open("rb") as stream:
         while block := stream.read(READ_SIZE):
@@ -217,9 +241,9 @@ def crc32_of(file: Path) -> int:
 
 
 def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> str:
-    """Why a run that wants these cannot go on from a checkpoint that holds those; empty: it can.
+    """Return why a run with the extras `wanted` cannot resume from a checkpoint that holds `held`; empty if it can.
 
-    A run goes on with what it had: a critic that starts from nothing would mislead the policy it is given.
+    A run resumes only with the parts that it had: a critic without training would mislead a policy that has some.
     """
     for name, words in EXTRAS.items():
         there, here = held.count(name), wanted.count(name)
@@ -233,14 +257,20 @@ def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> s
 
 
 def alpha_mismatch(path: Path, manifest: Manifest, alpha: float | None) -> str:
-    """Why adapters would count otherwise with this `lora.alpha` than they did in training; empty: they would not."""
+    """Return an error message if a checkpoint's adapters were trained with another `lora.alpha`; empty if not.
+
+    Another alpha would change how much the adapters count.
+    """
     if manifest.alpha in (None, alpha):
         return ""
     return f"{path} holds adapters that were trained with lora.alpha = {manifest.alpha:g}: expected that, got {alpha:g}"
 
 
 def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
-    """An empty folder to write into. Leftovers of writes that were killed go first: they may be what fills the disk."""
+    """Make an empty folder `aside`, after removing `leftovers` of earlier writes that were killed.
+
+    The leftovers are removed first because they may be what fills the disk.
+    """
     for folder in {*leftovers, aside}:
         if folder.exists():
             shutil.rmtree(folder)
@@ -248,7 +278,11 @@ def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
 
 
 def move_into_place(aside: Path, folder: Path) -> None:
-    """Rename. An earlier folder of that name is moved out of the way, and goes when the new one is in its place."""
+    """Rename `aside` to `folder`, replacing an earlier folder of that name.
+
+    The earlier folder is renamed first, and removed after the new one is in its place: if the process is killed in
+    between, one of the two is found.
+    """
     old = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if old.exists():
@@ -260,7 +294,7 @@ def move_into_place(aside: Path, folder: Path) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest complete checkpoints."""
+    """Delete all checkpoints except the `keep` newest complete versions."""
     by_version: dict[str, Path] = {}
     for folder in complete_checkpoints(run_dir):
         by_version.setdefault(folder.name.removesuffix(REPLACED), folder)
@@ -270,21 +304,8 @@ def prune(run_dir: Path, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lacks(folder: Path) -> str:
-    """What is wrong with a checkpoint, as far as it shows without reading its files; empty: nothing."""
-    try:
-        for entry in read_manifest(folder).files:
-            if (size := (folder / entry.path).stat().st_size) != entry.size:
-                return f"{folder / entry.path} is damaged: {size} bytes, written as {entry.size}"
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{error.filename} is damaged: it cannot be read: {error.strerror}"
-    return ""
-
-
 def sync_to_disk(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
+    """Force a file's content, or a folder's list of entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -294,9 +315,9 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Generator[Path]:
-    """A new folder beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """Yield a new folder that replaces `path` if the block succeeds, and is removed if the block raises.
 
-    What stands beside the new folder, in its parent, vanishes in either case.
+    The new folder lies in a temporary parent beside `path`. Everything else in that parent is removed in either case.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:
@@ -309,9 +330,9 @@ def atomic_folder(path: Path) -> Generator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes have left beside `path` that were killed while they put a folder there.
+    """Remove temporary folders that killed processes left in `atomic_folder(path)`.
 
-    To be called while no other process is about to.
+    Must not be called while another process may be inside of `atomic_folder(path)`.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -26,6 +26,7 @@ from flash.run.models.hugging_face import CONFIG, hub_fault
 from flash.run.models.making import making
 from flash.trainer.checkpoint_files import (
     MANIFEST,
+    STATE,
     alpha_mismatch,
     make_empty,
     move_into_place,
@@ -278,8 +279,6 @@ def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
     """Of all that a checkpoint holds these tensors of the policy alone."""
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
-
-    from flash.trainer.checkpoint import STATE
 
     try:
         dcp.load({"model": tensors}, checkpoint_id=checkpoint / STATE, no_dist=True)
