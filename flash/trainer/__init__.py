@@ -1,0 +1,10 @@
+"""The trainer ranks: they train the policy on shards of batches, and publish each new version of its weights.
+
+The road of a step, from top to bottom: `loop.TrainerLoop.run` fetches a shard from the hub; `step.Trainer.train_step`
+plans it (`plan`, `packing`), computes the inputs of the loss (`references`, `credit`, `rhythm`), the loss of each token
+(`objective`), and updates the weights (`optimizer`, `critic`); `statistics` reports it. `checkpoint` saves what a run
+needs to resume. `mesh` arranges the ranks, `memory` predicts their memory, `performance` measures them. `model` loads,
+shards and packs the language model itself.
+
+`flash.run.trainer_rank` starts one process per rank. All ranks make the same collectives in the same order.
+"""

@@ -253,7 +253,7 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, parameters: int) -> EngineMemory:
-    """Return the memory of an engine that serves a policy of `parameters` parameters. Needs `config.json` of the model."""
+    """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json."""
     described = empty_model(config.model).config.get_text_config()
     size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
     heads = described.num_key_value_heads
