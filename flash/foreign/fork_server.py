@@ -1,4 +1,4 @@
-"""Imported by a fork server, and nowhere else: with that it imports all that its processes are made of."""
+"""Module that a fork server preloads, and nothing else imports: importing it makes the server ready to fork."""
 
 from flash.foreign.forking import serve
 

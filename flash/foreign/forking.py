@@ -1,7 +1,8 @@
-"""Processes that are forked from one which has imported what they need: multiprocessing's fork server, more of it.
+"""Fork servers: processes that have imported what later processes need, and from which these are forked at once.
 
-multiprocessing has one such server in each process, for whoever asks. Here each kind of process has its own, with what
-that has imported, and the environment in which it was started.
+multiprocessing has one fork server per process, for all its users. Here each kind of process has a server of its own,
+with its own imports and the environment variables with which it was started. `flash.run.processes` forks node loops,
+trainer ranks and launchers this way, `flash.rollout.vllm` the processes of engines.
 """
 
 # pyright: reportPrivateUsage=false
@@ -30,11 +31,11 @@ from secrets import token_hex
 from typing import Any, cast
 
 MODULES = "FLASH_FORK_MODULES"
-"""Variable that tells a server what to import."""
+"""Environment variable with the names of the modules that a server imports, separated by commas."""
 HELD = (signal.SIGTERM, signal.SIGINT)
-"""Signals that a server does not heed."""
+"""Signals that a server blocks."""
 ALONE = 255
-"""Exit code of a process whose server is gone: it may live on."""
+"""Exit code of a process whose server is gone. The process may still be running."""
 
 TOUCHED = (
     "multiprocessing.forkserver:main",
@@ -56,27 +57,27 @@ TOUCHED = (
     "multiprocessing.resource_tracker:ResourceTracker._pid",
     "multiprocessing.util:close_fds",
 )
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of multiprocessing that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
 class Server(forkserver.ForkServer):
-    """A fork server of its own, which begins with the first process that is forked, and imports these modules first.
+    """A fork server that starts when the first process is forked from it, and imports some modules before that.
 
-    It ends when the process that has begun it and all that are forked from it have ended.
+    It ends when the process that started it and all processes forked from it have ended.
 
     Args:
-        modules: what it imports.
-        variables: of its environment, beside those of the process that begins it.
+        modules: names of the modules that it imports.
+        variables: environment variables of the server, in addition to those of the process that starts it.
     """
 
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.variables = {**(variables or {}), MODULES: ",".join(modules)}
         self._of_parent: int | None = None
-        """The process id of the server from which this process was forked, where it is this one."""
+        """Process id of the server from which this process was forked, if later processes are forked from it too."""
 
     def ensure_running(self) -> None:
-        """As of `ForkServer`, with variables of its own, and its socket where this process has its temporary files."""
+        """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR."""
         if self._of_parent == os.getppid():
             return
         own: Any = self
@@ -91,81 +92,87 @@ class Server(forkserver.ForkServer):
             address = os.path.join(folder, f"forks-{os.getpid()}-{token_hex(4)}")
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
-                os.chmod(address, 0o600)  # whoever may connect may have anything run here
+                os.chmod(address, 0o600)  # a client that can connect can run any code here
                 util.Finalize(self, Path(address).unlink, kwargs={"missing_ok": True}, exitpriority=0)
                 listener.listen()
                 read, own._forkserver_alive_fd = os.pipe()
                 fds = [listener.fileno(), read]
                 command = f"from multiprocessing.forkserver import main; main(*{fds}, ['flash.foreign.fork_server'])"
                 try:
-                    begun = subprocess.Popen(
+                    started = subprocess.Popen(
                         [sys.executable, "-c", command], pass_fds=fds, env=os.environ | self.variables
                     )
                 finally:
                     os.close(read)
-            begun.returncode = 0  # it is for us to wait for it
-            own._forkserver_address, own._forkserver_pid = address, begun.pid
+            started.returncode = 0  # keeps Popen from waiting for the process: `waitpid` above does it
+            own._forkserver_address, own._forkserver_pid = address, started.pid
 
-    def is_of_parent(self) -> None:
-        """To be called in a process that was forked by such a server: what it forks comes from there too."""
+    def use_parent_server(self) -> None:
+        """Fork later processes from the server that this process was forked from. Called in a forked process."""
         own: Any = forkserver._forkserver
         self._forkserver_address, self._forkserver_alive_fd = own._forkserver_address, own._forkserver_alive_fd
         self._of_parent = os.getppid()
 
     def end(self) -> None:
-        """End it at once, but not what was forked from it."""
+        """Kill the server, but not the processes that were forked from it."""
         if (pid := cast(Any, self)._forkserver_pid) is not None:
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGKILL)
 
 
 class Imports:
-    """What a server has imported, for those that are forked from it."""
+    """Time that the server's imports took; readable in each process forked from it."""
 
     begun = 0.0
-    """When, in Unix seconds; 0 in a process that was not forked by one."""
+    """Start of the imports, in Unix seconds; 0 in a process that was not forked by a server."""
     seconds = 0.0
-    """How long that took."""
+    """Duration of the imports in seconds."""
 
 
-def track_apart() -> None:
-    """In a forked process: have what it shares, as engines do their memory, removed at its own end, without a word."""
+def use_own_resource_tracker() -> None:
+    """Give a forked process a resource tracker of its own.
+
+    Resources that it shares, such as the shared memory of engines, are then removed when it ends, without a warning
+    from the server's tracker.
+    """
     tracker: Any = resource_tracker._resource_tracker
     os.close(tracker._fd)
     tracker._fd = tracker._pid = None
 
 
 def serve() -> None:
-    """In a server, before all else: import what it is for, and be ready to fork."""
+    """Prepare a server process: import its modules, so that processes can be forked from it. Called once, first."""
     Imports.begun = time.time()
-    # Slurm sends them to all of a job, which is for what is forked alone; that hears them once it has handlers.
+    # Slurm sends these signals to all processes of a job, but only the forked ones may react. They unblock the signals
+    # once they have handlers (`ForkedProcess.enter`).
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    os.setsid()  # out of reach of what the terminal sends to the launcher
-    # What is imported is for good: collecting meanwhile takes a fifth of the time, and no collection of a forked
-    # process is to look at it, which would copy it.
+    os.setsid()  # out of reach of signals that the terminal sends to the launcher
+    # Imported objects are never freed. Collecting garbage meanwhile would take a fifth of the time; and a collection in
+    # a forked process must not visit them, since that would copy their memory pages.
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in filter(None, os.environ[MODULES].split(",")):
-            with suppress(ImportError):  # who needs it says so
+            with suppress(ImportError):  # the process that needs the module reports it
                 import_module(module)
-    entitle("")
+    set_process_title("")
     gc.freeze()
     gc.enable()
-    # Nothing is to be tidied up, which would take another second.
+    # Nothing needs to be cleaned up at the end, which would take another second.
     atexit.register(os._exit, 0)
     Imports.seconds = time.time() - Imports.begun
 
 
-def entitle(title: str) -> None:
-    """Name this process in lists of processes, where that can be done; its environment stays to be read there.
+def set_process_title(title: str) -> None:
+    """Set the title of this process in lists of processes, if setproctitle is installed.
 
-    Empty: find where a name may stand, which it could not do once a forked process has changed its environment.
+    With an empty title, only find the memory where the title stands: once a forked process has changed its environment,
+    that is no longer possible.
     """
-    os.environ["SPT_NOENV"] = "1"
+    os.environ["SPT_NOENV"] = "1"  # the environment must stay readable in /proc
     try:
         import setproctitle
-    except ImportError:  # it comes with vLLM
+    except ImportError:  # it is installed with vLLM
         return
     if title:
         setproctitle.setproctitle(title)
@@ -174,19 +181,20 @@ def entitle(title: str) -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """A process of such a server, of which any number of threads may ask how it ended."""
+    """Handle of a forked process. Any number of threads may poll it."""
 
     def __init__(self, process_obj: Any) -> None:
-        self._asking = threading.Lock()
+        self._polling = threading.Lock()
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
-        """As multiprocessing has it, but for its server."""
+        """Fork the process from its own server; otherwise as multiprocessing does it."""
         data, popen, utilities = io.BytesIO(), cast(Any, self), cast(Any, util)
         set_spawning_popen(popen)
         try:
             prepared = spawn.get_preparation_data(process_obj._name)
-            # Whoever begins a run from a script of his own need not guard that: nobody imports it.
+            # Without these entries the new process does not import the main script. So a script that starts a run needs
+            # no `if __name__ == "__main__"`.
             prepared = {name: value for name, value in prepared.items() if not name.startswith(("init_main", "start_"))}
             reduction.dump(prepared, data)
             reduction.dump(process_obj, data)
@@ -201,19 +209,20 @@ class _Popen(popen_forkserver.Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None and not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
             return None
-        with self._asking:  # the answer can be read once
+        with self._polling:  # the exit code can be read only once
             return super().poll(flag)
 
 
 class ForkedProcess(ForkServerProcess):
-    """A process that is forked by `server`, with the environment and the cores of the thread that makes it.
+    """A process forked from `server`, with the environment and the CPU cores of the thread that creates it.
 
-    Its exit code is `ALONE` where its server was killed.
+    The exit code is `ALONE` if the server was killed.
     """
 
     server: Server
     _start_method: Any = None
-    """How the new process starts others: as Python does where nobody says it. Else it would be as it was started."""
+    """Start method of multiprocessing in the new process. None: Python's default, and not the method of this
+    process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -224,11 +233,11 @@ class ForkedProcess(ForkServerProcess):
         return {name: value for name, value in self.__dict__.items() if name != "server"}
 
     def enter(self) -> None:
-        """The first that is done in the new process."""
+        """Set up the new process, before any other code runs in it."""
         os.environ.clear()
         os.environ.update(self.variables)
         os.sched_setaffinity(0, self._cores)
-        # Else all that are forked from one process would draw the same numbers, and so would who starts again.
+        # Otherwise all processes forked from one server would draw the same random numbers, also after a restart.
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()
         if (torch := sys.modules.get("torch.random")) is not None:
@@ -236,7 +245,7 @@ class ForkedProcess(ForkServerProcess):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
     def run(self) -> None:
-        """As of `Process`, in the new process."""
+        """Run the target in the new process."""
         self.enter()
         super().run()
 

@@ -73,7 +73,7 @@ class LogitChange(NamedTuple):
 
     scale: float = 1.0
     cap: float | None = None
-    """None: the scaled logits are not capped."""
+    """Bound of the capped logits; None: no cap."""
 
 
 def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:

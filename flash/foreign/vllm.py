@@ -1,8 +1,9 @@
-"""vLLM beyond what it documents: all that the node loop and the trainer reach into, in one place.
+"""vLLM beyond its documented interface: everything that the node loop and the trainer use, in one place.
 
-`TOUCHED` names every attribute; a test looks for each of them in the installed vLLM, so that a version in which one
-moved is told by that name. What runs inside vLLM's worker is in `flash.foreign.vllm_worker`, how processes begin and
-end in `flash.foreign.vllm_processes`. vLLM is imported where it is used: importing this module needs none.
+`TOUCHED` names every attribute that is used. `tests/foreign/test_touched.py` looks for each of them in the installed
+vLLM, so that a version that has moved one fails with its name. Code that runs inside vLLM's workers is in
+`flash.foreign.vllm_worker`; how processes start and end is in `flash.foreign.vllm_processes`. vLLM is imported where it
+is used, so that this module can be imported without it.
 """
 
 from __future__ import annotations
@@ -140,21 +141,24 @@ TOUCHED_BY_WORKERS = (
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
 )
-"""The same for `flash.foreign.vllm_worker`, whose import is long."""
+"""Attributes that `flash.foreign.vllm_worker` uses, in the form of `TOUCHED`. They are apart since importing that
+module takes long."""
 
 
 # -- starting and ending ---------------------------------------------------------------------------------------------
 
 
 class NoAttentionError(ValueError):
-    """vLLM has no attention here for a model."""
+    """vLLM has no attention kernel on this machine for a model."""
 
 
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`.
+    """Check an engine's arguments and return a function that builds its AsyncLLM from `stat_loggers`.
 
     Raises:
-        NoAttentionError: the CPU's attention cannot do the model, which the engine would find out after minutes.
+        NoAttentionError: vLLM's attention on the CPU does not support the model. The engine itself would fail only
+        after
+            minutes.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -172,16 +176,16 @@ def _check_head_size(model: Any) -> None:
     size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
         raise NoAttentionError(
-            f"the heads of {model.model} are {size} wide, and vLLM's attention on the CPU does those of "
-            f"{', '.join(map(str, sizes))} only; choose another model, or an engine on a GPU"
+            f"the heads of {model.model} are {size} wide, and vLLM's attention on the CPU supports only widths of "
+            f"{', '.join(map(str, sizes))}; choose another model, or an engine on a GPU"
         )
 
 
 def take_typed_answers() -> None:
-    """Let this process read what a core answers that may send pickles: it names the types of its answers.
+    """Let this process decode the answers of a core that may send pickles: such a core names the types of its answers.
 
-    vLLM looks at the variable of that name with each answer, when ours are long put back; without it the first answer
-    ends vLLM's reading task, and whoever waits for it waits forever.
+    vLLM reads the environment variable of this name at each answer, when Flash has long restored the environment.
+    Without it, the first answer would end vLLM's reading task, and the caller would wait forever.
     """
     from vllm import envs
 
@@ -189,20 +193,20 @@ def take_typed_answers() -> None:
 
 
 def count_nothing_here(llm: Any) -> None:
-    """Let only the engine's process count: this one would add up latencies of every token, too.
+    """Turn off statistics in this process, which would add up the latency of every token. The engine's process counts.
 
-    To be called before vLLM's reading task begins, which is with the first call from a loop.
+    Must be called before vLLM's reading task starts, which is at the first call from an event loop.
     """
     llm.log_stats = llm.output_processor.log_stats = False
 
 
 def cache_tokens(llm: Any) -> int:
-    """Tokens that the KV cache of an engine that has started holds; 0: it does not tell."""
+    """Return the size in tokens of a started engine's KV cache; 0 if the engine does not report it."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
 def fail_requests(llm: Any) -> None:
-    """End all requests and the reading task, which vLLM would log as failures when it does so on its own, later."""
+    """End all requests and the reading task now. vLLM would do so later, and log them as failures."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     llm.output_processor.propagate_error(EngineDeadError())
@@ -211,20 +215,20 @@ def fail_requests(llm: Any) -> None:
 
 
 def is_core_death(error: BaseException) -> bool:
-    """Whether an error says that the engine's core is gone."""
+    """Return True if an error means that the engine's core has ended."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def worker_error(error: BaseException) -> str:
-    """What a worker has failed with, as it says itself."""
+    """Return the worker's own error message from an error that the engine has passed on."""
     found = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
     return found.group(1) if found else f"{type(error).__name__}: {error}"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error says that a request is wrong."""
+    """Return True if an error means that a request is invalid."""
     from vllm.exceptions import VLLMClientError
 
     return isinstance(error, VLLMClientError | ValueError)
@@ -234,12 +238,12 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
-    """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come.
+    """Return vLLM's parameters of one sample, whose tokens and flat log-probs are delivered in pieces.
 
     Args:
-        how: it is drawn and ends, by vLLM's own names.
-        max_tokens: at which it ends in any case.
-        likeliest: tokens whose log-probs are told beside that of the sampled one.
+        how: settings of sampling and stopping, by vLLM's own names.
+        max_tokens: length at which the sample ends in any case.
+        likeliest: number of most likely tokens whose log-probs are reported with that of the sampled token.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -256,19 +260,19 @@ def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: i
 
 
 def seeded(parameters: Any, seed: int) -> Any:
-    """The same parameters with a generator of the request's own, whose draws no other request disturbs."""
+    """Return the parameters with a random generator of the request's own, which no other request influences."""
     own = copy(parameters)
     own.seed = seed
     return own
 
 
 def vocabulary(llm: Any) -> int:
-    """The tokens that an engine's model has logits of."""
+    """Return the number of tokens for which an engine's model has logits."""
     return llm.model_config.get_vocab_size()
 
 
 def scoring_parameters() -> Any:
-    """Parameters of a request for the log-probs of its prompt."""
+    """Return vLLM's parameters of a request for the log-probs of its prompt."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -281,37 +285,38 @@ def scoring_parameters() -> Any:
 
 
 def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int]]]:
-    """A look at a running request: the labels of the weight versions so far, each with its first token."""
+    """Return a function that returns the weight versions of a running request so far, each with its first token."""
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
 
 
 def briefly(llm: Any, queue: Any) -> Callable[[], None]:
-    """Of a running request whose likeliest tokens are told: forgets, when called, what was delivered of them.
+    """Return a function that frees the reported most likely tokens of a running request that are delivered already.
 
-    vLLM holds them until the response ends, kilobytes a token, and looks up the text of each where the response may end
-    at a text; nobody asks for either.
+    vLLM keeps them until the response ends, kilobytes per token, and decodes each of them if the response has stop
+    texts. Nothing uses either.
     """
     state = llm.output_processor.request_states.get(queue.request_id)
-    if state is None:  # it is over, and all of it in the queue
+    if state is None:  # the request has ended, and all its output is in the queue
         return lambda: None
-    said = state.logprobs_processor
-    said.tokenizer = None
+    processor = state.logprobs_processor
+    processor.tokenizer = None
 
     def forget() -> None:
-        # The last ones may be in no piece yet.
-        said.logprobs = said.logprobs[-state.stream_interval :]
+        # The last ones may not have been delivered yet.
+        processor.logprobs = processor.logprobs[-state.stream_interval :]
 
     return forget
 
 
-def continue_text(llm: Any, queue: Any, prompt: Sequence[int], said: int) -> None:
-    """Have a request that was just added look for the texts that end it from the last `said` tokens of its prompt on.
+def continue_text(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None:
+    """Let a request that was just added look for stop texts from the last `own` tokens of its prompt on.
 
-    They are the response's own, and vLLM would look at what it samples alone: a text that began before the response
-    moved would be missed. Tokenizers without a fast form are left as they are.
+    These tokens belong to the response, which has moved here from another engine. vLLM would search only in the tokens
+    that it samples itself, and would miss a stop text that began before the move. Slow tokenizers are not supported:
+    for them nothing changes.
     """
-    state = llm.output_processor.request_states.get(queue.request_id) if said else None
+    state = llm.output_processor.request_states.get(queue.request_id) if own else None
     if state is None:
         return
     from tokenizers.decoders import DecodeStream
@@ -320,12 +325,13 @@ def continue_text(llm: Any, queue: Any, prompt: Sequence[int], said: int) -> Non
     texts = state.detokenizer
     if not isinstance(texts, FastIncrementalDetokenizer):
         return
-    texts.stream = DecodeStream(ids=list(prompt[:-said]), skip_special_tokens=texts.skip_special_tokens)
-    texts.output_text = "".join(map(texts.decode_next, prompt[-said:]))
+    texts.stream = DecodeStream(ids=list(prompt[:-own]), skip_special_tokens=texts.skip_special_tokens)
+    texts.output_text = "".join(map(texts.decode_next, prompt[-own:]))
 
 
 def undelivered(queue: Any) -> int:
-    """The tokens of an aborted request that lie in its queue: what it had gathered for its next piece comes last."""
+    """Return the number of tokens of an aborted request that are in its queue, with those gathered for its next
+    piece."""
     tokens = 0
     while (output := queue.get_nowait()) is not None:
         tokens += sum(len(piece.token_ids) for piece in output.outputs)
@@ -417,7 +423,8 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """What the `SchedulerStats` of a step tell, by the names of `flash.rollout.vllm.state.PressureGauge.read`."""
+    """Return the numbers of a step's `SchedulerStats`, by the names of
+    `flash.rollout.vllm.state.PressureGauge.read`."""
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,
@@ -432,16 +439,16 @@ def step_numbers(stats: Any) -> dict[str, Any]:
 
 
 def stat_logger(record: Callable[[Any], None]) -> Any:
-    """vLLM's kind of class that passes each step's `SchedulerStats` on.
+    """Return a class for vLLM's stat loggers that passes each step's `SchedulerStats` on to `record`.
 
-    It derives from vLLM's Prometheus logger because that one is made beside all others: it costs time in each step, and
-    its registry is shared by all engines of a process.
+    It derives from vLLM's Prometheus logger, which vLLM otherwise creates next to all other loggers: that one costs
+    time in each step, and all engines of a process would share its registry.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Reader(PrometheusStatLogger):
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-            """Registers nothing."""
+            """Register nothing with Prometheus."""
 
         def record(
             self,
@@ -454,15 +461,15 @@ def stat_logger(record: Callable[[Any], None]) -> Any:
                 record(scheduler_stats)
 
         def log_engine_initialized(self) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
         def log(self) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
         def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            """Keeps nothing."""
+            """Record nothing."""
 
         def record_admission_rejection(self, reason: str) -> None:
-            """Keeps nothing."""
+            """Record nothing."""
 
     return Reader

@@ -1,4 +1,7 @@
-"""The arguments of vLLM's engines, as the installed version's source declares them; nothing is imported."""
+"""Arguments of vLLM's engines and their types, read from the source of the installed version without importing it.
+
+`flash.config.check_machine` checks the table `[engine.vllm]` against them before any engine starts.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,29 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 MODULE, CLASSES = "vllm.engine.arg_utils", ("EngineArgs", "AsyncEngineArgs")
-"""Where they are declared."""
+"""Module and classes that declare the arguments."""
 PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
 
 
 def names() -> list[str]:
-    """All of them; none where vLLM is not installed.
+    """Return the names of all arguments; empty if vLLM is not installed.
 
     Raises:
-        LookupError: it is, and declares them elsewhere.
+        LookupError: the installed vLLM declares its arguments in another place.
     """
     if not _declared() and find_spec("vllm") is not None:
-        raise LookupError("the installed vLLM declares its arguments elsewhere: mend flash/foreign/vllm_arguments.py")
+        raise LookupError("the installed vLLM declares its arguments elsewhere: adapt flash/foreign/vllm_arguments.py")
     return sorted(_declared())
 
 
 def type_of(name: str) -> Any:
-    """What an argument may be, for msgspec; Any where its annotation says nothing of what a file can hold."""
+    """Return the type of an argument for msgspec; Any if a configuration file cannot express its annotation."""
     return _type(_declared()[name], MODULE)
 
 
 @cache
 def _module(name: str) -> ast.Module:
-    """The source of a module of vLLM; empty where there is none."""
+    """Return the parsed source of a module of vLLM; empty if there is none."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return ast.Module([], [])
@@ -77,7 +80,7 @@ def _type(node: ast.expr, module: str) -> Any:
 
 
 def _either(left: Any, right: Any) -> Any:
-    """A union that msgspec takes: text beside words that it may be is any text."""
+    """Return a union that msgspec supports: a union of text and listed words becomes text."""
     if Any in (left, right):
         return Any
     kinds = [part for side in (left, right) for part in (get_args(side) if get_origin(side) is Union else (side,))]
@@ -87,7 +90,7 @@ def _either(left: Any, right: Any) -> Any:
 
 
 def _named(name: str, module: str) -> Any:
-    """What a name stands for: words that are listed, or a table where it is a class of options."""
+    """Return the type that a name stands for: a Literal of words, a table for a class of options, or Any."""
     for node in ast.walk(_module(module)):
         match node:
             case ast.ImportFrom(module=str(other), names=imported) if name in [one.name for one in imported]:

@@ -1,6 +1,6 @@
-"""The processes of a vLLM engine beyond what it documents: how they begin, wait for each other, and end.
+"""Processes of a vLLM engine beyond its documented interface: how they start, wait for each other, and end.
 
-What is touched here is listed in `flash.foreign.vllm.TOUCHED`, and imported where it is used.
+The attributes that are used are listed in `flash.foreign.vllm.TOUCHED`. They are imported where they are used.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pathlib import Path
 from typing import Any
 
 WORKER_TITLE = b"VLLM::Worker"
-"""How vLLM has the command line of a worker begin."""
+"""Beginning of the command line of a vLLM worker."""
 CORE_ENDED = "Failed core proc(s)"
-"""In vLLM's error when a core has ended before it was ready."""
+"""Part of vLLM's error message when a core has ended before it was ready."""
 WORKER_DIED = "Worker proc %s died unexpectedly (exit code: %s)"
-"""How what a core logs of a worker that has ended begins."""
-LOOK_AGAIN_MS = 10
-"""After which a sleeping process of a CPU engine looks whether it has been called."""
+"""Beginning of the message that a core logs for a worker that has ended."""
+RECHECK_MS = 10
+"""Milliseconds after which a sleeping process of a CPU engine checks for new messages."""
 PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
-"""Packages, libraries and folders there from which vLLM's CPU build has them preloaded: else its threads may all run on
-one core."""
+"""Package, library and folders in the package, for each library that vLLM's CPU build preloads. Without them its
+threads may all run on one core."""
 SETTLE_S = 0.5
-"""Seconds from the moment in which the core misses a worker to that in which the system tells how it ended."""
+"""Seconds that may pass between the core noticing the loss of a worker and the system knowing its exit code."""
 
 
 def import_engine() -> None:
-    """Import what an engine is made of, which takes seconds."""
+    """Import the modules of an engine, which takes seconds."""
     import_module("vllm.v1.engine.async_llm")
 
 
 def import_core() -> None:
-    """Import what an engine's core and workers are made of, for processes that are forked from this one.
+    """Import the modules of an engine's core and workers, for processes that are forked from this one.
 
-    Where there are GPUs no more than vLLM itself has imported where it forks: nothing that may initialise CUDA.
+    On a machine with GPUs, only the modules that vLLM itself has imported when it forks: nothing may initialise CUDA.
     """
     from vllm.platforms import current_platform
 
@@ -49,10 +49,10 @@ def import_core() -> None:
             import_module(module)
 
 
-def preloaded() -> str:
-    """What the CPU build has ld.so preload into engines, as it would say in LD_PRELOAD, which it can only once it runs.
+def preload_libraries() -> str:
+    """Return the LD_PRELOAD of vLLM's CPU build, which vLLM sets too late for processes that are forked.
 
-    Empty: it is not installed.
+    It is empty if the libraries are not installed.
     """
     named: list[str] = []
     for package, pattern, *folders in PRELOADED:
@@ -64,29 +64,30 @@ def preloaded() -> str:
 
 
 def stay_offline() -> None:
-    """Heed HF_HUB_OFFLINE, which was read where this process was forked."""
+    """Apply HF_HUB_OFFLINE of this process: the Hub's library has read the variable in the server already."""
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         constants: Any = import_module("huggingface_hub.constants")
         constants.HF_HUB_OFFLINE = True
 
 
 def begin_cores_with(context: Any) -> None:
-    """In a node loop: have vLLM begin cores through this context of multiprocessing."""
+    """Let vLLM start cores through a context of multiprocessing. Called in a node loop."""
     utils: Any = import_module("vllm.v1.engine.utils")
     utils.get_mp_context = lambda: context
 
 
 def begin_workers_with(context: Any) -> None:
-    """In a core: the same of workers."""
+    """Let vLLM start workers through a context of multiprocessing. Called in a core."""
     executors: Any = import_module("vllm.v1.executor.multiproc_executor")
     executors.get_mp_context = lambda: context
 
 
 def spin_less(seconds: float) -> None:
-    """On a CPU, have processes of an engine that wait for each other's messages spin no longer, and then sleep.
+    """On a CPU, limit to `seconds` how long an engine's processes spin while they wait for each other's messages.
 
-    vLLM's spin for a second after each, on a core that trainer, node loop or environments have a use for. Who sleeps
-    may miss that he is called: vLLM has him look again after five seconds, in which the engine would stand still.
+    vLLM lets them spin for a second after each message, on a core that the trainer, the node loop or environments could
+    use. A sleeping process may miss a message: vLLM lets it check again after five seconds, in which the engine would
+    stand still, so that time is shortened too.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -94,20 +95,20 @@ def spin_less(seconds: float) -> None:
     if current_platform.is_cpu():
         spinning: Any = shm_broadcast
         spinning.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
-        spinning.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS
+        spinning.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
 
 
 def worker_pids(core_pid: int) -> list[int]:
-    """The processes that compute for a core that has started; none where it computes itself."""
+    """Return the process ids of a running core's workers; empty if the core computes itself."""
     children: list[str] = []
     for thread in Path(f"/proc/{core_pid}/task").iterdir():
-        with suppress(OSError):  # threads come and go meanwhile
+        with suppress(OSError):  # a thread may end in between
             children += (thread / "children").read_text().split()
     return [int(pid) for pid in children if _command(pid).startswith(WORKER_TITLE)]
 
 
 def worker_rank(name: str) -> int:
-    """The place of a worker among those of its engine, by the name that vLLM gives its process: VllmWorker-0."""
+    """Return the rank of a worker in its engine from the name that vLLM gives its process, such as VllmWorker-0."""
     return int(name.rpartition("-")[2])
 
 
@@ -115,18 +116,18 @@ def _command(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return b""  # it has ended meanwhile
+        return b""  # the process has ended in between
 
 
 def is_end_of_starting_core(error: BaseException) -> bool:
-    """Whether a start has failed because the engine's core has ended, by itself or not."""
+    """Return True if a start failed because the engine's core has ended, whatever the cause."""
     return CORE_ENDED in str(error)
 
 
-def on_killed_worker(tell: Callable[[int], None]) -> None:
-    """In a core: have the number of the signal told that has killed a worker, and vLLM not speak of the consequences.
+def on_killed_worker(report: Callable[[int], None]) -> None:
+    """Call `report` with the signal number if a signal kills a worker, and hide vLLM's messages about it.
 
-    It is told before vLLM ends the other workers, by signals as well.
+    Called in a core. `report` is called before vLLM ends the other workers, which it does by signals too.
     """
     from vllm.v1.executor import multiproc_executor
 
@@ -136,28 +137,28 @@ def on_killed_worker(tell: Callable[[int], None]) -> None:
     held: list[logging.LogRecord] = []
 
     def hold_back(record: logging.LogRecord) -> bool:
-        """vLLM tells that a worker is gone before the system tells how it ended."""
+        """Keep back vLLM's message about a lost worker, which comes before its exit code is known."""
         if not str(record.msg).startswith(WORKER_DIED):
             return True
         held.append(record)
         return False
 
-    def look_and_end_all(workers: Sequence[Any]) -> None:
-        killed = _killed_one(workers)
+    def report_and_end_all(workers: Sequence[Any]) -> None:
+        killed = _killing_signal(workers)
         if killed is not None:
-            tell(killed)
+            report(killed)
         else:
             for record in held:
                 multiproc_executor.logger.callHandlers(record)
         held.clear()
         end_all(workers)
 
-    executor._ensure_worker_termination = staticmethod(look_and_end_all)
+    executor._ensure_worker_termination = staticmethod(report_and_end_all)
     multiproc_executor.logger.addFilter(hold_back)
 
 
-def _killed_one(workers: Sequence[Any]) -> int | None:
-    """The signal that has killed one of these processes; those that still run are left alone."""
+def _killing_signal(workers: Sequence[Any]) -> int | None:
+    """Return the signal that has killed one of the processes; None if none was killed. Running ones go on."""
     connection.wait([worker.sentinel for worker in workers], SETTLE_S)
     for worker in workers:
         if connection.wait([worker.sentinel], 0):

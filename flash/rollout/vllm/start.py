@@ -100,10 +100,10 @@ def _mend_preload(prefix: str) -> None:
     """Let ld.so find the libraries that vLLM preloads into its processes on the CPU.
 
     To ld.so a path ends with a space or a colon. A path with such characters is replaced by one through a link; if
-    there is no folder for a link, nothing is preloaded.
+    there is no folder for a link, nothing is preload_libraries.
     """
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if mended := _loadable(preloaded, prefix):
+    preload_libraries = os.environ.get("LD_PRELOAD", "")
+    if mended := _loadable(preload_libraries, prefix):
         os.environ["LD_PRELOAD"] = mended
     else:
         inherited = {"LD_PRELOAD": _saved["LD_PRELOAD"]} if "LD_PRELOAD" in _saved else {}
@@ -248,7 +248,7 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
-    if config.gpus_per_node == 0 and (libraries := _loadable(vllm_processes.preloaded(), sys.prefix)):
+    if config.gpus_per_node == 0 and (libraries := _loadable(vllm_processes.preload_libraries(), sys.prefix)):
         variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
     engine_only = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
     return {

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.tree import Config
-from flash.foreign.forking import ForkedProcess, Server, entitle, track_apart
+from flash.foreign.forking import ForkedProcess, Server, set_process_title, use_own_resource_tracker
 from flash.run.processes.hub_place import HubPlace
 
 OF_ALL = "flash.run.processes.worker"
@@ -85,8 +85,8 @@ class JobProcess(ForkedProcess):
         """As of `ForkedProcess`."""
         super().enter()
         os.setsid()
-        track_apart()
-        entitle(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
+        use_own_resource_tracker()
+        set_process_title(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
         # As `python -m` has it; and nobody waits for what a process says until a buffer is full.
         sys.path.insert(0, os.getcwd())
         for stream in (sys.stdout, sys.stderr):
@@ -94,7 +94,7 @@ class JobProcess(ForkedProcess):
         if OF_ENGINES in sys.modules:
             from flash.rollout.vllm.processes import SERVER
 
-            SERVER.is_of_parent()
+            SERVER.use_parent_server()
 
     def run(self) -> None:
         """As of `Process`, in the new process."""
