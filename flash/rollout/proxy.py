@@ -188,12 +188,11 @@ class LLMProxy:
             deadline(request.timeout_s, "a response", lambda: self._describe(request.min_version)) as scope,
             self._outages.left_out(scope),
         ):
-            while (whole := response.exhausted()) is None:
+            completion = response.exhausted()
+            while completion is None:
                 engine = await self._admit(record)
-                whole = await self._stream(engine, record, response)
-                if whole is not None:
-                    break
-            return whole
+                completion = await self._stream(engine, record, response) or response.exhausted()
+            return completion
 
     async def _admit(self, record: RequestRecord) -> EngineRecord:
         """Wait until an engine holds the request, and return the engine."""
@@ -239,7 +238,7 @@ class LLMProxy:
         Raises:
             EngineError: the engine has failed the request, and no other one may try.
         """
-        scope, concurrency, rest, whole = anyio.CancelScope(), engine.concurrency, response.rest(), None
+        scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._begin(engine, scope, record)
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
@@ -254,10 +253,10 @@ class LLMProxy:
                     async for piece in pieces:
                         engine.failed_in_a_row = 0
                         if isinstance(piece, Completion):
-                            before, whole = response.length, response.complete(piece)
+                            before, completion = response.length, response.complete(piece)
                             engine.tokens += response.length - before
                             concurrency.grow(scope, response.length - before)
-                            return whole
+                            return completion
                         engine.tokens += len(piece.token_ids)
                         concurrency.grow(scope, len(piece.token_ids))
                         if not record.proven:
@@ -274,7 +273,7 @@ class LLMProxy:
             if engine.alive and (len(record.barred) >= MAX_FAILURES or self._router.hopeless(record)):
                 raise
         finally:
-            concurrency.end(scope, complete=whole is not None)
+            concurrency.end(scope, complete=completion is not None)
             self._end(engine, scope)
             self._release(engine, record)
         return None

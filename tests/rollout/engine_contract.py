@@ -1,4 +1,4 @@
-"""What every engine has to do, real or fake: the checks, and what they need of the one under test.
+"""Contract of every engine, real or fake: the checks, and the interface to the engine under test.
 
 `test_engine_contract.py` runs them on the fakes, on the virtual clock; `test_vllm_engine.py` and
 `test_vllm_engine_death.py` on vLLM.

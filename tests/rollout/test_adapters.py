@@ -1,4 +1,4 @@
-"""Which requests run under which adapters: the law, over random courses of an engine."""
+"""Adapters of an engine: the law that no used adapter is dropped, over random sequences of requests and versions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def lengths_of(responses: list[int]) -> ResponseLengths:
 
 
 def limit_of(lengths: ResponseLengths, rows: list[tuple[int, int, int]], ceiling: int = 256) -> ConcurrencyLimit:
-    """Of an engine that runs responses with these prompts, tokens, and greatest lengths."""
+    """Return the limit of an engine that runs responses with these prompts, lengths, and greatest lengths."""
     limit = ConcurrencyLimit(ceiling, lengths)
     for number, (prompt, done, longest) in enumerate(rows):
         limit.begin(number, prompt, done, longest)
@@ -107,7 +107,7 @@ def test_as_many_may_begin_as_keep_expectation_and_deviations_within_the_cache(
     prompt = sum(prompt for prompt, _, _ in rows) / count
 
     def most(more: int) -> float:
-        """Of what the cache holds at any time, where so many more begin."""
+        """Return the largest share of the cache that is in use at any time if so many more begin."""
         found = 0.0
         for step in (0.0, *(2.0 ** (power / 4) for power in range(4, 44))):
             if step >= 2000:
@@ -197,7 +197,7 @@ class Decoder:
     def __init__(self, cache: int) -> None:
         self._cache = cache
         self.running: list[list[int]] = []
-        """Of each its number, context, and tokens that are left; the youngest last."""
+        """Number, context, and tokens left of each sequence; the youngest comes last."""
         self.waiting: deque[list[int]] = deque()
         self.put_back = 0
         self.used_steps = self.steps = 0

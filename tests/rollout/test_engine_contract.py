@@ -36,7 +36,7 @@ class Fake:
 
 
 def simulated() -> Fake:
-    """Its tokens need a version, and it knows no prompt that is wrong."""
+    """Return a simulated engine: its tokens need a version, and it accepts every prompt."""
     settings = SimulateConfig(step_s=0.01, sequence_s=0, context_s=0, prefill_s=0, swap_s=0.05)
     return Fake(SimEngine(settings, 64, lambda key: 10 * LONG, 8))
 

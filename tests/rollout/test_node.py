@@ -122,12 +122,12 @@ class FakeTrainer:
 
 
 class World:
-    """One run on the virtual clock."""
+    """A run on the virtual clock."""
 
     status_s: float | None = None
-    """How often the node tells how it is."""
+    """Seconds between two status reports of the node; None: it sends none."""
     teacher: ServedTeacher | None = None
-    """Asked by the node."""
+    """Teacher that the node asks; None: there is none."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class World:
 
     @property
     def engines(self) -> list[FakeEngine]:
-        """Those that are there now."""
+        """Engines that are there now."""
         return [line.newest for line in self.lines]
 
     def build(self) -> Hub:

@@ -53,7 +53,7 @@ class FakeHub:
         self.left = leases
         self.version = 0
         self.lost = False
-        """Whether nobody holds the version that was published."""
+        """True if nobody holds the published version any more."""
         self.cancels: list[int] = []
         self.results: dict[int, Trajectory | Failure] = {}
         self.reports: list[p.EngineReport] = []

@@ -58,7 +58,7 @@ class Line:
 
 
 class Incarnations:
-    """One node, and the hubs of a run that it serves one after the other.
+    """A node, and the hubs of a run that it serves one after the other.
 
     Args:
         engines: how many it has.
@@ -143,7 +143,7 @@ class Incarnations:
         return ends[0] if ends else None
 
     def _state(self) -> bytes:
-        """What the next hub knows."""
+        """Return the state that the next hub recovers."""
         replay = Replay(None, 0)
         for event in (event for file in self._journal.files for event in file):
             replay.apply(event)

@@ -85,7 +85,7 @@ class House:
         episode: anyio.CancelScope | None = None,
         seed: int | None = None,
     ) -> None:
-        """One request; its end, good or bad, is booked."""
+        """Send a request and keep its result, a completion or an error."""
 
         def progress(tokens: Sequence[int]) -> None:
             self.progress[task] = self.progress.get(task, 0) + len(tokens)
@@ -722,7 +722,7 @@ def test_of_several_engines_that_run_dry_at_once_each_is_given_its_share() -> No
 
 @pytest.mark.parametrize("why", ["it swaps", "it has failed them", "they may kill it"])
 def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
-    """It would be computed again where it was, whenever an answer ends beside it."""
+    """A request that moved in vain would be computed again where it was, whenever an answer ends beside it."""
 
     async def scenario() -> None:
         other = FakeEngine(answer, 1.0, 20.0, 8)

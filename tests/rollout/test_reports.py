@@ -1,4 +1,4 @@
-"""What a node tells of itself: its engines, who waits for whom, and how engines died."""
+"""Status reports of a node: its engines, the requests that wait, and how engines died."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def piece(token: int, version: int) -> Progress:
 
 
 def kept(tokens: list[int]) -> Kept:
-    """Of each token as many others as its last digit says."""
+    """Return kept sets that have as many other tokens for each token as its last digit says."""
     return Kept.of([other for token in tokens for other in range(token % 10)], [token % 10 for token in tokens])
 
 

@@ -1,4 +1,4 @@
-"""Who is served where: any order of requests, ends, swaps and deaths."""
+"""Router: any order of requests, ends, swaps and deaths."""
 
 from __future__ import annotations
 

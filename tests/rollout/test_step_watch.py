@@ -1,4 +1,4 @@
-"""When an engine hangs: requests, and no step."""
+"""StepWatch: an engine hangs if it has requests and makes no step."""
 
 from __future__ import annotations
 

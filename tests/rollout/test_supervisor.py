@@ -107,7 +107,10 @@ async def unplayed(lease: Lease, progress: EpisodeProgress) -> Failure:
 def lives(
     most: int, then: Callable[[FakeLine], None], make: Callable[[], FakeEngine] = engine
 ) -> tuple[list[tuple[float, str]], list[FakeEngine], str]:
-    """What a hub is told when the first engine dies at 100 s and each next one 10 s after its start."""
+    """Let the first engine die at 100 s and, by `then`, each next one 10 s after its start.
+
+    Returns the reports, the engines, and how the last one died.
+    """
     line, diary = FakeLine(make), Diary()
     deaths: list[EngineDeadError] = []
 
@@ -191,7 +194,10 @@ def test_a_start_that_fails_or_never_ends_is_tried_again(how: str) -> None:
 def begun_with(
     most: int, *ends: Exception | None
 ) -> tuple[list[tuple[float, str]], list[FakeEngine], BaseException | None]:
-    """What a hub is told in 1000 s when starts end so, one after the other; and what the supervisor raised."""
+    """Run a supervisor for 1000 s, with engines whose starts end as given.
+
+    Returns the reports, the engines, and the error that the supervisor raised.
+    """
     each = iter(ends)
 
     def make() -> FakeEngine:

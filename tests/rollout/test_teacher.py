@@ -1,4 +1,4 @@
-"""What a served teacher gives a sample's tokens: from a server that counts, and from a real one."""
+"""Log-probs of a served teacher: from a server that counts, and from a real one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trajectory(tokens: Sequence[int], spans: Sequence[tuple[int, int]], branches
 
 
 def says(prompt: Sequence[int], place: int) -> float:
-    """What the counting server gives a token: another number for each prefix."""
+    """Return the log-prob of the counting server for a token: another number for each prefix."""
     return -sum(prompt[: place + 1]) / 8
 
 

@@ -43,7 +43,7 @@ class Served:
     publisher: Any
     call: Callable[..., Any]
     models: dict[int, Any] = field(default_factory=dict)
-    """By version, what the engine is to compute."""
+    """Models that compute the expected log-probs, by version."""
     canary: list[int] = field(default_factory=lambda: random.Random(0).choices(range(VOCABULARY), k=24))
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 

@@ -101,7 +101,7 @@ def set_end_token(model: Any, *, wanted: bool) -> None:
 
 
 def change(model: Any, seed: int) -> None:
-    """One step of a very bold optimizer."""
+    """Change all weights, like a step of a very bold optimizer."""
     import torch
 
     torch.manual_seed(seed)
@@ -205,7 +205,7 @@ def serving(
 
 @pytest.fixture(scope="module", params=["tied", "mixture"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """What vLLM forgets in a reload: an output layer tied to the embedding, and in the untied model the experts.
+    """Serve a model of which vLLM used to lose a part in a reload: a tied output layer, or the experts of a mixture.
 
     Weights go over tcp to the one, as what has changed where that is less, and in a group to the other.
     """

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
 def vllm_said(captured: pytest.CaptureFixture[str]) -> list[str]:
-    """What the engine's processes have printed since the last look."""
+    """Return the lines that the engine's processes have printed since the last call."""
     output = captured.readouterr()
     return [line for line in (output.out + output.err).splitlines() if line.strip()]
 

@@ -1,4 +1,4 @@
-"""What an engine's own numbers say about want of KV cache."""
+"""PressureGauge: the load of an engine, and its lack of KV cache, from the numbers of its steps."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class FakeCore(Core):
 
 
 def core(worker: Any, tells: bool) -> None:
-    """What vLLM's core does, as far as processes go; it may tell how its worker ended."""
+    """Do with processes what vLLM's core does; `tells`: report how the worker ended."""
     os.setpgid(0, 0)
     line = ["VLLM::Worker_0", "-c", "echo begun; while sleep 60; do :; done"]
     process = subprocess.Popen(line, executable="/bin/sh", stdout=subprocess.PIPE)
@@ -56,7 +56,7 @@ def begin(*, tells: bool = False) -> tuple[BaseProcess, int]:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process ends within a moment."""
+    """Return True if a process ends within a moment."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What vLLM tells of sampled tokens, as it reaches whoever reads a response late."""
+"""Log-probs, experts and ends of responses, as vLLM returns them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ HOW = Sampling(top_k=3)
 
 
 def asked(sampling: Sampling) -> dict[str, Any]:
-    """As vLLM takes it."""
+    """Return a sampling as vLLM takes it."""
     return msgspec.structs.asdict(sampling) | {"stop": [], "stop_token_ids": [], "logit_bias": {}}
 
 
 def piece(drawn: int, likeliest: Sequence[int]) -> FlatLogprobs:
-    """Of one token: its log-prob, then those of the likeliest ones, itself among them."""
+    """Return the log-probs of one position: the drawn token, then the most likely ones, which include it."""
     flat, told = FlatLogprobs(), HOW.top_k + TIES
     ids = [*likeliest, *range(90, 90 + told - len(likeliest))]
     logprobs = [-1.0 - place if place < len(likeliest) else float("-inf") for place in range(told)]
@@ -45,7 +45,7 @@ def piece(drawn: int, likeliest: Sequence[int]) -> FlatLogprobs:
 
 
 def test_law_4_pieces_that_vllm_has_put_together_say_what_they_said_alone() -> None:
-    """It does where a token comes before the one ahead of it was read."""
+    """vLLM joins pieces if a token comes before the caller has read the one ahead of it."""
     drawn, likeliest = [7, 4, 9, 9], [[5, 6, 7], [4], [9, 8], [1, 2, 9]]
     pieces = [piece(*one) for one in zip(drawn, likeliest, strict=True)]
     whole = piece(drawn[0], likeliest[0])
@@ -103,7 +103,7 @@ def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_of_the_likeliest_tokens_vllm_holds_those_in_no_piece_alone_and_no_texts(interval: int) -> None:
-    """Those of all that run are more than a node has memory for, and a text takes longer than a token."""
+    """The most likely tokens of all running requests would not fit a node's memory, and their texts take too long."""
     processor: Any = OutputProcessor(None, log_stats=False, stream_interval=interval)
     parameters = vllm.sampling_parameters(asked(HOW), 99, likeliest=2)
     queue: Any = RequestOutputCollector(parameters.output_kind, "r")

@@ -1,4 +1,4 @@
-"""What an engine's processes are started with."""
+"""Arguments and environment of an engine's processes."""
 
 from __future__ import annotations
 

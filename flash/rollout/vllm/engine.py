@@ -211,10 +211,10 @@ class VLLMEngine:
             self._check_alive()
         finish = read_finish(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = adapter.version_starts or [(span.version, span.start) for span in piece.weight_versions or ()]
-        whole = join_kept(kept) if kept else None
+        all_kept = join_kept(kept) if kept else None
         replays = self._config.rollout.routing_replay
         routes = read_routes(piece, len(request.prompt) + len(token_ids) - 1) if replays else None
-        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, whole, routes)
+        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, all_kept, routes)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`.
