@@ -29,7 +29,7 @@ class Line(msgspec.Struct, frozen=True):
     """One curve of a chart."""
 
     key: str
-    """Its column; with a star at its end, each column that begins so is a curve."""
+    """Name of its column. With a star, each column that has any text in place of the star is a curve."""
     name: str
     """Beside others; of several columns what comes before the rest of theirs."""
     dash: Dash

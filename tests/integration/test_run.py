@@ -75,7 +75,6 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(
     assert summary["canary_error"] <= 1e-4
     for name in (
         "plots/reward.png",
-        "plots/ages.png",
         "plots/offpolicy.png",
         "plots/timeline.png",
         "model/config.json",

@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
 from flash.observe.plots.plots import (
-    age_series,
-    draw_ages,
-    draw_domains,
-    draw_mismatch,
     draw_offpolicy,
     draw_rewards,
     ratio_quantiles,
@@ -34,7 +30,7 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
     directory.append_evaluation(eval_row(0, 0.3))
     directory.append_evaluation(eval_row(30, 0.9))
     paths = write_plots(directory.path)
-    assert [path.name for path in paths] == ["reward.png", "ages.png", "offpolicy.png", "mismatch.png", "timeline.png"]
+    assert [path.name for path in paths] == ["reward.png", "offpolicy.png", "timeline.png"]
     for path in paths:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG")
@@ -46,37 +42,6 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
 def curves(axes: Axes) -> dict[str, list[float]]:
     """What is drawn, by the names of the legend; NaN where there is a gap."""
     return {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
-
-
-def test_domains_are_lines_of_their_own_and_without_them_there_is_no_picture() -> None:
-    told = {"domain/code/reward": 0.2, "domain/code/share": 0.25, "domain/math/share": 0.75}
-    rows = [metrics_row(step, **told) for step in range(3)]
-    rows[1]["domain/math/reward"] = 0.5
-    figure = draw_domains(rows, [eval_row(0, 0.4, **{"domain/math/reward": 0.6})])
-    assert figure is not None
-    left, right = figure.axes
-    drawn = curves(left)
-    assert drawn["code"] == [0.2, 0.2, 0.2]
-    assert np.isnan(drawn["math"]).tolist() == [True, False, True]
-    (held_out,) = [line for line in left.get_lines() if line.get_linestyle() == "--"]
-    assert (held_out.get_xdata(), held_out.get_ydata()) == (0, 0.6)
-    assert list(curves(right).values()) == [[25.0] * 3, [75.0] * 3]
-    assert draw_domains([metrics_row(0)], []) is None
-
-
-def test_the_mismatch_is_a_line_for_each_environment_and_has_gaps_where_no_token_was_of_age_0() -> None:
-    rows = [metrics_row(step, mismatch_k3_env_code=0.02, mismatch_k3_env_math=1e-5) for step in range(3)]
-    del rows[1]["mismatch_k3_env_math"]
-    del rows[2]["mismatch_k3_age_0"]
-    figure = draw_mismatch(rows)
-    assert figure is not None
-    drawn = curves(figure.axes[0])
-    assert drawn["code"] == [0.02, 0.02]
-    assert np.isnan(drawn["math"]).tolist() == [False, True]
-    single = draw_mismatch([metrics_row(0)])
-    assert single is not None
-    assert [2e-6] in curves(single.axes[0]).values()
-    assert draw_mismatch([{"step": 0, "mismatch_k3": 0.1}]) is None
 
 
 def test_an_empty_run_gives_no_plot(tmp_path: Path) -> None:
@@ -113,42 +78,6 @@ def test_without_wall_time_the_unix_time_since_the_first_row_stands_in() -> None
     for row in rows:
         del row["wall_s"]
     assert run_times(rows, [])[0].tolist() == [0.0, 2.0, 4.0]
-
-
-def test_ages_weigh_as_much_as_the_tokens_they_are_of() -> None:
-    rows = [
-        metrics_row(0, age_0=100, age_1=0, trained_tokens=100),
-        metrics_row(1, age_0=100, age_1=200, trained_tokens=300),
-    ]
-    series = age_series(rows)
-    assert series is not None
-    assert series.shares.tolist() == [[1.0, 0.0], pytest.approx([1 / 3, 2 / 3])]
-    assert series.total.tolist() == pytest.approx([0.5, 0.5])
-    assert series.labels == ["0", "1"]
-    figure = draw_ages(rows)
-    assert figure is not None
-    heights = [patch.get_height() for patch in figure.axes[0].patches]
-    assert heights == pytest.approx([50.0, 50.0])
-
-
-def test_ages_given_as_shares_or_as_counts_make_the_same_histogram() -> None:
-    counts = [metrics_row(0, age_0=30, age_1=10, trained_tokens=40), metrics_row(1, age_0=20, age_1=60)]
-    shares = [metrics_row(0, age_0=0.75, age_1=0.25, trained_tokens=40), metrics_row(1, age_0=0.25, age_1=0.75)]
-    one, two = age_series(counts), age_series(shares)
-    assert one is not None
-    assert two is not None
-    assert one.total.tolist() == pytest.approx(two.total.tolist())
-
-
-def test_very_old_tokens_share_the_last_bar() -> None:
-    series = age_series([metrics_row(0, age_0=50, age_1=0, age_12=25, age_20=25)])
-    assert series is not None
-    assert series.labels[-1] == "8+"
-    assert series.total[-1] == pytest.approx(0.5)
-
-
-def test_rows_without_ages_have_no_histogram() -> None:
-    assert draw_ages([{"step": 0, "age_mean": 1.0, "age_max": 2}]) is None
 
 
 def test_ratio_quantiles_over_the_run_weigh_steps_by_their_tokens_of_that_age_in_logarithms() -> None:

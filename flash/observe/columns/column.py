@@ -98,8 +98,8 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def key(self) -> str:
-        """Name for the web page: a placeholder at the end is replaced by a star, which matches any ending."""
-        return re.sub(r"[A-Z]+$", "*", self.name)
+        """Name for the web page: placeholders are replaced by stars, which match any text."""
+        return re.sub("[A-Z]+", "*", self.name)
 
     def kind(self, key: str) -> str | None:
         """Return the text that `key` has in place of the placeholders, joined with `_`; empty if the name has none.

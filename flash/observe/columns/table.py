@@ -167,6 +167,8 @@ CHARTS = (
     Chart("memory", "Memory of a trainer rank"),
     Chart("mfu", "Model FLOPs utilisation"),
     Chart("failures", "Failures"),
+    Chart("domains", "Reward by domain", from_zero=False),
+    Chart("domain_shares", "Share of each domain"),
     Chart("environment", "The environment's own metrics"),
 )
 """All charts, in the order in which the page shows them."""

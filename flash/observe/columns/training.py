@@ -133,9 +133,17 @@ BATCH = ColumnGroup(
         Column(
             "domain/NAME/reward",
             "mean reward of the samples of the domain NAME; only if a run has several domains or environments",
+            chart="domains",
+            worry="the reward of one domain falls while that of others rises",
         ),
         Column("domain/NAME/tokens", "mean number of response tokens of the domain's samples", "tokens"),
-        Column("domain/NAME/share", "share of the domain among all groups that the run has trained so far"),
+        Column(
+            "domain/NAME/share",
+            "share of the domain among all groups that the run has trained so far",
+            "share",
+            chart="domain_shares",
+            worry="the share of a domain is far below its weight: the domain is too slow for its weight",
+        ),
         Column(
             "share_drift",
             "distance between the number of trained groups that a domain has and the number that its weight asks for, "

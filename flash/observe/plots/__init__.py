@@ -1,2 +1,2 @@
-"""Pictures of a run: `plots` of its rows, `timeline` of who was busy when, `rhythm_plot` of a response; `trace` is for
-other viewers."""
+"""Plots of a run: `plots` draws its numbers, `timeline` the activity of its workers, `rhythm_plot` the attention in a
+response. `trace` writes the timeline for other viewers."""

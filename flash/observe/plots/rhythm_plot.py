@@ -1,6 +1,8 @@
-"""The picture of a response's rhythm: who looks at whom, nearby and far, and beneath it the two signals.
+"""Plot of a response's rhythm: the attention maps of local and global heads, and beneath them the two signals.
 
-Shape legend: B = tokens that are drawn, 2 = local and global.
+`flash rhythm --plot` draws it.
+
+Shape legend: B = tokens that are drawn, 2 = local and global heads.
 """
 
 from __future__ import annotations
@@ -19,35 +21,39 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEIGHT = 7.6
-"""Inches."""
+"""Height of the plot in inches."""
 MOST_NAMED = 48
-"""Tokens up to which each is written on the axes; more would not fit."""
+"""Largest number of tokens that are written on the axes one by one. More would not fit."""
 NAME = 8
-"""Characters of a token on an axis."""
+"""Largest number of characters of a token on an axis."""
 BRIGHTEST = 0.99
-"""Quantile of the weights that gets the darkest colour: a few tokens take so much that the rest would not show."""
+"""Quantile of the attention weights that gets the darkest colour. With the maximum, a few tokens with very large
+weights would make all others invisible."""
 
 
 class DrawnRhythm(NamedTuple):
-    """What is drawn."""
+    """Part of a response with its attention maps."""
 
     response: ResponseSeen
     start: int
-    """The first of the B tokens, in the sequence."""
+    """Place in the sequence of the first of the B tokens."""
     map_2BB: npt.NDArray[np.float32]
-    """Rows are those who look."""
+    """Mean attention weights of the local and global heads. Rows are queries, columns are keys."""
 
 
 def rhythm_png(drawn: DrawnRhythm) -> bytes:
-    """The picture as a file; texts that no font here has are drawn as boxes."""
+    """Return the plot as the content of a PNG file. Characters that no installed font has are drawn as boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         return png(draw_rhythm(drawn))
 
 
 def draw_rhythm(drawn: DrawnRhythm) -> Figure:
-    """The local map, where phrases are a sawtooth at the diagonal, the global one, where those that many look at are
-    columns, and beneath them WAAD with its plans and FAI with its anchors."""
+    """Draw the two attention maps, and beneath them WAAD with its plan tokens and FAI with its anchor tokens.
+
+    In the local map, phrases form a sawtooth at the diagonal. In the global map, a token that many later tokens attend
+    to is a column.
+    """
     figure = new_figure(HEIGHT)
     axes = figure.subplot_mosaic([["local", "global"], ["waad", "waad"], ["fai", "fai"]], height_ratios=[3.6, 1.3, 1.3])
     for one in axes.values():
@@ -88,7 +94,7 @@ def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], t
 def _draw_signal(
     axes: Axes, drawn: DrawnRhythm, values: list[float], marks: list[bool], name: str, marked: str
 ) -> None:
-    """A value for each token of the response; where it has a gap, the environment spoke."""
+    """Draw a value for each token of the response. Tokens of the environment are gaps."""
     stop = drawn.start + drawn.map_2BB.shape[1]
     line = np.full(stop - drawn.start, np.nan)
     peaks = np.full(stop - drawn.start, np.nan)
@@ -114,13 +120,13 @@ def _draw_signal(
 
 
 def _name_tokens(axes: Axes, drawn: DrawnRhythm, *, both: bool) -> None:
-    """Write the tokens on the axis of columns, or on both."""
+    """Write the tokens on the x axis; with `both`, also on the y axis."""
     places = list(range(drawn.start, drawn.start + drawn.map_2BB.shape[1]))
     names = [shortened(visible(drawn.response.tokens[place]), NAME) for place in places]
     upright = max(map(len, names)) > 1
     axes.set_xticks(places, names, rotation=90 if upright else 0, fontsize=8)
     if both:
         axes.set_yticks(places, names, fontsize=8)
-    # A dollar sign in a token would begin a formula.
+    # Without this, matplotlib takes a dollar sign in a token as the start of a formula.
     for label in (*axes.get_xticklabels(), *(axes.get_yticklabels() if both else ())):
         label.set_parse_math(False)

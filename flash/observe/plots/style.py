@@ -1,6 +1,6 @@
-"""How pictures look: their width, colours and axes.
+"""Style of all plots: width, colours and axes.
 
-matplotlib is imported on the first call, and its global state left alone.
+matplotlib is imported on the first call, and its global state is not touched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 8.0
-"""Inches; 100 pixels each in a README."""
+"""Width of a plot in inches. A README shows 100 pixels per inch."""
 DPI = 200
+"""Pixels per inch of the file, twice those of a README, for sharp text on fine screens."""
 INK = "#333333"
 FAINT = "#8c8c8c"
 GRID = "#e6e6e6"
@@ -26,14 +27,14 @@ PURPLE = "#cc79a7"
 
 
 def new_figure(height: float) -> Figure:
-    """Of so many inches."""
+    """Return an empty figure with a height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
-    """Plain axes: two spines, a faint grid behind the data."""
+    """Return a grid of plain axes, row by row. `options` go to matplotlib's `subplots`."""
     grid = list(figure.subplots(rows, columns, **options).flat)
     for axes in grid:
         plain(axes)
@@ -41,7 +42,7 @@ def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[
 
 
 def plain(axes: Axes) -> None:
-    """Make axes plain ones."""
+    """Give axes the plain style: two spines, and a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=10)
@@ -52,7 +53,7 @@ def plain(axes: Axes) -> None:
 
 
 def outside_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """One line above the axes, without a box."""
+    """Add a legend without a box, as one line above the axes."""
     figure.legend(
         handles,
         labels,
@@ -67,14 +68,14 @@ def outside_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as a file."""
+    """Return the figure as the content of a PNG file."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI, facecolor="white")
     return image.getvalue()
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds in the unit that reads best, and its name."""
+    """Return the unit for a duration that reads best: its length in seconds, and its name."""
     if seconds < 300:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")

@@ -1,4 +1,7 @@
-"""The timeline of a run: who was busy when, as lanes of activities, and the picture of it.
+"""The timeline of a run: a lane of activities for each worker, and the plot of all lanes.
+
+`flash.observe.plots.plots` draws it, `flash view` and the simulator use its shares of time, and
+`flash.observe.plots.trace` writes the same lanes as a file for trace viewers.
 
 Legend: B bins of time. Times are Unix seconds.
 """
@@ -32,43 +35,45 @@ COLOURS = {
     "swap": "#d55e00",
     "checkpoint": "#cc79a7",
 }
-"""Known activities, in Okabe and Ito's palette, which colour-blind readers tell apart too; where two overlap in one
-lane, it was really doing the later one."""
+"""Known activities with their colours, from Okabe and Ito's palette, which colour-blind readers can tell apart too.
+
+Where two activities of one lane overlap, the worker is counted as doing the one that is later in this table.
+"""
 OTHER = "#000000"
 """Colour of an unknown activity."""
 IDLE = ("wait",)
 """Activities that do not count as work."""
 ZOOM_STEPS = 8
-"""Steps in the close-up."""
+"""Number of steps in the close-up."""
 BINS = 400
-"""Bins of time in the view of the whole run: about two pixels each."""
+"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
 MAX_LANES = 24
-"""Lanes drawn; of more, evenly chosen ones are."""
+"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
 
 
 class TimelineLane(NamedTuple):
-    """One row of the timeline."""
+    """Activities of one worker, a row of the timeline."""
 
     name: str
     spans: list[Activity]
     busy: float
-    """Share of the shown time spent on anything but waiting."""
+    """Share of the run's time that the worker spent on activities other than waiting."""
 
 
 class TimelineSeries(NamedTuple):
-    """Who was busy when."""
+    """Lanes of a run with the times to draw, in Unix seconds."""
 
     lanes: list[TimelineLane]
     start: float
     stop: float
     zoom: tuple[float, float]
-    """Of the close-up."""
+    """First and last second of the close-up."""
     zoom_steps: tuple[int, int] | None
-    """First and last step of the close-up; None when no step was recorded."""
+    """First and last step of the close-up; None if too few steps were recorded."""
 
 
 def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
-    """Prepare the timeline; None without spans."""
+    """Sort the spans into lanes and choose the close-up; None if there are no spans."""
     spans = [span for span in spans if span.stop > span.start]
     if not spans:
         return None
@@ -87,14 +92,14 @@ def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSerie
 
 
 def drawing_order(names: Iterable[str]) -> list[str]:
-    """Each name once, in the order of COLOURS, unknown ones last."""
+    """Return each name once, in the order of COLOURS, with unknown names last."""
     return sorted(set(names), key=_priority)
 
 
 def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
-    """Share of each bin [B] that a lane spent on each activity, for B + 1 edges.
+    """Return the share of each time bin [B] that a lane spent on each activity, for B + 1 edges in Unix seconds.
 
-    No instant counts twice: where activities overlap, time belongs to the one that is later in COLOURS.
+    No instant counts twice: where activities overlap, the time belongs to the one that is later in COLOURS.
     Law: the shares of a bin sum to at most 1.
     """
     width = np.diff(edges)
@@ -110,7 +115,7 @@ def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
 
 
 def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
-    """Seconds before each time that lie inside at least one span."""
+    """Return, for each time, the number of seconds before it that lie inside at least one span."""
     starts: list[float] = []
     stops: list[float] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -130,16 +135,17 @@ def _priority(name: str) -> tuple[int, str]:
 
 
 def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
-    """Engines first, then trainers, then the rest; numbers in names count as numbers."""
+    """Return a sort key: engines first, then trainers, then the rest. Digits in names are compared as numbers."""
     kinds = ("engine", "trainer")
     kind = next((place for place, word in enumerate(kinds) if word in name), len(kinds))
     return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float, float], tuple[int, int] | None]:
-    """The window of ZOOM_STEPS steps in the middle of the run, or of half of a shorter run.
+    """Choose the window of the close-up: ZOOM_STEPS steps in the middle of the run, or half of a shorter run's steps.
 
-    A row's time is when its step ended, so the window reaches from the end of the step before the first one.
+    Returns its first and last second, and its first and last step. A row's time is the end of its step, so the window
+    begins at the end of the step before the first one.
     """
     ended = [row for row in steps if (at := number(row, "time")) is not None and start <= at <= stop + 1]
     if len(ended) < 2:
@@ -153,7 +159,10 @@ def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float,
 
 
 def draw_timeline(series: TimelineSeries) -> Figure:
-    """The whole run on top, as shares of time where single bars would be too thin; the close-up below."""
+    """Draw the whole run on top and the close-up below.
+
+    A lane with more than BINS spans is drawn as shares of time in the whole run: its bars would be too thin to see.
+    """
     lanes = _chosen(series.lanes)
     figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
     whole, close = plain_axes(figure, 2, 1)
@@ -193,7 +202,7 @@ def draw_timeline(series: TimelineSeries) -> Figure:
 
 
 def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
-    """One lane of the whole run: in each bin the shares of its activities, work below, waiting on top."""
+    """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top."""
     floor = np.full(len(edges) - 1, place + 0.4)
     for name in sorted(shares, key=lambda name: name in IDLE):
         top = floor - 0.8 * shares[name]
@@ -202,7 +211,7 @@ def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> 
 
 
 def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
-    """One lane, bar by bar; where bars overlap, the activity that matters more lies on top."""
+    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top."""
     first, last = window
     seen = [span for span in spans if span.stop > first and span.start < last]
     for name in drawing_order(span.name for span in seen):

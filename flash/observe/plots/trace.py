@@ -1,4 +1,4 @@
-"""A run's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A run's timeline as a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing. `flash trace` writes it.
 
 The format is Chrome's "Trace Event Format": complete events (`X`) with times in microseconds, on threads that metadata
 events (`M`) name, and counters (`C`).
@@ -16,11 +16,11 @@ from flash.types import Activity
 COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
 """Columns of `metrics.jsonl` that are drawn above the lanes."""
 LANES, STEPS = 1, 2
-"""Numbers of the two processes that a trace shows."""
+"""Numbers of the two processes in a trace. Process LANES has the workers' lanes, process STEPS the steps."""
 
 
 def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole trace, from the first thing recorded on."""
+    """Return the content of the trace file. Its times count from `trace_begin`."""
     begin = trace_begin(spans, metrics)
     spans = [span for span in spans if span.stop > span.start]
     ended = [row for row in metrics if number(row, "time") is not None]
@@ -36,13 +36,16 @@ def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> di
 
 
 def trace_begin(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> float:
-    """The Unix seconds from which a trace counts: those of the first thing recorded."""
+    """Return the start of the first recorded span or step, in Unix seconds; 0 if nothing is recorded."""
     begun = (span.start for span in spans if span.stop > span.start)
     return min((*begun, *(_begun(row) for row in metrics if number(row, "time") is not None)), default=0.0)
 
 
 def _lanes(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, Any]]:
-    """A thread for each lane, and more where activities overlap that do not lie inside each other."""
+    """Yield the events of each lane on a thread of its own.
+
+    A lane has more threads if activities overlap and neither lies inside the other: viewers cannot show these on one.
+    """
     by_lane: dict[str, list[Activity]] = {}
     for span in spans:
         by_lane.setdefault(span.lane, []).append(span)
@@ -57,7 +60,7 @@ def _lanes(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, Any]]:
 
 
 def _tracks(spans: Iterable[Activity]) -> list[list[Activity]]:
-    """Divide overlapping activities, so that in each track any two lie apart or one inside the other."""
+    """Divide activities into tracks. Any two activities of a track do not overlap, or one lies inside the other."""
     tracks: list[list[Activity]] = []
     opened: list[list[Activity]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
@@ -86,7 +89,7 @@ def _steps(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[dict[str
 
 
 def _begun(row: Mapping[str, Any]) -> float:
-    """A row's time is when its step ended."""
+    """Return the start of a step, in Unix seconds: the row's time is the end of the step."""
     return float(row["time"]) - (number(row, "interval_s") or 0.0)
 
 

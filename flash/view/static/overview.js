@@ -33,17 +33,17 @@ export function prepare(described, changed) {
 
 const rowsOf = (chart, run) => (chart.of === "evals" ? run.evals : run.steps);
 
-// A run's curves of a chart: a line with a star is one for each column that begins so. Of many, those that were ever above 0.
+// A run's curves of a chart: a line with a star is one for each column that has any text in place of the star. Of many, those that were ever above 0.
 function curvesOf(chart, run) {
   const rows = rowsOf(chart, run);
   return chart.lines.flatMap((line, place) => {
-    if (!line.key.endsWith("*")) {
+    if (!line.key.includes("*")) {
       const told = place && chart.lines.length > 2 ? (row) => row[line.key] : (row) => line.key in row;
       return rows.some(told) ? [{ ...line, title: line.name }] : [];
     }
-    const begin = line.key.slice(0, -1);
-    return [...columnsOf(rows)].filter((key) => key.startsWith(begin)).sort()
-      .map((key) => ({ ...line, key, title: key.slice(begin.length) }));
+    const [begin, end] = line.key.split("*");
+    return [...columnsOf(rows)].filter((key) => key.startsWith(begin) && key.endsWith(end)).sort()
+      .map((key) => ({ ...line, key, title: key.slice(begin.length, key.length - end.length) }));
   });
 }
 
