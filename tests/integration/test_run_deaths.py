@@ -64,12 +64,12 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$|^failures(_cancelled)?$"
-"""Names of what differs between two runs that are equal in all they train. A few of the shares do."""
+TIMES = r"^time$|_s$|_share$|_per_second$|^(memory_gib|mfu|trainer_restarts)$|^failures(_cancelled)?$"
+"""Names of the metrics that may differ between two runs that train the same: times, memory, restarts, some shares."""
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without what depends on how long something took."""
+    """Return the rows without these metrics."""
     return [{name: value for name, value in row.items() if not re.search(TIMES, name)} for row in rows]
 
 
