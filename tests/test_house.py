@@ -12,7 +12,6 @@ from scripts.house import ROAD, ROOT, Docstring, docstrings, folders, lines, roa
 MOST_POINTING = 0.03
 """Share of a folder's docstrings that may begin with a word that points outside them."""
 NOT_YET = {
-    "algorithms",
     "envs",
     "envs/adapters",
     "envs/adapters/verifiers_server",
@@ -30,22 +29,14 @@ NOT_YET = {
     "envs/swe",
     "envs/textworld",
     "envs/tools",
-    "flash",
     "flash/cli",
     "flash/cli/project",
     "flash/cli/runs",
     "flash/config",
-    "flash/foreign",
-    "flash/http",
-    "flash/hub",
     "flash/observe",
     "flash/observe/columns",
-    "flash/observe/plots",
     "flash/observe/rundir",
     "flash/observe/trackers",
-    "flash/rollout",
-    "flash/rollout/episode",
-    "flash/rollout/vllm",
     "flash/run",
     "flash/run/checks",
     "flash/run/models",
@@ -54,14 +45,11 @@ NOT_YET = {
     "flash/run/sft",
     "flash/service",
     "flash/simulate",
-    "flash/trainer",
-    "flash/trainer/model",
     "flash/view",
-    "flash/weights",
 }
 """Folders that are above this share still. An entry goes when its folder is below; none is added."""
 MOST_ROAD_FILES = 47
-MOST_ROAD_LINES = 15_500
+MOST_ROAD_LINES = 15_000
 """Bounds on the road of a sample, from its lease to the gradient."""
 
 
