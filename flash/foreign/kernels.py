@@ -3,6 +3,8 @@
 `flash.trainer.model.attention` computes attention in parts and merges them, for which it needs these sums. torch's
 public function `scaled_dot_product_attention` does not return them, so the kernels are called directly.
 
+`lse` is the log-sum-exp of a query's scores, the log of the sum of its weights.
+
 Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M = tokens of
 all sequences, D = width of a head.
 """
@@ -27,7 +29,7 @@ TOUCHED = (
 """Attributes of torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
-class Attention(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Mask and scale of one attention call."""
 
     mask: Tensor | None
@@ -50,7 +52,7 @@ SUMS = 32
 """The memory-efficient kernel requires the sums of weights padded to a multiple of this many tokens."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the attention output, [S, H, Q, D], and the log of the sum of weights, float32 [S, H, Q].
 
     Queries are [S, H, Q, D]; keys and values are [S, G, K, D], where H is a multiple of G. The D of values may differ.
@@ -59,54 +61,54 @@ def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[T
     import torch
 
     wide = [_to_width(one, (query, value)) for one in (query, key, value)]
-    mask, causal = _added(how.mask, query), how.causal and how.mask is None
+    mask, causal = _added(options.mask, query), options.causal and options.mask is None
     kernels = torch.ops.aten
     if query.device.type == "cpu":
-        answer, weight = kernels._scaled_dot_product_flash_attention_for_cpu(
-            *wide, 0.0, causal, attn_mask=mask, scale=how.scale
+        answer, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
+            *wide, 0.0, causal, attn_mask=mask, scale=options.scale
         )
     elif _takes_flash(wide[0], mask):
-        answer, weight, *_ = kernels._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=how.scale)
+        answer, lse, *_ = kernels._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=options.scale)
     else:
-        answer, weight, *_ = kernels._scaled_dot_product_efficient_attention(
-            *_every_head(wide), mask, True, 0.0, causal, scale=how.scale
+        answer, lse, *_ = kernels._scaled_dot_product_efficient_attention(
+            *_every_head(wide), mask, True, 0.0, causal, scale=options.scale
         )
-        weight = weight[..., : query.shape[2]]
-    if how.mask is not None:
-        blind = ~how.mask.any(-1)
-        answer, weight = answer.masked_fill(blind[..., None], 0.0), weight.masked_fill(blind, -torch.inf)
-    return answer[..., : value.shape[-1]], weight
+        lse = lse[..., : query.shape[2]]
+    if options.mask is not None:
+        blind = ~options.mask.any(-1)
+        answer, lse = answer.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    return answer[..., : value.shape[-1]], lse
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, weight: Tensor, how: Attention
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
-    `answer` and `weight` may be merged over more keys than these: the result is then this part's share.
+    `answer` and `lse` may be merged over more keys than these: the result is then this part's share.
     """
     import torch
     from torch.nn.functional import pad
 
     grad, answer, *wide = (_to_width(one, (query, value)) for one in (grad, answer, query, key, value))
-    mask, causal = _added(how.mask, query), how.causal and how.mask is None
+    mask, causal = _added(options.mask, query), options.causal and options.mask is None
     kernels = torch.ops.aten
     if query.device.type == "cpu":
         grads = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *wide, answer, weight, 0.0, causal, attn_mask=mask, scale=how.scale
+            grad, *wide, answer, lse, 0.0, causal, attn_mask=mask, scale=options.scale
         )
     elif _takes_flash(wide[0], mask):
         none = torch.zeros((), dtype=torch.uint64, device=query.device)
         grads = kernels._scaled_dot_product_flash_attention_backward(
-            grad, *wide, answer, weight.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, none, none,
-            scale=how.scale,
+            grad, *wide, answer, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, none, none,
+            scale=options.scale,
         )  # fmt: skip
     else:
         none = torch.zeros((), dtype=torch.int64, device=query.device)
-        sums = pad(weight, (0, -query.shape[2] % SUMS), value=torch.inf).contiguous()
+        sums = pad(lse, (0, -query.shape[2] % SUMS), value=torch.inf).contiguous()
         grads = kernels._scaled_dot_product_efficient_attention_backward(
             grad, *_every_head(wide), mask, _by_token(answer), sums, none, none, 0.0, [True, True, True, False],
-            causal, scale=how.scale,
+            causal, scale=options.scale,
         )[:3]  # fmt: skip
         groups = (1, query.shape[1] // key.shape[1], query.shape[1] // value.shape[1])
         grads = [one.unflatten(1, (-1, count)).sum(2) for one, count in zip(grads, groups, strict=True)]
@@ -131,16 +133,23 @@ class RaggedSequences(NamedTuple):
 
 
 def attend_ragged(
-    query: Tensor, key: Tensor, value: Tensor, how: Attention, sequences: RaggedSequences
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, sequences: RaggedSequences
 ) -> tuple[Tensor, Tensor]:
     """Return output [M, H, D] and log of the sum of weights, float32 [M, H], on a GPU, without padding, mask or cap."""
     import torch
 
     wide = [_to_width(one, (query, value)).contiguous() for one in (query, key, value)]
-    answer, weight, *_ = torch.ops.aten._flash_attention_forward(
-        *wide, *sequences.begins, *sequences.most, 0.0, how.causal, False, scale=how.scale, **_windows(sequences)
+    answer, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *wide,
+        *sequences.begins,
+        *sequences.most,
+        0.0,
+        options.causal,
+        False,
+        scale=options.scale,
+        **_windows(sequences),
     )
-    return answer[..., : value.shape[-1]], weight.transpose(0, 1)
+    return answer[..., : value.shape[-1]], lse.transpose(0, 1)
 
 
 def attend_ragged_backward(
@@ -149,11 +158,11 @@ def attend_ragged_backward(
     key: Tensor,
     value: Tensor,
     answer: Tensor,
-    weight: Tensor,
-    how: Attention,
+    lse: Tensor,
+    options: AttentionOptions,
     sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend_ragged`; `answer` and `weight` may be merged."""
+    """Return the gradients of query, key and value of `attend_ragged`; `answer` and `lse` may be merged."""
     import torch
 
     grad, answer, *wide = (
@@ -161,8 +170,8 @@ def attend_ragged_backward(
     )
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad, *wide, answer, weight.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, how.causal,
-        none, none[:0], scale=how.scale, **_windows(sequences),
+        grad, *wide, answer, lse.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, options.causal,
+        none, none[:0], scale=options.scale, **_windows(sequences),
     )  # fmt: skip
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
 

@@ -253,9 +253,9 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
     for name, module in model.named_modules():
         number = re.search(r"\blayers\.(\d+)\.", name)
         if number and isinstance(module, router.target_class) and name.endswith(router.layer_name or ""):
-            found.append(
-                ExpertRouter(int(number[1]), module, len(next(one for one in module.parameters() if one.dim() == 2)))
-            )
+            # A router's matrix has one row per expert.
+            matrix = next(weight for weight in module.parameters() if weight.dim() == 2)
+            found.append(ExpertRouter(int(number[1]), module, len(matrix)))
     return found
 
 

@@ -290,7 +290,7 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
     return lambda: state.weight_version_starts
 
 
-def briefly(llm: Any, queue: Any) -> Callable[[], None]:
+def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     """Return a function that frees the reported most likely tokens of a running request that are delivered already.
 
     vLLM keeps them until the response ends, kilobytes per token, and decodes each of them if the response has stop

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash.foreign.kernels import SUMS, Attention, attend, attend_backward
+from flash.foreign.kernels import SUMS, AttentionOptions, attend, attend_backward
 
 SEQUENCES, HEADS, OF_KEYS, ASKING, ASKED = 3, 4, 2, 5, 7
 
@@ -42,7 +42,7 @@ def test_kernels_of_gpus_are_given_what_they_take(dtype: torch.dtype, masked: bo
     query, key = states(HEADS, ASKING, width, dtype), states(OF_KEYS, ASKED, width, dtype)
     value = states(OF_KEYS, ASKED, of_values, dtype)
     mask = torch.empty(SEQUENCES, 1, ASKING, ASKED, dtype=torch.bool, device="meta") if masked else None
-    how = Attention(mask, causal=False, scale=0.5)
+    how = AttentionOptions(mask, causal=False, scale=0.5)
     with calls() as seen:
         answer, weight = attend(query, key, value, how)
         given = states(HEADS, ASKING, of_values, dtype)

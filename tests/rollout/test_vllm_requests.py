@@ -111,7 +111,7 @@ def test_of_the_likeliest_tokens_vllm_holds_those_in_no_piece_alone_and_no_texts
     processor.add_request(request, None, queue=queue)
     state, read = processor.request_states["r"], list[int]()
     state.logprobs_processor.tokenizer = object()  # of which no text can be had
-    forget = vllm.briefly(SimpleNamespace(output_processor=processor), queue)
+    forget = vllm.trim_logprobs(SimpleNamespace(output_processor=processor), queue)
     for token in range(20):
         lists = LogprobsLists(np.array([[token, token, 50]]), np.zeros((1, 3)), np.array([1]))
         processor.process_outputs([EngineCoreOutput("r", [token], new_logprobs=lists)])

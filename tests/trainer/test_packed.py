@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash.foreign import kernels
-from flash.foreign.kernels import Attention
+from flash.foreign.kernels import AttentionOptions
 from flash.trainer.model.attention import RaggedKernels, RaggedPart, RowIndex, ScoreOptions, row_index
 from flash.trainer.model.logprobs import policy_logprobs, token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row
@@ -93,7 +93,9 @@ def gradients_one_by_one(*given: Any) -> Any:
     return totals
 
 
-def _each(how: Attention, among: kernels.RaggedSequences) -> Iterator[tuple[tuple[slice, slice, slice], Attention]]:
+def _each(
+    how: AttentionOptions, among: kernels.RaggedSequences
+) -> Iterator[tuple[tuple[slice, slice, slice], AttentionOptions]]:
     for (begin, end), (first, last) in zip(*(pairwise(one.tolist()) for one in among.begins), strict=True):
         assert end - begin <= among.most[0]
         assert last - first <= among.most[1]

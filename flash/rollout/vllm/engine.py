@@ -181,7 +181,7 @@ class VLLMEngine:
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
             vllm.continue_text(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
-            forget = vllm.briefly(llm, queue) if request.sampling.keeps else None
+            forget = vllm.trim_logprobs(llm, queue) if request.sampling.keeps else None
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]

@@ -11,6 +11,8 @@ No torch kernel caps scores, and none returns attention weights. For capped mode
 (`flash.trainer.rhythm`), weights are computed here by matrix products, `ROWS_PER_BLOCK` rows at a time, so that never
 all weights of a layer exist at once.
 
+`answer` is the attention output of a token, `lse` the log-sum-exp of its scores, by which outputs of parts are merged.
+
 Shape legend: U = computed tokens of the row, S = sequences (or families) of a part, Q = most query tokens of one of
 them, K = its key tokens, M = slots of a part, N = filled slots, H = heads of queries, G = heads of keys, D = width of a
 head. For observers: B = rows of a block, C = columns that they see, R = tokens whose rows are wanted.
@@ -30,7 +32,7 @@ from torch import Tensor
 from algorithms.rhythm import IntArray
 from flash.branches import Int64Array
 from flash.foreign import kernels
-from flash.foreign.kernels import Attention
+from flash.foreign.kernels import AttentionOptions
 from flash.trainer.mesh import to_device
 
 HALF = (torch.bfloat16, torch.float16)
@@ -129,25 +131,25 @@ class PaddedPart:
 
     def attend(self, states: States, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
         """Return the attention output of each slot, [M, H, D], and the log of the sum of its weights, [M, H]."""
-        answer, weight = attend(*self._batches(states), self._options(scores))
-        return _slots(answer), _slots(weight)
+        answer, lse = attend(*self._batches(states), self._options(scores))
+        return _slots(answer), _slots(lse)
 
     def gradients(
-        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: ScoreOptions
+        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, lse_UH: Tensor, scores: ScoreOptions
     ) -> States:
         """Return this part's gradients for the slots of queries, of keys and of values.
 
-        `answer_UHD` and `weight_UH` are merged over all parts. The kernels take them for the part's own, so that the
+        `answer_UHD` and `lse_UH` are merged over all parts. The kernels take them for the part's own, so that the
         sum over all parts is the gradient of the whole.
         """
         batches = self._batches(states)
         grad, answer = (self._batch(self.queries, value).to(batches[0].dtype) for value in (grad_UHD, answer_UHD))
-        weight = self._batch(self.queries, weight_UH)
-        query, key, value = attend_backward(grad, *batches, answer, weight, self._options(scores))
+        lse = self._batch(self.queries, lse_UH)
+        query, key, value = attend_backward(grad, *batches, answer, lse, self._options(scores))
         return _slots(query), _slots(key), _slots(value)
 
-    def _options(self, scores: ScoreOptions) -> Attention:
-        return Attention(self._mask(scores.window), self.causal, scores.scale, scores.cap)
+    def _options(self, scores: ScoreOptions) -> AttentionOptions:
+        return AttentionOptions(self._mask(scores.window), self.causal, scores.scale, scores.cap)
 
     def _mask(self, window: int | None) -> Tensor | None:
         """Return bool [S, 1, Q, K]: the query sees the key. None: each query sees every key that is not later."""
@@ -211,11 +213,11 @@ class RaggedPart:
         return self.kernels.attend(*self._gathered(states), *self._options(scores))
 
     def gradients(
-        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, weight_UH: Tensor, scores: ScoreOptions
+        self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, lse_UH: Tensor, scores: ScoreOptions
     ) -> States:
         """Return this part's gradients for the slots of queries, of keys and of values (see `PaddedPart.gradients`)."""
-        grad, answer, weight = (self.queries.gather(value) for value in (grad_UHD, answer_UHD, weight_UH))
-        return self.kernels.gradients(grad, *self._gathered(states), answer, weight, *self._options(scores))
+        grad, answer, lse = (self.queries.gather(value) for value in (grad_UHD, answer_UHD, lse_UH))
+        return self.kernels.gradients(grad, *self._gathered(states), answer, lse, *self._options(scores))
 
     def supports(self, scores: ScoreOptions) -> bool:
         """Return True if the kernels can express these scores.
@@ -225,8 +227,8 @@ class RaggedPart:
         """
         return scores.cap is None and (self.causal or self._window(scores) is None)
 
-    def _options(self, scores: ScoreOptions) -> tuple[Attention, kernels.RaggedSequences]:
-        return Attention(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
+    def _options(self, scores: ScoreOptions) -> tuple[AttentionOptions, kernels.RaggedSequences]:
+        return AttentionOptions(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
 
     def _window(self, scores: ScoreOptions) -> int | None:
         return None if scores.window is None or self.reach <= scores.window else scores.window
@@ -371,64 +373,66 @@ def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return what `flash.foreign.kernels.attend` returns, for capped scores too.
 
     Output [S, H, Q, D] and the log of the sum of weights, [S, H, Q]. Scores are capped by matrix products, since no
     torch kernel caps them.
     """
-    if how.cap is None:
-        return kernels.attend(query, key, value, how)
+    if options.cap is None:
+        return kernels.attend(query, key, value, options)
     answer = query.new_empty(*query.shape[:3], value.shape[-1])
-    weight = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
     for rows in _row_blocks(query):
-        scores, _ = _capped_scores(query, key, how, how.cap, rows)
-        weight[:, :, rows] = total = scores.logsumexp(-1)
+        scores, _ = _capped_scores(query, key, options, options.cap, rows)
+        lse[:, :, rows] = total = scores.logsumexp(-1)
         share = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp_().to(value.dtype)
         answer[:, :, rows] = _by_head(_by_group(share, value) @ value[:, :, : share.shape[-1]], query)
-    return answer, weight
+    return answer, lse
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, weight: Tensor, how: Attention
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `flash.foreign.kernels.attend_backward` returns, for capped scores too: gradients of the states.
 
-    With share p = exp(score − weight), dL/dscore = p (grad · value − grad · answer), and the cap adds the factor
-    1 − tanh². `answer` and `weight` may be merged over more keys than these.
+    With share p = exp(score − lse), dL/dscore = p (grad · value − grad · answer), and the cap adds the factor
+    1 − tanh². `answer` and `lse` may be merged over more keys than these.
     """
-    if how.cap is None:
-        return kernels.attend_backward(grad, query, key, value, answer, weight, how)
-    wide = weight.dtype
+    if options.cap is None:
+        return kernels.attend_backward(grad, query, key, value, answer, lse, options)
+    wide = lse.dtype
     grad_query, grad_key, grad_value = (torch.zeros_like(state, dtype=wide) for state in (query, key, value))
     for rows in _row_blocks(query):
-        scores, slope = _capped_scores(query, key, how, how.cap, rows)
-        share = (scores - weight[:, :, rows, None]).exp_()
+        scores, slope = _capped_scores(query, key, options, options.cap, rows)
+        share = (scores - lse[:, :, rows, None]).exp_()
         seen = slice(0, share.shape[-1])
         grad_rows = _by_group(grad[:, :, rows], value)
         grad_dot_answer = (grad[:, :, rows].to(wide) * answer[:, :, rows]).sum(-1, keepdim=True)
         grad_share = _by_head(grad_rows @ value[:, :, seen].transpose(2, 3), query).to(wide) - grad_dot_answer
-        grad_product = _by_group((grad_share * share * slope * how.scale).to(query.dtype), key)
+        grad_product = _by_group((grad_share * share * slope * options.scale).to(query.dtype), key)
         grad_query[:, :, rows] = _by_head(grad_product @ key[:, :, seen], query)
         grad_key[:, :, seen] += grad_product.transpose(2, 3) @ _by_group(query[:, :, rows], key)
         grad_value[:, :, seen] += _by_group(share.to(value.dtype), value).transpose(2, 3) @ grad_rows
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _capped_scores(query: Tensor, key: Tensor, how: Attention, cap: float, rows: slice) -> tuple[Tensor, Tensor]:
+def _capped_scores(
+    query: Tensor, key: Tensor, options: AttentionOptions, cap: float, rows: slice
+) -> tuple[Tensor, Tensor]:
     """Return two tensors [S, H, rows, K], K the keys that any of the rows may see: scores, and the cap's derivative.
 
     A score is −inf where a row does not see a key.
     """
-    last = rows.stop if how.causal and how.mask is None else key.shape[2]
+    last = rows.stop if options.causal and options.mask is None else key.shape[2]
     product = _by_head(_by_group(query[:, :, rows], key) @ key[:, :, :last].transpose(2, 3), query)
-    scores = product.to(torch.promote_types(product.dtype, torch.float32)).mul_(how.scale / cap).tanh_()
+    scores = product.to(torch.promote_types(product.dtype, torch.float32)).mul_(options.scale / cap).tanh_()
     slope = 1 - scores.square()
-    if how.mask is not None:
-        hidden = ~how.mask[:, :, rows, :last]
+    if options.mask is not None:
+        hidden = ~options.mask[:, :, rows, :last]
     else:
         place = torch.arange(last, device=key.device)
-        hidden = place > place[rows, None] if how.causal else place < 0
+        hidden = place > place[rows, None] if options.causal else place < 0
     return scores.mul_(cap).masked_fill_(hidden, -torch.inf), slope
 
 

@@ -170,16 +170,16 @@ def _check_complete(file: Path, model: PreTrainedModel, info: dict[str, Any]) ->
     return model
 
 
-def _save(read: PreTrainedModel, folder: Path) -> None:
+def _save(loaded: PreTrainedModel, folder: Path) -> None:
     """Save the weights through a fresh model: transformers refuses to save one that was loaded in quantised form."""
     import torch
 
-    config: Any = read.config
+    config: Any = loaded.config
     for name in ("quantization_config", "_model_name_or_path"):
         vars(config).pop(name, None)
     with torch.device("meta"):
-        fresh: Any = type(read)(config)
-    fresh.load_state_dict(read.state_dict(), assign=True)
+        fresh: Any = type(loaded)(config)
+    fresh.load_state_dict(loaded.state_dict(), assign=True)
     fresh.tie_weights()
-    fresh.generation_config = read.generation_config
+    fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)

@@ -335,7 +335,8 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
 
 
 def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
-    """Return [C, V]: the logits scaled and capped as the model does it, wide. Without a change, the same tensor."""
+    """Return [C, V]: the logits scaled and capped as the model does it, in float32 or wider. Without a change, the same
+    tensor."""
     if change == UNCHANGED:
         return logits_CV
     scaled_CV = logits_CV.to(_wide(logits_CV)) * change.scale
@@ -348,7 +349,8 @@ def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
 
 
 def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
-    """Return [C, V] logits / temperature, wide. The memory of the logits is reused if it has this dtype."""
+    """Return [C, V] logits / temperature, in float32 or wider. The memory of the logits is reused if it has this
+    dtype."""
     if torch.compiler.is_compiling():
         return logits_CV.to(_wide(logits_CV)) / temperature_C1
     return logits_CV.to(_wide(logits_CV)).div_(temperature_C1)

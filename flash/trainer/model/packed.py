@@ -215,37 +215,37 @@ class _PackedAttention(torch.autograd.Function):
         states = (query_UHD, key_UHD, value_UHD)
         wide = torch.promote_types(value_UHD.dtype, torch.float32)
         if len(parts) == 1 and parts[0].queries.contiguous is not None:
-            answer_UHD, weight_UH = parts[0].attend(states, scores)
+            answer_UHD, lse_UH = parts[0].attend(states, scores)
         else:
-            answer_UHD, weight_UH = _attend_merged(states, parts, scores, wide)
+            answer_UHD, lse_UH = _attend_merged(states, parts, scores, wide)
         if sinks_H is not None:
             # A sink is one more key that every token sees, with a score of its own and a value of 0.
-            total_UH = torch.logaddexp(weight_UH, sinks_H.to(wide))
-            answer_UHD = answer_UHD * (weight_UH - total_UH).exp_()[..., None]
-            weight_UH = total_UH
+            total_UH = torch.logaddexp(lse_UH, sinks_H.to(wide))
+            answer_UHD = answer_UHD * (lse_UH - total_UH).exp_()[..., None]
+            lse_UH = total_UH
         answer_UHD = answer_UHD.to(value_UHD.dtype)
-        ctx.save_for_backward(query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, weight_UH)
+        ctx.save_for_backward(query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, lse_UH)
         ctx.parts, ctx.scores = parts, scores
         return answer_UHD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_UHD,), (query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, weight_UH) = grads, ctx.saved_tensors
+        (grad_UHD,), (query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, lse_UH) = grads, ctx.saved_tensors
         states, parts = (query_UHD, key_UHD, value_UHD), ctx.parts
         if len(parts) == 1 and parts[0].queries.contiguous is not None:
-            totals = parts[0].gradients(grad_UHD, states, answer_UHD, weight_UH, ctx.scores)
+            totals = parts[0].gradients(grad_UHD, states, answer_UHD, lse_UH, ctx.scores)
         else:
             # Sums in a wide dtype: a prefix that many sequences share gets many small gradients.
-            totals = [torch.zeros(state.shape, dtype=weight_UH.dtype, device=state.device) for state in states]
+            totals = [torch.zeros(state.shape, dtype=lse_UH.dtype, device=state.device) for state in states]
             for part in parts:
-                gradients = part.gradients(grad_UHD, states, answer_UHD, weight_UH, ctx.scores)
+                gradients = part.gradients(grad_UHD, states, answer_UHD, lse_UH, ctx.scores)
                 for total, index, grad in zip(totals, (part.queries, part.keys, part.keys), gradients, strict=True):
                     index.scatter_add(total, grad)
         grad_H = None
         if sinks_H is not None:
-            grad_dot_answer_UH = (grad_UHD.to(weight_UH) * answer_UHD).sum(-1)
-            grad_H = ((sinks_H.to(weight_UH) - weight_UH).exp_() * -grad_dot_answer_UH).sum(0).to(sinks_H.dtype)
+            grad_dot_answer_UH = (grad_UHD.to(lse_UH) * answer_UHD).sum(-1)
+            grad_H = ((sinks_H.to(lse_UH) - lse_UH).exp_() * -grad_dot_answer_UH).sum(0).to(sinks_H.dtype)
         return *(total.to(state.dtype) for total, state in zip(totals, states, strict=True)), grad_H, None, None
 
 
@@ -255,17 +255,17 @@ def _attend_merged(
     """Return the output over all parts, [U, H, D], and the log of the sum of its weights, [U, H]; both in `wide`."""
     query_UHD, _, value_UHD = states
     answer_UHD = value_UHD.new_empty((*query_UHD.shape[:2], value_UHD.shape[2]), dtype=wide)
-    weight_UH = value_UHD.new_empty(query_UHD.shape[:2], dtype=wide)
+    lse_UH = value_UHD.new_empty(query_UHD.shape[:2], dtype=wide)
     for part in parts:
-        answer_MHD, weight_MH = part.attend(states, scores)
+        answer_MHD, lse_MH = part.attend(states, scores)
         if not part.causal:
             # A prefix part: its tokens already have the output over their own sequence.
-            answer_MHD, weight_MH = _merge(
-                part.queries.gather(answer_UHD), part.queries.gather(weight_UH), answer_MHD, weight_MH
+            answer_MHD, lse_MH = _merge(
+                part.queries.gather(answer_UHD), part.queries.gather(lse_UH), answer_MHD, lse_MH
             )
         part.queries.scatter(answer_UHD, answer_MHD)
-        part.queries.scatter(weight_UH, weight_MH)
-    return answer_UHD, weight_UH
+        part.queries.scatter(lse_UH, lse_MH)
+    return answer_UHD, lse_UH
 
 
 def _merge(first_MHD: Tensor, first_MH: Tensor, second_MHD: Tensor, second_MH: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,14 +164,14 @@ def _check_logits(model: PreTrainedModel) -> None:
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     device = device_of(model)
     probe = torch.linspace(-PROBE, PROBE, int(layer.weight.shape[0]), device=device).view(1, 1, -1)
-    selection = LogprobRequest(torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1), entropy_gradient=False)
-    shown = layer.register_forward_hook(lambda *_: probe)
+    request = LogprobRequest(torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1), entropy_gradient=False)
+    hook = layer.register_forward_hook(lambda *_: probe)
     try:
-        with _own_attention(model), layer.answering(selection):
+        with _own_attention(model), layer.answering(request):
             ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
             changed = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
     finally:
-        shown.remove()
+        hook.remove()
         reshard(model)
     expected = apply_change(probe, layer.change)
     if changed.shape != expected.shape or not torch.allclose(changed.float(), expected, rtol=1e-4, atol=1e-5):
