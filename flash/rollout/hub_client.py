@@ -59,7 +59,7 @@ class HubClient:
 
         Args:
             make_request: makes the request, given the node's number; called again for each hub.
-            seconds: that each hub has to answer; None: the usual ones.
+            seconds: time that each hub has to answer; None: `request_s`.
 
         Raises:
             FlashError: the same as `HubCaller.call`. A lost hub raises only if no other hub can follow it.

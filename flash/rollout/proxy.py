@@ -299,7 +299,10 @@ class LLMProxy:
         engine.limit = engine.concurrency.limit
 
     def _fill(self, engine: EngineRecord) -> None:
-        """Give an engine the waiting requests that it has room for."""
+        """Use the room of an engine, which may have grown: for waiting requests, then for requests of fuller engines.
+
+        Reports the room to the scheduler, which uses the rest for new episodes.
+        """
         for record in self._router.fill(engine.index):
             wait = self._waits[record]
             wait.engine = engine

@@ -195,6 +195,7 @@ class Router:
         if self.hopeless(record):
             # The engine that could still serve it has died: those that have failed it get another chance.
             record.barred = frozenset()
+        # With bound groups the request waits for its engine, even if another one has room.
         bound = self._bound_view(record) if self._bind and self.alive else None
         if bound is None:
             view = self._choose(record)
@@ -220,8 +221,7 @@ class Router:
     def surplus(self, engine: int) -> list[tuple[int, int]]:
         """Return how many requests fuller engines should give to one that has room, as (engine, count) pairs.
 
-        Empty unless the fullest engine is clearly fuller, and while requests wait that the engine may serve, or while
-        it swaps.
+        Empty if no engine is clearly fuller, if requests wait that the engine may serve, or if the engine swaps.
         """
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:

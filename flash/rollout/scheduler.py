@@ -148,7 +148,7 @@ class Scheduler:
             if lease_id in self._alive:
                 self._alive[lease_id].scope.cancel()
             elif lease_id > self._newest:
-                # The source has sent the cancellation after the lease, but it was read first: it is much shorter.
+                # The source sends a cancellation after its lease, but the shorter message may be read first.
                 self._cancelled_early.add(lease_id)
 
     @property
