@@ -169,21 +169,31 @@ class AttentionLayer(NamedTuple):
     """Numbers in all queries and all values of one token."""
 
 
+def layer_configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configuration of each decoder layer: that of the model, unless its layers differ in size."""
+    described = model.config.get_text_config()
+    # The configuration of Gemma 4 refuses to name one size for all layers.
+    if getattr(described, "is_heterogeneous", False):
+        return list(described.per_layer_config)
+    return [described] * layer_count(model)
+
+
+def head_width(layer: Any) -> int:
+    """Return the width of a head, from the configuration of a layer."""
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Return the size of each attention layer of a model; layers without attention are left out."""
-    described, limits = model.config.get_text_config(), windows(model)
-    count = int(described.num_hidden_layers)
-    # Gemma 4's layers differ, and its configuration refuses to name one size for all of them.
-    each = described.per_layer_config if getattr(described, "is_heterogeneous", False) else [described] * count
+    described, limits, each = model.config.get_text_config(), windows(model), layer_configs(model)
     kinds: list[str] | None = getattr(described, "layer_types", None)
     layers: list[AttentionLayer] = []
-    for layer, kind in zip(each, kinds or [""] * count, strict=False):
+    for layer, kind in zip(each, kinds or [""] * len(each), strict=False):
         heads = getattr(layer, "num_attention_heads", None) or 0
         if kind in WITHOUT_ATTENTION or not heads:
             continue
         bounded = bool(limits) and (not kind or "sliding" in kind or "chunked" in kind)
-        head = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        query, value = (getattr(layer, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+        query, value = (getattr(layer, name, None) or head_width(layer) for name in ("qk_head_dim", "v_head_dim"))
         layers.append(AttentionLayer(float(limits[0]) if bounded else math.inf, heads * (query + value)))
     return layers
 

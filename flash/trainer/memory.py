@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from flash.config.learning import TrainConfig
 from flash.config.tree import Config, ModelConfig
 from flash.foreign.torch import absent_ranks, counted
-from flash.foreign.transformers import layer_count, layer_types
+from flash.foreign.transformers import head_width, layer_configs, layer_count, layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy
 from flash.trainer.model.logprobs import token_logprobs
@@ -254,10 +254,10 @@ class EngineMemory:
 
 def engine_memory(config: Config, parameters: int) -> EngineMemory:
     """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json."""
-    described = empty_model(config.model).config.get_text_config()
     size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
-    heads = described.num_key_value_heads
-    width = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
     # If there are fewer key-value heads than GPUs, each GPU holds one.
-    token = 2 * described.num_hidden_layers * max(heads / split, 1) * width * size
-    return EngineMemory(parameters * size // split, token)
+    numbers = sum(
+        2 * max(layer.num_key_value_heads / split, 1) * head_width(layer)
+        for layer in layer_configs(empty_model(config.model))
+    )
+    return EngineMemory(parameters * size // split, numbers * size)

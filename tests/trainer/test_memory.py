@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flash.config.tree import Config
-from flash.trainer.memory import RankMemory, rank_memory
+from flash.trainer.memory import RankMemory, engine_memory, rank_memory
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
 
@@ -163,3 +163,9 @@ def test_of_fewer_experts_than_ranks_all_have_a_part(plans: dict[str, RankMemory
     alone, many = plans["experts in float32"], plans["experts of many"]
     assert alone.weights == 4 * alone.parameters
     assert 1 / 32 <= many.weights / alone.weights < 1 / 24
+
+
+def test_the_cache_of_an_engine_counts_layers_of_different_sizes(tmp_path: Path) -> None:
+    sizes = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "global_head_dim": 16}
+    tiny("gemma4_text", **sizes, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(tmp_path)
+    assert engine_memory(make_config(tmp_path), 100).token == 2 * 2 * (8 + 16) * 4, "keys and values in float32"
