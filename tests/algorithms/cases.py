@@ -120,7 +120,7 @@ def with_limit(objective: Objective, parts: Sequence[PackedTokens]) -> list[Pack
 
 
 def take(tokens: PackedTokens, order: Sequence[int]) -> tuple[PackedTokens, Tensor]:
-    """These sequences, in this order, packed anew; and where each of their tokens was."""
+    """Pack some sequences again, in this order. Also returns the former place of each token."""
     places = [torch.nonzero(tokens.sequence_T == one).flatten() for one in order]
     place_T = torch.cat(places)
     columns = {name: value[place_T] for name, value in tokens._asdict().items() if isinstance(value, Tensor)}

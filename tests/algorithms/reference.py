@@ -1,6 +1,6 @@
-"""Every objective once more: one token at a time, in Python floats, gradients by hand.
+"""Reference of every objective: one token at a time, in Python floats, with gradients by hand.
 
-`logp` is what has a gradient; `fixed` is the same number where the formula has a stop-gradient. They are equal except
+`logp` has a gradient; `fixed` is the same number where the formula has a stop-gradient. They are equal except
 for a finite difference, which moves `logp` alone. Nothing here is shared with `algorithms`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One token."""
+    """Numbers of a single token."""
 
     logp: float
     fixed: float
@@ -29,11 +29,11 @@ class Row:
 
 @dataclass
 class Expected:
-    """What an objective should say of one token."""
+    """Expected output of an objective for one token."""
 
     loss: float
     gradient: dict[int, float]
-    """d loss / d logp, by token."""
+    """Derivative of this token's loss by the logp of each token, by token."""
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -214,4 +214,4 @@ REFERENCES: dict[str, Reference] = {
     "aipo": aipo,
     "m2po": m2po,
 }
-"""By the name in the configuration."""
+"""Reference by the objective's name in the configuration."""

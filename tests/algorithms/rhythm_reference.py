@@ -46,7 +46,7 @@ def top(signal: Sequence[float], share: float) -> set[int]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """With linear interpolation between the two nearest."""
+    """Return a quantile, with linear interpolation between the two nearest values."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)

@@ -19,7 +19,7 @@ LEVELS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 
 def judged(deviations: list[float], mask_lowest: float, filter_highest: float) -> tuple[list[bool], list[bool]]:
-    """Which tokens are masked, and which are filtered."""
+    """Return for each token if it is masked, and if it is filtered."""
     deviation_N = torch.tensor(deviations, dtype=torch.float64)
     low, high = AsyPpo(mask_lowest=mask_lowest, filter_highest=filter_highest).bounds(deviation_N)
     return (deviation_N < low).tolist(), (deviation_N > high).tolist()

@@ -1,4 +1,4 @@
-"""What must not matter: masked slots, the order of sequences, and how a minibatch was cut."""
+"""Results do not depend on masked slots, the order of sequences, or the cut of a minibatch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.algorithms.reference import REFERENCES
 NAMED = pytest.mark.parametrize(("name", "objective"), CASES, ids=str)
 CASES_OF = {name: [objective for other, objective in CASES if other == name] for name in OPTIONS}
 UNMASKED = [objective for objective in DEFAULTS if objective.critics == 1]
-"""Those that leave no token out."""
+"""Objectives that leave no token out."""
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
 
 

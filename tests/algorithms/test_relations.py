@@ -1,4 +1,4 @@
-"""How the methods are related: which becomes which, and what only one of them has."""
+"""Relations between objectives: options with which one equals another, and properties that only one has."""
 
 from __future__ import annotations
 

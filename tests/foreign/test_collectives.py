@@ -1,4 +1,4 @@
-"""What torch raises on a rank whose peers are gone or late is known for a failed collective."""
+"""Errors that torch raises on a rank whose peers are gone or late are recognised as failed collectives."""
 
 from __future__ import annotations
 

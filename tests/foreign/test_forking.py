@@ -1,4 +1,4 @@
-"""What processes have of their own that are forked from one which has imported what they need."""
+"""Processes that are forked from a server with imports: each has its own environment, cores and random numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Told(ForkedProcess):
 
 
 def told(server: Server, kind: type[Told] = Told) -> object:
-    """What a process says that is forked from this server."""
+    """Return the answer of a process that is forked from `server`."""
     file = Path(os.environ["TMPDIR"]) / f"told-{os.getpid()}"
     process = kind(str(file))
     process.server = server

@@ -1,4 +1,4 @@
-"""What we reach into is still there: one test for each attribute, named after it, and the ranges that were tested."""
+"""Undocumented attributes of libraries still exist, one test each, and the version ranges are the tested ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIBRARIES = ("vllm", "torch", "transformers", "peft", "uvicorn", "aiodocker")
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether an object has the attribute, or, a class, gives it to its instances."""
+    """Return True if an object has the attribute, or if a class gives it to its instances."""
     if hasattr(owner, name):
         return True
     if not inspect.isclass(owner):

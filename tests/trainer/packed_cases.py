@@ -66,7 +66,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8,
     "pad_token_id": 0,
 }
-"""Those of them that a configuration has are given to it."""
+"""Options of small models; a configuration gets the options that it has."""
 
 _LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -118,7 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
 }
-"""What makes tiny ones of some kinds small, or all that there is to their kind part of them."""
+"""Options by kind: they keep a model small, or make all features of its kind part of it."""
 
 
 def tiny(kind: str, **options: Any) -> PreTrainedModel:
@@ -177,7 +177,7 @@ def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Ten
 
 
 def gradient(model: PreTrainedModel, sequences: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
-    """Of `weighted` · scale, summed over ranks by FSDP."""
+    """Return the gradient of `weighted` · scale, which FSDP sums over ranks."""
     ids = random_sequences()
     batch = packed_batch([ids[index] for index in sequences], 0.8)
     result = token_logprobs(model, **batch, entropy_gradient=True)

@@ -1,4 +1,4 @@
-"""One of several gloo ranks that divide layers, rows or experts: trains, loads and saves. It writes what it saw."""
+"""Gloo rank that divides layers, rows or experts with others: it trains, loads, saves, and writes its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.trainer.trainer_cases import (
 
 
 class Layout(NamedTuple):
-    """How so many ranks divide models of these kinds."""
+    """Division of models of some kinds over a number of ranks."""
 
     ranks: int
     parallel: dict[str, int]
@@ -120,7 +120,7 @@ def trained(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> tuple[Traine
 
 
 def bytes_of(trainer: Trainer) -> tuple[int, int]:
-    """What this rank holds of the policy's weights, and of their gradient."""
+    """Return the bytes of the policy's weights on this rank, and of their gradients."""
     weights = [*trainer.model.parameters()]
     both = ((local(one) for one in some) for some in (weights, [one.grad for one in weights if one.grad is not None]))
     held = [sum(one.numel() * one.element_size() for one in some) for some in both]
@@ -128,7 +128,8 @@ def bytes_of(trainer: Trainer) -> tuple[int, int]:
 
 
 def planned(folder: Path) -> dict[str, tuple[int, int]]:
-    """The same by layout, as it is planned. Makes process groups, so it wants a process of its own."""
+    """Return the planned bytes of weights and gradients by layout. It makes process groups: run it in its own
+    process."""
     found: dict[str, tuple[int, int]] = {}
     for name in PLANNED:
         layout = LAYOUTS[name]
@@ -144,7 +145,7 @@ def state_of_all(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def saved_and_loaded(folder: Path, name: str, trainer: Trainer) -> dict[str, Any]:
-    """What a layout saves, and what it reads of one process."""
+    """Return the state that a layout saves, and the state that it loads from a checkpoint of one process."""
     (folder / name).mkdir(exist_ok=True)
     checkpoint.save(folder / name, trainer, kept(b"hub"), keep=1)
     seen: dict[str, Any] = {"saved": state_of_all(trainer)}

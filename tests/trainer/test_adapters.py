@@ -46,7 +46,7 @@ def adapted(model: Path, **tables: Any) -> Trainer:
 
 
 def stirred(model: Path, **tables: Any) -> Trainer:
-    """One whose adapters have something to say."""
+    """Return a trainer whose adapters differ from 0."""
     trainer = adapted(model, **tables)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -40,7 +40,7 @@ def configured(folder: Path, dtype: str = "float32", **weights: Any) -> Config:
 
 
 def drawn(folder: Path, dtype: str = "float32", **weights: Any) -> tuple[PreTrainedModel, CanaryText, Config]:
-    """As a trainer begins: the text first, then the model sharded."""
+    """Draw the text and shard the model, in the order in which a trainer starts."""
     config = configured(folder, dtype, **weights)
     whole = load_model(config.model)
     text = draw_canary(whole, config)
@@ -119,7 +119,7 @@ def test_a_healthy_engine_passes_and_one_with_another_layer_does_not(sure: Path,
 
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-    """As an engine of its own computes them: in its dtype, with transformers' attention."""
+    """Return log-probs as an independent engine computes them: in its dtype, with transformers' attention."""
     rows = model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
     return [float(rows[at, token]) for at, token in enumerate(token_ids[1:])]
 

@@ -84,7 +84,7 @@ def test_a_file_says_what_it_holds_before_it_is_converted(file: Path) -> None:
 
 
 def refused(file: Path) -> str:
-    """What is said of a file as it is converted, by its header or by all else."""
+    """Return the error message for a file, from its header or from the conversion."""
     folder = file.parent / "made"
     folder.mkdir()
     try:

@@ -108,7 +108,7 @@ def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
 def test_weights_that_mean_nothing_without_their_scales_are_refused(
     tied_model: Path, tmp_path: Path, told: bool
 ) -> None:
-    """Whether the model's configuration tells of them or not."""
+    """Quantized weights are refused, also if the model's configuration does not mention them."""
     folder, name = shutil.copytree(tied_model, tmp_path / "model"), "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)

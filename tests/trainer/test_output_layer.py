@@ -85,7 +85,7 @@ def plain(factors: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def plain_gradients(factors: dict[str, Any], grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Of Σ (log-prob · its grad + entropy · its grad), in float64."""
+    """Return the gradients of Σ (log-prob · grad + entropy · grad) from whole logits, in float64."""
     leaves, logp_T, entropy_T = whole_logits(factors)
     (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
     return {name: value.grad for name, value in leaves.items() if value.grad is not None}

@@ -1,4 +1,4 @@
-"""Which models may be trained on packed rows: tiny ones of many kinds, from their configurations alone."""
+"""Models that can be trained on packed rows: tiny ones of many kinds, made from their configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.trainer.trainer_cases import (
 
 
 def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) -> bool:
-    """Whether sequences may share a row."""
+    """Return True if sequences can share a row of the model."""
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, dtype=dtype, max_length=max_length))
     check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)

@@ -39,7 +39,7 @@ Seen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model of each kind."""
+    """Return a folder with a model of each kind."""
     folder = tmp_path_factory.mktemp("parallel")
     for kind in KINDS:
         if kind == "qwen3":
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Callable[[str], Seen]:
-    """What one process makes of a step of a kind; those that are to be loaded are saved."""
+    """Return a function for the result of a step in one process; kinds that other tests load are saved."""
 
     @cache
     def of(kind: str) -> Seen:
@@ -67,7 +67,7 @@ def alone(folder: Path) -> Callable[[str], Seen]:
 
 @pytest.fixture(scope="module")
 def on_ranks(folder: Path, alone: Callable[[str], Seen]) -> Callable[[str, str], list[Seen]]:
-    """What each rank makes of it."""
+    """Return a function for the results of all ranks of a layout and a kind."""
 
     @cache
     def of_all(ranks: int) -> list[dict[tuple[str, str], Seen]]:

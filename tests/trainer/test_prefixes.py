@@ -1,4 +1,4 @@
-"""What sequences begin with alike is computed once, and nothing else is."""
+"""Shared prefixes of sequences are computed once, and nothing else is shared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flash.branches import LEAST_SHARED, Int64Array
 from flash.trainer.model.prefixes import in_one_row, shared_prefixes
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
-"""Of three tokens: many beginnings are alike."""
+"""Sequences of three different tokens, so that many begin alike."""
 
 
 def common(one: list[int], other: list[int]) -> int:

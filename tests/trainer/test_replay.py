@@ -33,7 +33,7 @@ KINDS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", 
 
 
 class Recorder:
-    """Which experts the routers of a model choose, forward pass by forward pass."""
+    """Records the experts that the routers of a model choose in each forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.seen: dict[int, Tensor] = {}
@@ -45,13 +45,13 @@ class Recorder:
         self.seen[layer] = next(one for one in output if one.dtype == torch.int64)
 
     def routes(self) -> np.ndarray:
-        """[tokens, layers, experts of a token] of the last pass; 0 in layers without experts."""
+        """Return [tokens, layers, experts of a token] of the last pass; 0 in layers without experts."""
         some = next(iter(self.seen.values()))
         return torch.stack([self.seen.get(at, torch.zeros_like(some)) for at in range(self._layers)], 1).numpy()
 
 
 class HfEngine:
-    """An engine that a Hugging Face model serves: it tells log-probs and experts of what it computes."""
+    """Engine with a Hugging Face model, which reports log-probs and experts of its tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._recorder = model.eval(), Recorder(model)
@@ -59,7 +59,7 @@ class HfEngine:
 
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int) -> Completion:
-        """So many tokens."""
+        """Return `count` sampled tokens."""
         ids, logprobs = list(prompt), list[float]()
         for _ in range(count):
             rows = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
@@ -92,7 +92,7 @@ def noisy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def experts_of(model: PreTrainedModel, sequences: list[Tensor]) -> Routes:
-    """Of all tokens, sequence by sequence."""
+    """Return the experts of all tokens, sequence by sequence."""
     recorder, found = Recorder(model), list[np.ndarray]()
     for ids in sequences:
         with torch.no_grad():
