@@ -88,7 +88,7 @@ class ChosenCheckpoint(NamedTuple):
     path: Path | None
     """Folder of the checkpoint; None starts the run at version 0."""
     notes: list[str]
-    """One sentence about each newer checkpoint that is damaged, for the log."""
+    """Sentences for the log, each about a newer checkpoint that is damaged."""
 
 
 def step_folder(run_dir: Path, version: int) -> Path:

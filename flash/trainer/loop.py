@@ -81,7 +81,8 @@ class TrainerLoop:
                 }
                 hub.call(p.Commit(shard.step, metrics, trainer.shown), config.deadlines.hub)
             self._publish()
-            # `keeps`: the hub takes part in a checkpoint. `saves`: an alarm or a person asked for one.
+            # The hub's part of a checkpoint belongs to the version that the run has reached. So it refuses to keep one
+            # (`keeps`) while ranks train earlier steps again. `saves` asks for a checkpoint out of turn.
             if reply.keeps and (reply.saves or trainer.version % config.checkpoint.every == 0):
                 self._save_checkpoint()
 
@@ -90,14 +91,15 @@ class TrainerLoop:
         if reply.finished and config.checkpoint.export:
             checkpoint.export_hf(trainer.model, self._tokenizer, config.run_dir / "model")
         self._profiler.close()
-        # Rank 0 serves the weights of the last version until no engine can start any more that needs them; the hub
-        # answers then.
+        # The hub answers after the last evaluation. Until then rank 0 serves the weights of the last version to engines
+        # that start.
         hub.call(p.Goodbye(self._rank, self._activities), waits.leaving_s(config))
 
     def _publish(self) -> None:
         """Gather the weights and publish them as a version, with the canary that engines are checked against.
 
-        A collective; rank 0 announces the version to the hub, and returns once its engines have taken it.
+        A collective. Rank 0 announces the version to the hub, which answers once every engine has the version before:
+        so engines are at most one version behind.
         """
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):

@@ -197,7 +197,7 @@ def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One branch of a sample, with at least one token to train."""
+    """Branch of a sample that has at least one token to train."""
 
     index: int
     """Place of its sample in `Shard.batch`."""

@@ -217,7 +217,7 @@ class MicroSignals:
 
 
 class LayerHead(NamedTuple):
-    """One head of a chosen layer."""
+    """Head of a chosen layer."""
 
     layer: int
     head: int

@@ -168,8 +168,11 @@ class Trainer:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
+        # The order of the calls below is the order of their collectives. None may depend on what a single rank holds.
         config = self._config
+        # First of all: it raises on every rank what any rank finds, and gives all ranks equally many micro-batches.
         plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
+        # Before the first update, because all of these describe the weights at the start of the step.
         along = self._rhythm_along(plan)
         inputs = iter(self.loss_inputs(plan, rhythm=None if along else self.rhythm))
         minibatches = [
@@ -181,6 +184,7 @@ class Trainer:
         shown = ShownTokens(shard, config.run.log_samples)
         passes = config.train.updates_per_batch
         for index, (minibatch, minibatch_inputs) in enumerate(minibatches * passes):
+            # Before the backward passes: each of them needs the limit of the whole minibatch.
             limit = self._limit(minibatch, minibatch_inputs, shard.step, updated=index > 0)
             kept = [
                 self._backward(
@@ -196,13 +200,14 @@ class Trainer:
                 )
                 for micro, micro_inputs in zip(minibatch.micro_batches, minibatch_inputs, strict=True)
             ]
+            # After the backward passes, which decide what is rejected; before the update, which divides by the share.
             share = self._kept_share(minibatch, kept)
             statistics.end_minibatch(share)
             self._train_critics(minibatch, minibatch_inputs, plan.critic_B)
             if not self._warming_up:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         self.flops = passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
-        # Every call of this block that reduces over the ranks is made on all of them, in this order.
+        # Reduced once per step, so that no rank waits for the others between minibatches on account of metrics.
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         if self.critics:
             metrics |= critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
