@@ -45,7 +45,7 @@ class PackedTokens(NamedTuple):
     proximal_T: Tensor
     """Log-prob under the proximal policy (see `Proximal`), no gradient."""
     advantage_T: Tensor
-    """Advantage of the token's sequence (or of the token)."""
+    """Advantage of the token, which most estimators set to the advantage of its sequence."""
     reward_T: Tensor
     """Reward of the token's trajectory, as the environment returned it."""
     mask_T: Tensor
@@ -71,7 +71,7 @@ class ObjectiveOutput(NamedTuple):
     """Name → [T], detached. `ratio`: importance ratio. `clipped`: 1 where a clip removed the gradient or cut the
     weight. `weight`: the weight as used in the loss. These three have plots."""
     bonus_T: Tensor | None = None
-    """Factor of each token's entropy bonus, detached. None: 1."""
+    """[T]: factor of each token's entropy bonus, detached. None: the factor is 1."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,17 +1,17 @@
 """Weights and filters for the mismatch between the policy that sampled and the proximal policy.
 
-All corrections are functions of w = exp(proximal − behaviour). w is constant in the policy that is trained, so it
-multiplies the loss without changing the meaning of its gradient. It covers the difference between engine and trainer at
-equal weights, and the distance that the proximal policy has moved since the token was sampled. Corrections compose with
-each other: their factors are multiplied. `flash.trainer.loss` calls `correct` for each micro-batch.
+All corrections are functions of w = exp(proximal − behaviour). w does not depend on the policy that is trained, so it
+multiplies the loss without changing the meaning of the gradient. w covers the difference between engine and trainer at
+equal weights, and the distance that the proximal policy has moved since the token was sampled. The factors of several
+corrections are multiplied. `flash.trainer.objective` calls `correct` for each micro-batch.
 
-Filters (`sequence_mask`, `geometric`) are 0 or 1 and go with every objective. They reject: the mean is over the
-accepted sequences, E[… | accepted], as if the others had not been sampled (in verl's rollout correction they leave the
-response mask; THUDM/slime#657).
+Filters (`sequence_mask`, `geometric`) have the factors 0 and 1 and can be used with every objective. A filter rejects
+sequences: the mean is over the accepted sequences, E[… | accepted], as if the rejected sequences had not been sampled
+(in verl's rollout correction, rejected sequences leave the response mask; THUDM/slime#657).
 
-Weights (`token_tis`, `icepop`) stay inside the mean over all tokens, also where they are 0: the formula is
-Σ w(…) / Σ |y|. They are for an objective without a weight, such as `rloo`. Next to an objective that has w in its
-formula, or in its ratio to the behaviour policy, they would correct the same difference twice.
+Weights (`token_tis`, `icepop`) keep every token in the mean, also tokens with weight 0: the formula is Σ w(…) / Σ |y|.
+A weight is for an objective without w, such as `rloo`. With an objective that has w in its formula, or in its ratio to
+the behaviour policy, a weight would correct the same difference twice.
 
 Shape legend: T = packed tokens of a micro-batch, S = sequences.
 """
@@ -74,7 +74,7 @@ class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class SequenceMask(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sequence_mask"
 ):
-    """Filter: 1 for every token of a sequence if the product of w over its unmasked tokens lies in [low, high], else 0.
+    """Filter by sequence: factor 1 if the product of w over the unmasked tokens lies in [low, high], else 0.
 
     Rejection by the ratio of the sequence: E[… | low ≤ Π w ≤ high] (Liu, Li et al. 2025, "When Speed Kills Stability";
     verl's rollout_rs = "sequence").
@@ -98,8 +98,7 @@ class SequenceMask(
 class Geometric(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="geometric"
 ):
-    """Filter: 1 for every token of a sequence if the geometric mean of w over unmasked tokens is in [low, high], else
-    0.
+    """Filter by sequence: factor 1 if the geometric mean of w over the unmasked tokens lies in [low, high], else 0.
 
     Rejection by the ratio per token: E[… | low ≤ (Π w)^(1/n) ≤ high] (verl's rollout_rs = "geometric").
     """
@@ -146,18 +145,22 @@ def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Correcte
 
 
 def _log_weight(tokens: PackedTokens) -> Tensor:
+    """Return [T], detached: log w."""
     return (tokens.proximal_T - tokens.behaviour_T).detach()
 
 
 def _weight(tokens: PackedTokens) -> Tensor:
+    """Return [T], detached: w."""
     return _log_weight(tokens).exp()
 
 
 def _keep(tokens: PackedTokens, ratio_S: Tensor, low: float, high: float) -> Tensor:
+    """Return [T]: 1 for each token of a sequence whose ratio lies in [low, high], else 0."""
     keep_S = (ratio_S >= low) & (ratio_S <= high)
     return keep_S[tokens.sequence_T].to(tokens.behaviour_T.dtype)
 
 
 def _ordered(low: float, high: float) -> None:
+    """Raise ValueError if the bounds are in the wrong order."""
     if low > high:
         raise ValueError(f"expected low ≤ high, got {low:g} and {high:g}")

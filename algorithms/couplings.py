@@ -1,16 +1,18 @@
-"""Statistics on whether the signals of attention occur together: plans with entropy, plans with FAI, anchors with
-plans.
+"""Statistics on whether signals of attention occur together: plans with entropy, plans with FAI, anchors with plans.
 
-Li et al. 2025 (arXiv 2510.13554) describe a rhythm: where local heads suddenly look further back, the model plans the
-next tokens and is uncertain; at the same token, or soon after it, comes a token to which later tokens keep returning.
-`couplings` measures this in given responses and compares each number with chance. `flash rhythm` prints the result. The
-marked tokens are the ones that the method itself chooses; the meaning of "soon after", the shifts, the intervals and p
-are defined here and not in the paper.
+The signals (`algorithms.rhythm`) are numbers for each token. WAAD is the mean distance that the model looked back at
+the token, Δ is the change of WAAD to the next token, and FAI is the attention that later tokens pay to the token. A
+*plan* is a token whose Δ is among the largest share q of its response. An *anchor* is a token whose FAI is among the
+largest share q.
 
-A token is a *plan* if Δ is among the top q of its response, and an *anchor* if FAI is (`algorithms.rhythm`). Chance:
-the plans of each response are shifted by some number of tokens, cyclically within the response. This keeps their
-number, roughly their distances, and the other signal; only the relation between the two is lost. The last token of a
-turn has no Δ and cannot be a plan: plans are shifted past it, and it is in no comparison with plans.
+Li et al. 2025 (arXiv 2510.13554) describe a rhythm: at a plan the model is uncertain, and at the plan or soon after it
+there is an anchor. `couplings` measures this in given responses and compares each number with chance; `flash rhythm`
+prints the result. The choice of plans and anchors is the paper's. The meaning of "soon after", the shifts, the
+intervals and p are defined here.
+
+Chance: the plans of each response are shifted by some number of tokens, cyclically within the response. A shift keeps
+the number of plans, roughly their distances, and the other signal, but not the relation between plans and that signal.
+The last token of a turn has no Δ, so it cannot be a plan and shifts skip it.
 
 Shape legend: R = tokens of a response, A = tokens of all responses, E = tokens of A that have a Δ, S = shifts, C = the
 four couplings.
@@ -32,11 +34,13 @@ SHIFTS = 1000
 """Number of random shifts for the null distribution. If there are no more different shifts than this, each is used once
 instead."""
 INTERVAL = (0.025, 0.975)
-"""Quantiles between which 95 % of the null distribution lie."""
+"""Lower and upper quantile of the interval that contains 95 % of the null distribution."""
 APART = 1 << 40
-"""Distance between the places of two responses, larger than any sequence, so that their tokens never count as near."""
+"""Distance between the places of two responses. It is larger than any sequence, so that tokens of different responses
+never count as near."""
 ROUNDING = 1e-9
-"""Relative difference up to which two numbers count as equal, since their sums may be taken in another order."""
+"""Differences of means that are closer than this, relative to the largest, count as equal: the rounding of a sum
+depends on the order of its terms."""
 
 
 class Signals(NamedTuple):
@@ -67,11 +71,11 @@ class Coupling(msgspec.Struct, frozen=True):
     null_low: float
     """Lower end of the interval that contains 95 % of the null distribution."""
     null_high: float
-    """Upper end of that interval."""
+    """Upper end of the interval that contains 95 % of the null distribution."""
     p: float
-    """Two-sided p-value: twice the smaller of two shares, at most 1, namely of shifts with a difference at least as
-    large as the observed one, and of shifts with one at most as large. The observed difference counts as one more
-    random shift; if all shifts are used, it is one of them."""
+    """Two-sided p-value, at most 1: twice the smaller of two shares of shifts. The first share has a difference at
+    least as large as the observed one, the second share has a difference at most as large. With random shifts, the
+    observed plans count as one more shift. If all shifts are used, the observed plans are one of them."""
 
     @property
     def difference(self) -> float:
@@ -80,6 +84,8 @@ class Coupling(msgspec.Struct, frozen=True):
 
 
 class _Means(NamedTuple):
+    """Fields of a `Coupling` for one choice of plans: the observed plans, or shifted ones."""
+
     marked: float
     others: float
     tokens: int
@@ -93,7 +99,8 @@ class _Tokens(NamedTuple):
     entropy_A: FloatArray
     influence_A: FloatArray
     counted_A: BoolArray
-    """True if the response has tokens far enough behind this one; otherwise FAI is 0 and means nothing."""
+    """True if some token of the response lies in the range over which FAI is averaged. Otherwise FAI is 0 by definition
+    and is not counted."""
     place_A: IntArray
     """Place in the sequence, with `APART` between responses."""
     has_change_A: BoolArray
@@ -116,17 +123,19 @@ def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shif
     """Return four differences of means over the tokens of all responses together, with k = `options.reach`.
 
     - Entropy at plans, compared with all other tokens that have a Δ.
-    - FAI at plans, compared with all other tokens that have a Δ. Only tokens with followers count.
-    - FAI after plans: tokens up to k after a plan of their turn that are no plans themselves, compared with tokens that
-      are neither. Only tokens with followers count.
-    - Anchors after plans: the share of anchors that lie up to k after a plan of their turn, compared with the same
-    share
-      of all other tokens. A plan itself lies after a plan only if there is another plan before it.
+    - FAI at plans, compared with all other tokens that have a Δ. Tokens whose FAI has no later token to average over
+      are left out.
+    - FAI after plans: the mean FAI of tokens that are not plans and follow a plan of the same turn by at most k tokens.
+      It is compared with tokens that are not plans and follow none in this way. Tokens whose FAI has no later token to
+      average over are left out.
+    - Anchors after plans: the share of anchors that follow a plan of the same turn by at most k tokens. It is compared
+      with the same share among tokens that are not anchors. An anchor that is a plan itself follows a plan
+      only if there is another plan before it.
 
-    The paper speaks of peaks of WAAD, at which entropy is high and at or after which FAI is high. Plans here are the
+    The paper describes peaks of WAAD, where entropy is high and FAI is high at or after the peak. Plans here are the
     tokens at which WAAD changes most, as in the paper's rules of credit.
 
-    `seed` draws the random shifts, of which there are at most `shifts`.
+    `seed` draws the random shifts; there are at most `shifts` of them.
 
     Raises:
         ValueError: there is no response.
@@ -146,11 +155,13 @@ def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shif
 
 
 def _names(reach: int) -> tuple[str, ...]:
+    """Return the names of the four comparisons, in the order of `_measure`."""
     after = f"1 to {reach} after plans" if reach > 1 else "right after plans"
     return "entropy at plans", "FAI at plans", f"FAI {after}", f"anchors {after}"
 
 
 def _concatenate(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
+    """Choose plans and anchors in each response, and return the tokens of all responses one after another."""
     has_change = [np.append(np.diff(one.position_R) == 1, False) for one in responses]
     counted = [followers(one.position_R, options.nearest, options.farthest) > 0 for one in responses]
     return _Tokens(
@@ -171,7 +182,7 @@ def _draw_shifts(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Seq
 
 
 def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
-    """Yield bool [A] for each shift: the plans of each response, moved to later tokens by its number of tokens."""
+    """Yield bool [A] for each shift: the plans, moved to later tokens by the shift's number for their response."""
     lengths = np.array(tokens.lengths, dtype=np.int64)
     length_E = np.repeat(lengths, lengths)
     start_E = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -185,7 +196,7 @@ def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator
 
 
 def _measure(tokens: _Tokens, plan_A: BoolArray, reach: int) -> tuple[_Means, ...]:
-    """Return the four pairs of means under the assumption that `plan_A` are the plans."""
+    """Return the means of the four comparisons of `couplings`, with `plan_A` as the plans."""
     after_A = np.zeros_like(plan_A)
     for back in range(1, min(reach, len(plan_A) - 1) + 1):
         same_turn_A = tokens.place_A[back:] - tokens.place_A[:-back] == back
@@ -201,12 +212,13 @@ def _measure(tokens: _Tokens, plan_A: BoolArray, reach: int) -> tuple[_Means, ..
 
 
 def _means(value_A: FloatArray, marked_A: BoolArray, other_A: BoolArray) -> _Means:
+    """Return the means of a value over the marked tokens and over the other tokens; NaN where there are no tokens."""
     marked, others = (float(value_A[one].mean()) if one.any() else math.nan for one in (marked_A, other_A))
     return _Means(marked, others, int(marked_A.sum()))
 
 
 def _coupling(name: str, means: _Means, null_S: FloatArray, *, exhaustive: bool) -> Coupling:
-    """Compare the observed means with the null distribution; shifts without a difference (NaN) are left out."""
+    """Compare the observed means with the null distribution. Shifts whose difference is NaN are left out."""
     seen, null_S = means.marked - means.others, null_S[np.isfinite(null_S)]
     if math.isnan(seen) or not len(null_S):
         return Coupling(name, means.marked, means.others, means.tokens, math.nan, math.nan, math.nan, math.nan)
@@ -227,5 +239,8 @@ def _coupling(name: str, means: _Means, null_S: FloatArray, *, exhaustive: bool)
 
 
 def _beyond(null_S: FloatArray, seen: float, near: float) -> tuple[int, int]:
-    """Return the number of shifts with a difference of at least `seen`, and with one of at most `seen`."""
+    """Return the number of shifts whose difference is at least `seen`, and the number whose difference is at most that.
+
+    Differences within `near` of `seen` count as equal, so they are in both numbers.
+    """
     return int((null_S >= seen - near).sum()), int((null_S <= seen + near).sum())

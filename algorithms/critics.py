@@ -33,10 +33,10 @@ def gae(
 
         δ_t = r_t + γ V_{t+1} − V_t      A_t = Σ_{k ≥ t} (γλ)^{k−t} δ_k      return_t = A_t + V_t
 
-    `value_T` is V before each token; `sequence_T` is non-decreasing. The V after a sequence's last step is 0: the
-    episode ended there, also when a limit on its length ended it, since its reward has been given. For an episode that
-    continues beyond the sequence, `bootstrap_S` holds V of the state after the last step (and 0 for the other
-    sequences).
+    `value_T` is V before each token; `sequence_T` is non-decreasing. V after a sequence's last step is 0, because the
+    episode ended there. This holds also if a limit on the length ended the episode, since its reward has been given. If
+    episodes continue beyond their sequences, `bootstrap_S` holds V of the state after the last step; it is 0 for
+    sequences whose episode ended.
 
     Raises:
         ValueError: γ or λ lies outside of [0, 1], or an unmasked reward or value is not finite.

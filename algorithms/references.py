@@ -9,16 +9,16 @@ With δ = log π − log π_ref at a token that π sampled:
 | k2 | δ² / 2 | about KL, second order in δ | ∇ KL(π ‖ π_ref), exactly |
 | k3 | exp(−δ) − 1 + δ | KL(π ‖ π_ref) | ∇ KL(π_ref ‖ π), equal to ∇ KL(π ‖ π_ref) to first order in δ |
 
-An estimator with the right value may have the wrong gradient. k1 is the estimator to subtract from the *reward*, where
-the policy gradient supplies ∇ log π, and it is refused in the loss. On samples of an older policy all three are biased
-by the distance to that policy.
+An estimator with the right value may have the wrong gradient. k1 is right when it is subtracted from the *reward*,
+where the policy gradient supplies ∇ log π; in the loss it is refused. On samples of an older policy all three
+estimators are biased by the distance to that policy.
 
 On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. Per token, the reverse KL
 divergence of the policy from the teacher lowers the advantage (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with λ = 1
 and the reverse KL; Gu et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025,
 "On-Policy Distillation"):
 
-    A_t = A_t of the rewards − β (log π(y_t | y_<t) − log π_T(y_t | y_<t))
+    A'_t = A_t − β (log π(y_t | y_<t) − log π_T(y_t | y_<t)),   with A_t the advantage from the rewards
 
 Shape legend: T = packed action tokens of a micro-batch.
 """
@@ -40,7 +40,8 @@ class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pull of the policy towards a reference policy."""
 
     estimator: Estimator = "k3"
-    """k1: log-ratio, refused in the loss; k2: half its square; k3: GRPO's, never negative."""
+    """k1: the log-ratio δ, refused in the loss. k2: half the square of δ. k3: the estimator of GRPO, which is never
+    negative."""
     coefficient: Annotated[float, Meta(gt=0)]
     """β, the factor of the estimate."""
     place: Literal["loss", "reward"] = "loss"
@@ -61,7 +62,8 @@ class Teacher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
     """β, the factor of log π − log π_teacher."""
     reward: bool = False
-    """True to add the teacher's term to the advantages of the rewards; false to use the teacher's term alone."""
+    """True: the teacher's term is added to the advantages from the rewards. False: the rewards are not used, and the
+    advantage is the teacher's term alone."""
 
 
 def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:
@@ -75,24 +77,27 @@ def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:
 
 
 def distilled(advantage_T: Tensor, logp_T: Tensor, teacher_T: Tensor, coefficient: float) -> Tensor:
-    """Return [T], no gradient: A_t − β (log π − log π_T), with β = `coefficient`.
+    """Return [T], no gradient: the advantage A_t + D_t, with the added term D_t = −β (log π − log π_T).
 
-    The term of a token is its own: no token is charged for later tokens. Under the objective's importance ratio
-    r = π / π_behaviour, E[−r A_t ∇ log π] is then β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)) at the
-    sampled prefixes y_<t, whichever version sampled them. `logp_T` is under the weights at which the loss is computed.
+    The trainer calls this before the objective (`flash.trainer.objective`). A_t is 0 if `Teacher.reward` is false. β is
+    `coefficient`, and `logp_T` is log π under the weights at which the loss is computed.
+
+    D_t uses only the log-probs of this token, not those of later tokens. With the objective's importance ratio
+    r = π / π_behaviour, E[−r D_t ∇ log π] is therefore β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)) at
+    the sampled prefixes y_<t, whichever version sampled them.
     """
     return advantage_T - coefficient * (logp_T.detach() - teacher_T)
 
 
 def loglinear(logp_T: Tensor, behaviour_T: Tensor, age_T: Tensor) -> Tensor:
-    """Return [T], no gradient: log-probs of a proximal policy without a forward pass (AReaL; A-3PO, arXiv 2512.06547).
+    """Return [T], no gradient: log-probs of a proximal policy, computed without a forward pass of that policy.
 
         proximal = behaviour + a (logp − behaviour),   a = (v_proximal − v_behaviour) / (v_θ − v_behaviour)
 
-    It lies between the policy that sampled the token and the current one, nearer to the current one the older the token
-    is. The policy in training is one version ahead of the one at the start of the step, v_θ = v_proximal + 1. So with
-    `age_T` = v_proximal − v_behaviour in versions, a = age / (age + 1). A token of the current version has proximal =
-    behaviour.
+    (AReaL; A-3PO, arXiv 2512.06547.) The proximal policy lies between the policy that sampled the token and the current
+    policy. The older the token, the nearer it is to the current policy. The policy in training is one version ahead of
+    the policy at the start of the step, v_θ = v_proximal + 1. So with `age_T` = v_proximal − v_behaviour in versions,
+    a = age / (age + 1). For a token of the current version, proximal = behaviour.
     """
     age_T = age_T.to(behaviour_T.dtype)
     return behaviour_T + age_T / (age_T + 1) * (logp_T.detach() - behaviour_T)

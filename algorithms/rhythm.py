@@ -1,8 +1,8 @@
 """Multipliers of advantages from the rhythm of attention (Li et al. 2025, arXiv 2510.13554).
 
 Two averages of attention maps, over heads with a short span (A_loc) and over heads with a long span (A_glob), give two
-signals for each token of a response: how far back the model looked when it produced the token, and how much attention
-later tokens pay to it.
+signals for each token of a response. WAAD is the distance that the model looked back at the token. FAI is the attention
+that later tokens pay to the token.
 
     WAAD_t = Σ_{s ≤ t} A_loc[t, s] · min(t − s, W)        Δ_t = |WAAD_t − WAAD_{t+1}|
     FAI_s  = mean of A_glob[t, s] over the response's t in [s + nearest, s + farthest]
@@ -45,14 +45,15 @@ SLACK = 1e-9
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens whose advantage is multiplied, and by how much. Defaults are the paper's where it gives a value."""
+    """Tokens whose advantages are multiplied, and the factor. Defaults are the paper's values where it gives one."""
 
     credit: Credit = "coupled"
-    """`local`: plans; `global`: anchors; `coupled`: anchors that share with plans."""
+    """Tokens that are chosen. `local`: plans; `global`: anchors; `coupled`: anchors, which share extra credit with
+    plans."""
     gain: Annotated[float, Meta(gt=1, le=100)] = 1.5
     """g: the multiplier."""
     top: Share = 0.4
-    """q: share of a response's tokens that is chosen."""
+    """q: share of a response's tokens that are chosen as plans, and as anchors."""
     signs: Literal["both", "positive", "negative"] = "both"
     """Signs of the advantages that are multiplied."""
     layers: Count | list[Annotated[int, Meta(ge=0)]] = 5

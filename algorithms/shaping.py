@@ -1,7 +1,7 @@
-"""Reward shaping by the length of responses, applied before rewards become advantages.
+"""Reward shapings: changes of rewards that depend on the length of responses, made before advantages are computed.
 
-Shapings apply one after another, in the order in which they are listed; each gets the rewards that the one before it
-returned. `flash.trainer.credit` calls them once per batch.
+`flash.trainer.credit` calls the configured shapings once per batch, in the order in which they are listed. Each shaping
+gets the rewards that the shaping before it returned.
 
 Shape legend: B = samples of the whole batch. Lengths are action tokens.
 """
@@ -22,14 +22,18 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="overlong"):
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to limit − buffer, then linearly to −penalty."""
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
+
+    The punishment of a response of up to limit − buffer tokens is 0. From there to `limit` tokens it grows linearly to
+    `penalty`, and longer responses have the same punishment.
+    """
 
     limit: Annotated[int, Meta(gt=0)]
     """L_max: length in tokens from which the full penalty is subtracted."""
     buffer: Annotated[int, Meta(gt=0)]
-    """L_cache: tokens before `limit` over which the penalty grows."""
+    """L_cache: number of tokens before `limit` over which the penalty grows."""
     penalty: Annotated[float, Meta(gt=0)] = 1.0
-    """Full penalty."""
+    """Full penalty: the number that is subtracted from the reward of a response of `limit` tokens or more."""
 
     def __post_init__(self) -> None:
         if self.buffer > self.limit:
@@ -48,19 +52,23 @@ class LengthPenalty(
 ):
     """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), within each group.
 
-    λ = 1/2 − (length − shortest) / (longest − shortest). A correct response gets λ, a wrong one min(0, λ): a long wrong
-    response loses, a short wrong one gains nothing. A group of equal lengths gets 0.
+    λ = 1/2 − (length − shortest) / (longest − shortest), where shortest and longest are lengths of the group. A correct
+    response gets λ. A wrong response gets min(0, λ), so that a long wrong response loses reward and a short wrong
+    response gains none. Responses of a group with equal lengths get 0.
     """
 
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
     """Factor of λ; the paper gives no value."""
     correct_above: float = 0.0
-    """Reward above which a response counts as correct."""
+    """A response counts as correct if its reward, as earlier shapings left it, is above this number."""
 
     def shaped(
         self, rewards_B: FloatArray, tokens_B: IntArray, truncated_B: BoolArray, group_ids_B: Sequence[int]
     ) -> FloatArray:
-        """Return float64 [B]: the rewards plus the length reward. A truncated response never counts as correct."""
+        """Return float64 [B]: the rewards plus `coefficient` · λ for correct responses, or · min(0, λ) for wrong ones.
+
+        A truncated response never counts as correct.
+        """
         reward_B, length_B = np.asarray(rewards_B, dtype=np.float64), np.asarray(tokens_B, dtype=np.float64)
         group_B = np.unique(np.asarray(group_ids_B, dtype=np.int64), return_inverse=True)[1]
         shortest_G = np.full(group_B.max(initial=-1) + 1, np.inf)

@@ -1,4 +1,4 @@
-"""Two answers to old data: weights of samples by their age, and a learning rate that depends on the lag.
+"""Two ways to reduce the effect of old data: weights of samples by age, and a learning rate that depends on the lag.
 
 Weights by age. The age of a sample is the trainer's version minus the oldest version among its tokens. Weights have
 mean 1 over the batch, so that they shift the gradient between samples and leave its scale to the learning rate. A batch
@@ -55,7 +55,7 @@ class LinearStaleness(
 ):
     """Weight g = max(0, 1 − age / (α + 1)), with α the asynchronous ratio or the bound above it.
 
-    Inside the age contract g is above 0.
+    g is above 0 for every sample whose age the contract permits (at most α).
     """
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
