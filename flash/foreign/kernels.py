@@ -33,9 +33,9 @@ class AttentionOptions(NamedTuple):
     """Mask and scale of one attention call."""
 
     mask: Tensor | None
-    """bool, [S, 1, Q, K]: the query sees the key. None: see `causal`."""
+    """bool, [S, 1, Q, K]: True where the query sees the key. None: `causal` decides."""
     causal: bool
-    """Without a mask: each query sees the keys up to its own place, else all keys."""
+    """Used without a mask. True: each query sees the keys up to its own place. False: each query sees all keys."""
     scale: float
     """Factor of the products of queries and keys."""
     cap: float | None = None
@@ -85,7 +85,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
-    `answer` and `lse` may be merged over more keys than these: the result is then this part's share.
+    If each token's attention is computed in several parts, `answer` and `lse` must be merged over all parts. The
+    result is then this part's share of the whole gradient.
     """
     import torch
     from torch.nn.functional import pad
@@ -122,20 +123,24 @@ def takes_ragged(query: Tensor, value: Tensor) -> bool:
 
 
 class RaggedSequences(NamedTuple):
-    """Limits of sequences that lie one after another, for queries and for keys."""
+    """Limits of sequences laid one after another, for queries and for keys."""
 
     begins: tuple[Tensor, Tensor]
-    """int32, [S + 1] each: first token of each sequence, and the end of the last one."""
+    """For queries and for keys: int32 [S + 1], the place of each sequence's first token, then the end of the last
+    sequence."""
     most: tuple[int, int]
-    """Tokens of the longest sequence."""
+    """For queries and for keys: number of tokens of the longest sequence."""
     window: int | None = None
-    """Number of tokens that a query sees, itself included; None: all. Only causal attention may have a window."""
+    """Number of tokens that each query sees, itself included; None: all. Only causal attention may have a window."""
 
 
 def attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, sequences: RaggedSequences
 ) -> tuple[Tensor, Tensor]:
-    """Return output [M, H, D] and log of the sum of weights, float32 [M, H], on a GPU, without padding, mask or cap."""
+    """Return the attention output [M, H, D] and the log of the sum of weights, float32 [M, H].
+
+    The kernel exists only on GPUs (`takes_ragged`). It needs no padding and supports neither a mask nor a cap.
+    """
     import torch
 
     wide = [_to_width(one, (query, value)).contiguous() for one in (query, key, value)]
@@ -162,7 +167,10 @@ def attend_ragged_backward(
     options: AttentionOptions,
     sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend_ragged`; `answer` and `lse` may be merged."""
+    """Return the gradients of query, key and value of `attend_ragged`.
+
+    If each token's attention is computed in several parts, `answer` and `lse` must be merged over all parts.
+    """
     import torch
 
     grad, answer, *wide = (
@@ -177,11 +185,13 @@ def attend_ragged_backward(
 
 
 def _windows(sequences: RaggedSequences) -> dict[str, int]:
+    """Return the kernel's arguments for a window, which count the tokens before and after a query."""
     window = sequences.window
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
+    """Return True if the flash kernel supports these queries: 16-bit, of a permitted width, and without a mask."""
     import torch
 
     if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < FLASH_SINCE:

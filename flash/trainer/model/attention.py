@@ -1,21 +1,22 @@
-"""Attention of a packed row: the parts in which its tokens attend, the kernel calls, and attention weights as numbers.
+"""Attention of a packed row: how it is divided into parts, the kernel calls of a part, and attention weights.
 
 `flash.trainer.model.packed` calls this in every layer. The attention of a token is computed in up to two parts, which
 `packed` merges. In the first part, the own tokens of each sequence attend to one another causally. In the second part,
-the own tokens of all sequences that continue from the same prefix (a family) attend to that prefix.
+the own tokens of all sequences that continue from the same prefix (a *family*) attend to that prefix.
 
-On a GPU each part is one kernel call: its kernels take sequences of any lengths one after another (`RaggedPart`). Where
-no such kernel fits, sequences of similar length are padded to one batch (`PaddedPart`).
+On a GPU each part is one kernel call: the kernel takes sequences of any lengths one after another (`RaggedPart`). Where
+this kernel cannot be used, sequences of similar length are padded to one batch (`PaddedPart`).
 
-No torch kernel caps scores, and none returns attention weights. For capped models, and for observers of attention
-(`flash.trainer.rhythm`), weights are computed here by matrix products, `ROWS_PER_BLOCK` rows at a time, so that never
-all weights of a layer exist at once.
+torch's kernels can neither cap scores nor return attention weights. For capped models, and for observers of attention
+(`flash.trainer.rhythm`), this module computes the weights by matrix products, `ROWS_PER_BLOCK` rows at a time, so that
+the weights of a whole layer never exist at once.
 
-`answer` is the attention output of a token, `lse` the log-sum-exp of its scores, by which outputs of parts are merged.
+`answer` is the attention output of a token. `lse` is the log-sum-exp of the token's scores, which is the log of the sum
+of its weights before they are normalised; with it, the outputs of several parts are merged.
 
-Shape legend: U = computed tokens of the row, S = sequences (or families) of a part, Q = most query tokens of one of
-them, K = its key tokens, M = slots of a part, N = filled slots, H = heads of queries, G = heads of keys, D = width of a
-head. For observers: B = rows of a block, C = columns that they see, R = tokens whose rows are wanted.
+Shape legend: U = computed tokens of the row, S = sequences (or families) of a part, Q = query tokens of the longest
+sequence, K = key tokens of the longest, M = slots of a part, N = filled slots, H = heads of queries, G = heads of keys,
+D = width of a head. For observers: B = rows of a block, C = columns that these rows see, R = tokens that are observed.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from flash.trainer.mesh import to_device
 HALF = (torch.bfloat16, torch.float16)
 
 SHORT = 512
-"""Tokens up to which attention on the CPU is computed in float32. In bfloat16, the backward pass of torch's kernel
-takes three times as long for sequences of 50 tokens, and as long for 1,000."""
+"""Longest sequence, in tokens, whose attention is computed in float32 on a CPU. In bfloat16, the backward pass of
+torch's kernel takes three times as long as in float32 for sequences of 50 tokens, and equally long for 1,000."""
 
 ROWS_PER_BLOCK = 128
 """Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
 
 States = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value, [U, H, D] each, or their gradients."""
+"""Query, key and value, [U, H, D] each, or the gradients of these three."""
 
 
 class ScoreOptions(NamedTuple):
@@ -63,14 +64,14 @@ class RowIndex(NamedTuple):
     """Assignment of rows (tokens of the packed row) to slots (places in a kernel's batch)."""
 
     contiguous: slice | None
-    """Rows that fill all slots in order; no index is needed then. None: use the other fields."""
+    """Consecutive rows that fill all slots in order, so that no index is needed. None: use the other fields."""
     row_M: Tensor
     """int64: the row of each slot; any row for an empty slot."""
     empty_N: Tensor
     """int64: the empty slots."""
     rounds: list[tuple[Tensor, Tensor]]
-    """int64 pairs: filled slots and their rows. No row is twice in one round, so that sums over several slots of a row
-    have one order, on a GPU too."""
+    """int64 pairs: filled slots, and the row of each. No row occurs twice in one round, so that the slots of a row are
+    always added in the same order, also on a GPU."""
 
     def gather(self, states_UX: Tensor) -> Tensor:
         """Return [M, …]: the states of the slots' rows; zeros in empty slots."""
@@ -97,7 +98,7 @@ class RowIndex(NamedTuple):
 
 
 def row_index(slots: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device) -> RowIndex:
-    """Return the index in which slot_N[i], of `slots` slots, holds row_N[i]. No slot may occur twice."""
+    """Return the index of `slots` slots in which slot `slot_N[i]` holds row `row_N[i]`. No slot may occur twice."""
     row_M = np.full(slots, -1)
     row_M[slot_N] = row_N
     contiguous = slice(int(row_M[0]), int(row_M[0]) + slots)
@@ -123,7 +124,7 @@ class PaddedPart:
     keys: RowIndex
     """Rows of the S · K slots of keys and values."""
     place_SQ: Tensor
-    """int64: the place of each query token among the K keys; at least K for a token behind the prefix that it sees."""
+    """int64: the place of each query token among the K keys; at least K if the token comes after all these keys."""
     causal: bool
     """True if queries and keys are the same tokens; False if the queries come after all keys."""
     reach: int
@@ -139,9 +140,10 @@ class PaddedPart:
     ) -> States:
         """Return this part's gradients for the slots of queries, of keys and of values.
 
-        `answer_UHD` and `lse_UH` are merged over all parts. The kernels take them for the part's own, so that the
-        sum over all parts is the gradient of the whole.
+        `answer_UHD` and `lse_UH` (log of the sum of the attention weights) are merged over all parts.
         """
+        # The kernels are given the merged values instead of those of this part. The softmax shares are then those of
+        # the whole attention, so the gradients of the parts sum to the whole gradient.
         batches = self._batches(states)
         grad, answer = (self._batch(self.queries, value).to(batches[0].dtype) for value in (grad_UHD, answer_UHD))
         lse = self._batch(self.queries, lse_UH)
@@ -149,10 +151,11 @@ class PaddedPart:
         return _slots(query), _slots(key), _slots(value)
 
     def _options(self, scores: ScoreOptions) -> AttentionOptions:
+        """Return the mask and scale of the kernel call."""
         return AttentionOptions(self._mask(scores.window), self.causal, scores.scale, scores.cap)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """Return bool [S, 1, Q, K]: the query sees the key. None: each query sees every key that is not later."""
+        """Return bool [S, 1, Q, K]: True where the query sees the key. None: it sees every key that is not later."""
         if window is None or self.reach <= window:
             return None
         if window not in self._masks:
@@ -186,7 +189,7 @@ def _slots(batch: Tensor) -> Tensor:
 
 
 class RaggedKernels(NamedTuple):
-    """Attention of sequences one after another, and its gradients. Tests replace them on machines without a GPU."""
+    """Functions that compute ragged attention and its gradients. Tests replace them on machines without a GPU."""
 
     attend: Callable[..., tuple[Tensor, Tensor]] = kernels.attend_ragged
     gradients: Callable[..., States] = kernels.attend_ragged_backward
@@ -215,15 +218,19 @@ class RaggedPart:
     def gradients(
         self, grad_UHD: Tensor, states: States, answer_UHD: Tensor, lse_UH: Tensor, scores: ScoreOptions
     ) -> States:
-        """Return this part's gradients for the slots of queries, of keys and of values (see `PaddedPart.gradients`)."""
+        """Return this part's gradients for the slots of queries, of keys and of values.
+
+        `answer_UHD` and `lse_UH` are merged over all parts, so that the gradients of the parts sum to the whole
+        gradient (`PaddedPart.gradients` says why).
+        """
         grad, answer, lse = (self.queries.gather(value) for value in (grad_UHD, answer_UHD, lse_UH))
         return self.kernels.gradients(grad, *self._gathered(states), answer, lse, *self._options(scores))
 
     def supports(self, scores: ScoreOptions) -> bool:
-        """Return True if the kernels can express these scores.
+        """Return True if the kernels can compute these scores.
 
-        They cannot cap scores. Behind a prefix, a window begins at another key for each query, which they cannot
-        express either.
+        The kernels cannot cap scores. They also support no window in a prefix part, where the window of each query
+        begins at another key.
         """
         return scores.cap is None and (self.causal or self._window(scores) is None)
 
@@ -231,9 +238,11 @@ class RaggedPart:
         return AttentionOptions(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
 
     def _window(self, scores: ScoreOptions) -> int | None:
+        """Return the window in tokens; None if it hides no key of this part."""
         return None if scores.window is None or self.reach <= scores.window else scores.window
 
     def _gathered(self, states: States) -> States:
+        """Return query, key and value of the part's slots."""
         query, key, value = states
         return self.queries.gather(query), self.keys.gather(key), self.keys.gather(value)
 
@@ -242,9 +251,10 @@ AttentionPart = PaddedPart | RaggedPart
 
 
 class RowAttention:
-    """The attention parts of one packed row: first parts in which each token is a query once, then parts for prefixes.
+    """Attention parts of one packed row: parts for the sequences' own tokens, then parts for shared prefixes.
 
-    Parts are built when a layer first needs them and are kept for the other layers.
+    The order matters: the output of a prefix part is merged with the output over the own tokens. Parts are built when a
+    layer first needs them, and are kept for the other layers.
     """
 
     def __init__(
@@ -255,10 +265,16 @@ class RowAttention:
         position_U: Int64Array,
         device: torch.device,
     ) -> None:
-        """Build the parts of sequences with the rows `own` behind the rows `prefixes`, one entry of each per sequence.
+        """Note the rows of each sequence and group the sequences by prefix.
 
-        Both may be empty. Sequences of one class in `length_class_S` are padded together. `position_U` is the position
-        of each row's token in its sequences.
+        Args:
+            own: for each sequence, the rows of the tokens that only this sequence has, or that it computes for others;
+                may be empty.
+            length_class_S: class of each sequence's length. Sequences of one class are padded to one batch.
+            prefixes: for each sequence, the rows of the tokens before `own`, which another sequence computes; may be
+                empty.
+            position_U: position of each row's token in its sequences.
+            device: the device on which the model computes.
         """
         self._own, self._length_class_S = own, length_class_S
         self._position_U, self._device = position_U, device
@@ -277,19 +293,19 @@ class RowAttention:
         return sum(len(rows) > 0 for rows in self._own)
 
     def parts(self, query_UHD: Tensor, value_UHD: Tensor, scores: ScoreOptions) -> list[AttentionPart]:
-        """Return parts whose kernels accept these states and scores, as few as possible."""
+        """Return the parts for these states and scores: ragged parts where the kernels support them, else padded."""
         return self.fewest(scores) if kernels.takes_ragged(query_UHD, value_UHD) else [*self.padded]
 
     def fewest(self, scores: ScoreOptions) -> list[AttentionPart]:
-        """Return ragged parts where the ragged kernels can express the scores, else padded ones."""
+        """Return the fewest parts: ragged parts where the ragged kernels support the scores, else padded parts."""
         own, *prefixes = self.ragged
-        found: list[AttentionPart] = [own] if own.supports(scores) else [*self._padded_own]
-        return found + (prefixes if all(part.supports(scores) for part in prefixes) else [*self._padded_prefixes])
+        found: list[AttentionPart] = [own] if own.supports(scores) else [*self._padded_own_parts]
+        return found + (prefixes if all(part.supports(scores) for part in prefixes) else [*self._padded_prefix_parts])
 
     @cached_property
     def padded(self) -> list[PaddedPart]:
         """All parts as padded batches, one batch per class of lengths."""
-        return [*self._padded_own, *self._padded_prefixes]
+        return [*self._padded_own_parts, *self._padded_prefix_parts]
 
     @cached_property
     def ragged(self) -> list[RaggedPart]:
@@ -304,7 +320,8 @@ class RowAttention:
         return parts
 
     @cached_property
-    def _padded_own(self) -> list[PaddedPart]:
+    def _padded_own_parts(self) -> list[PaddedPart]:
+        """Parts for the sequences' own tokens, one per class of lengths."""
         filled = np.array([len(rows) > 0 for rows in self._own])
         classes = np.unique(self._length_class_S[filled]).tolist()
         return [
@@ -316,7 +333,11 @@ class RowAttention:
         ]
 
     @cached_property
-    def _padded_prefixes(self) -> list[PaddedPart]:
+    def _padded_prefix_parts(self) -> list[PaddedPart]:
+        """Parts for prefixes: one per prefix length and per power of two of the number of queries.
+
+        So at most half of a batch is padding.
+        """
         classes: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
         for queries, keys in self._families:
             # Only prefixes of equal length share a batch: without a mask, nothing would hide the padding of keys.
@@ -325,7 +346,7 @@ class RowAttention:
 
 
 def _padded_own(members: Sequence[Int64Array], device: torch.device) -> PaddedPart:
-    """Return the part in which the own tokens of each sequence attend to one another."""
+    """Return the part in which the own tokens of each sequence attend to one another; `members` has their rows."""
     length = np.array([len(rows) for rows in members])
     longest = int(length.max())
     slots = _ranges(np.arange(len(members)) * longest, length)
@@ -337,7 +358,10 @@ def _padded_own(members: Sequence[Int64Array], device: torch.device) -> PaddedPa
 def _padded_prefixes(
     families: Sequence[tuple[Int64Array, Int64Array]], position_U: Int64Array, device: torch.device
 ) -> PaddedPart:
-    """Return the part in which the own tokens of families attend to their prefixes, which have equal lengths."""
+    """Return the part in which the own tokens of families attend to their prefixes.
+
+    A family is a pair: the rows of its queries, and the rows of its prefix. All prefixes must have equal lengths.
+    """
     prefix, length = len(families[0][1]), np.array([len(rows) for rows, _ in families])
     longest, query_rows = int(length.max()), np.concatenate([rows for rows, _ in families])
     slots = _ranges(np.arange(len(families)) * longest, length)
@@ -357,6 +381,7 @@ def _padded_prefixes(
 def _ragged(
     queries: Sequence[Int64Array], keys: Sequence[Int64Array], causal: bool, reach: int, device: torch.device
 ) -> RaggedPart:
+    """Return the ragged part in which `queries` attend to `keys`: the rows of each sequence or family."""
     sides = list[tuple[RowIndex, Tensor, int]]()
     for rows in (queries, keys):
         lengths, flat = [len(one) for one in rows], np.concatenate(rows)
@@ -374,10 +399,10 @@ def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Return what `flash.foreign.kernels.attend` returns, for capped scores too.
+    """Return the attention output [S, H, Q, D] and the log of the sum of weights, [S, H, Q].
 
-    Output [S, H, Q, D] and the log of the sum of weights, [S, H, Q]. Scores are capped by matrix products, since no
-    torch kernel caps them.
+    Without a cap, torch's kernel computes them. With a cap, they are computed here by matrix products, because no torch
+    kernel caps scores.
     """
     if options.cap is None:
         return kernels.attend(query, key, value, options)
@@ -394,10 +419,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `flash.foreign.kernels.attend_backward` returns, for capped scores too: gradients of the states.
+    """Return the gradients of query, key and value, also for capped scores.
 
     With share p = exp(score − lse), dL/dscore = p (grad · value − grad · answer), and the cap adds the factor
-    1 − tanh². `answer` and `lse` may be merged over more keys than these.
+    1 − tanh². `answer` and `lse` must be merged over all parts; the result is then this part's share.
     """
     if options.cap is None:
         return kernels.attend_backward(grad, query, key, value, answer, lse, options)
@@ -420,9 +445,9 @@ def attend_backward(
 def _capped_scores(
     query: Tensor, key: Tensor, options: AttentionOptions, cap: float, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors [S, H, rows, K], K the keys that any of the rows may see: scores, and the cap's derivative.
+    """Return two tensors [S, H, rows, K]: the capped scores, and the derivative of the cap.
 
-    A score is −inf where a row does not see a key.
+    K are the keys that any of the rows may see. A score is −inf where a row does not see a key.
     """
     last = rows.stop if options.causal and options.mask is None else key.shape[2]
     product = _by_head(_by_group(query[:, :, rows], key) @ key[:, :, :last].transpose(2, 3), query)
@@ -437,23 +462,24 @@ def _capped_scores(
 
 
 def _row_blocks(query: Tensor) -> Iterable[slice]:
+    """Return slices of `ROWS_PER_BLOCK` rows that together cover the Q rows of a query."""
     starts = range(0, query.shape[2], ROWS_PER_BLOCK)
     return [slice(start, min(start + ROWS_PER_BLOCK, query.shape[2])) for start in starts]
 
 
 def _by_group(states: Tensor, key: Tensor) -> Tensor:
-    """Return [S, G, H / G · Q, X] from [S, H, Q, X]: the rows of heads that share a key head lie one below another."""
+    """Reshape [S, H, Q, X] to [S, G, H / G · Q, X]: the rows of all heads that share a key head form one matrix."""
     return states.reshape(len(states), key.shape[1], -1, states.shape[-1])
 
 
 def _by_head(states: Tensor, query: Tensor) -> Tensor:
-    """Return [S, H, Q, X] from [S, G, H / G · Q, X], the inverse of `_by_group`."""
+    """Reshape [S, G, H / G · Q, X] to [S, H, Q, X], the inverse of `_by_group`."""
     return states.reshape(len(states), query.shape[1], -1, states.shape[-1])
 
 
 Scratch = tuple[Tensor, Tensor]
-"""Two buffers of [N] numbers that blocks use one after another. Allocating memory of their size for each block would
-take more time than the computation in it."""
+"""Two buffers of [N] numbers that the blocks use one after another. Allocating such memory for each block would take
+more time than computing the block."""
 
 
 class Block(NamedTuple):
@@ -464,13 +490,13 @@ class Block(NamedTuple):
     seen: slice
     """Places in the sequence that any of the rows sees."""
     ahead: int
-    """Number of the places in `seen` that lie behind the first row."""
+    """Number of places in `seen` that are later in the sequence than the first row."""
 
 
 def blocks(position_R: IntArray, window: int | None) -> list[Block]:
-    """Divide tokens at these ascending positions into blocks of `ROWS_PER_BLOCK` rows.
+    """Divide tokens at the ascending places `position_R` into blocks of `ROWS_PER_BLOCK` rows.
 
-    `window` is the number of places that each token sees, itself included; None: all up to its own.
+    `window` is the number of places that each token sees, itself included; None: all places up to its own.
     """
     found: list[Block] = []
     for begin in range(0, len(position_R), ROWS_PER_BLOCK):
@@ -502,13 +528,23 @@ def attention_rows(
 ) -> Tensor:
     """Return [H, B, C]: the attention weights of a block of rows, a softmax over the columns that each row sees.
 
-    A row sees the columns at its own place and before it, fewer than `window` places back. `row_B` and `column_C` are
-    ascending places in the sequence; the last `ahead` columns lie behind the first row. The result lies in `scratch`,
-    two buffers of at least H · B · C numbers, and is valid until the next call with the same buffers.
+    `flash.trainer.rhythm` calls this for each `Block`. The result lies in `scratch` and is valid until the next call
+    with the same buffers.
+
+    Args:
+        query_HBD: queries of the rows.
+        key_GCD: keys of the columns.
+        row_B: places of the rows in the sequence, ascending.
+        column_C: places of the columns in the sequence, ascending.
+        scaling: factor of the products; None: 1 / √D.
+        window: number of places that a row sees, its own place included; None: all places up to its own.
+        ahead: number of columns, at the end, that are later in the sequence than the first row. Only these need the
+            causal mask.
+        scratch: two buffers of at least H · B · C numbers.
     """
     heads, rows, width = query_HBD.shape
     groups, columns, _ = key_GCD.shape
-    # Neighbouring heads share keys: their rows lie one below another, in one product.
+    # Heads that share a key head are neighbours, so their rows form one matrix and one product serves them all.
     query = query_HBD.reshape(groups, heads // groups * rows, width) * (width**-0.5 if scaling is None else scaling)
     scores, weights = (buffer[: heads * rows * columns].view(heads, rows, columns) for buffer in scratch)
     torch.bmm(query, key_GCD.transpose(1, 2), out=scores.view(*query.shape[:2], columns))

@@ -1,9 +1,9 @@
-"""Conversion of a GGUF file to a Hugging Face folder: weights in bfloat16 that are not quantized, and the tokenizer.
+"""Conversion of a GGUF file to a Hugging Face folder, which has bfloat16 weights (not quantized) and the tokenizer.
 
-`flash.run.models` calls `examine` before a run starts and `convert` when it makes the folder; the dry run calls
-`describe` and `save_tokenizer`. transformers reads such files with the packages gguf and accelerate. Files that it
-cannot read are refused before any work: `examine` reads the file's header, and `describe` lets transformers build the
-model without its weights.
+`flash.run.models` calls `examine` before a run starts and `convert` when it makes the folder. The dry run calls
+`describe` and `save_tokenizer`. transformers reads GGUF files with the packages gguf and accelerate. A file that
+transformers cannot read is refused before any work: `examine` reads the file's header, and `describe` lets transformers
+build the model without its weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "model.gguf"
-"""Name of a link to the file in a folder of its own, so that transformers finds nothing else to read beside it."""
+"""Name of the link to the GGUF file, in a folder that holds nothing else (`_linked_alone`)."""
 PACKAGES = ("gguf", "accelerate")
-"""Packages that transformers needs for GGUF files, and that nothing else here needs."""
+"""Packages that transformers needs to read GGUF files. Nothing else in Flash needs them."""
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
 
 
@@ -119,7 +119,7 @@ def convert(file: Path, folder: Path) -> None:
     with _linked_alone(file) as linked, _conversion_errors(file), without_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
         save_tokenizer(file, folder)
-        with redirect_stderr(StringIO()):  # the only way to hide its progress bar
+        with redirect_stderr(StringIO()):  # the only way to hide transformers' progress bar for dequantising
             read: Any = AutoModelForCausalLM.from_pretrained(
                 linked,
                 gguf_file=NAME,
@@ -137,7 +137,10 @@ def convert(file: Path, folder: Path) -> None:
 
 @contextmanager
 def _linked_alone(file: Path) -> Generator[str]:
-    """Provide a temporary folder that holds nothing but a link to the file."""
+    """Provide a temporary folder that holds nothing but a link to the file.
+
+    transformers takes a folder and could read other files that lie beside the GGUF file.
+    """
     with tempfile.TemporaryDirectory(prefix="flash-gguf-") as folder:
         (Path(folder) / NAME).symlink_to(file.resolve())
         yield folder
@@ -150,12 +153,15 @@ def _conversion_errors(file: Path) -> Generator[None]:
         yield
     except (OSError, MemoryError, ConfigError):  # faults of the machine, or already a clear message
         raise
-    except Exception as error:  # for an unknown architecture or tokenizer it raises a dozen classes
+    except Exception as error:  # for an unknown architecture or tokenizer, transformers raises a dozen classes
         raise ConfigError(f"{file} cannot be converted ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
 def _check_complete(file: Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
     """Return the model if every parameter was found and is finite; `info` is transformers' loading report.
+
+    transformers only warns about missing tensors and fills them with random numbers, so that the run would train a
+    partly random model.
 
     Raises:
         ConfigError: a parameter is missing or not finite.
