@@ -38,6 +38,7 @@ ROAD = (
     "samples/store.py",
     "hub/dealing.py",
     "hub/work.py",
+    "hub/gate.py",
     "hub/hub.py",
     "hub/protocol.py",
     "transport/server.py",
