@@ -176,7 +176,7 @@ def load_objective(name: str) -> type[Objective]:
 
 
 def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
-    """What makes a tracker's sink: see `flash.observe.trackers.sink`.
+    """Return the function that `observe.sink` names, which makes a sink: see `flash.observe.trackers.receivers`.
 
     Raises:
         ConfigError: there is none, or it takes other arguments.

@@ -1,8 +1,9 @@
-"""What a run tells of itself, and all that is read from what it has told.
+"""Recording, reporting and showing of runs.
 
-- `observer`: what the hub tells; `recorder`: that of a real run, into its directory (`rundir`) and to `console`.
-- `columns`: what each number is called, means and looks like; `alarms`: which of them a person is told of.
-- `cluster`: nodes, engines and failures at one moment; `cluster_counts`: these in numbers.
-- `watch`, `plots`, `comparison`, `rhythm`: runs as people look at them; `progress`: what a run is, and if it goes on.
-- `trackers`: outsiders that are told meanwhile. `stats`, `state_times`, `text`: intervals, times in states, words.
+- `observer`: the events that the hub reports. `recorder`: the observer of a real run, which writes the run directory
+  (`rundir`), prints to the terminal (`console`), raises alarms (`alarms`) and passes rows to receivers (`trackers`).
+- `columns`: the name, meaning, unit and chart of each number.
+- `cluster`: nodes, engines and failures at one moment. `cluster_counts`: the same as numbers.
+- `watch`, `plots`, `comparison`, `rhythm`: runs as people look at them. `progress`: the state of a run.
+- `stats`, `state_times`, `text`: confidence intervals, times in states, numbers as text.
 """

@@ -1,7 +1,8 @@
-"""Recorder: the observer of a real run. It writes the run directory and talks to the terminal.
+"""Recorder: the observer of a real run. It writes the run directory and prints to the terminal.
 
-It takes what the hub observes in order, adds the run's wall time to each row, and at the end makes summary and plots.
-Outsiders are told the same rows, and then the summary, or the error that ended the run.
+The hub calls it with each event, in order. The recorder adds the run's wall time to each row, raises alarms, and writes
+summary and plots at the end. Receivers (trackers, sink, alarm command) get the same rows, and at last the summary or
+the error that ended the run.
 """
 
 from __future__ import annotations
@@ -24,32 +25,44 @@ from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches, TokenText
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, summarise
-from flash.observe.trackers.outsiders import Outsiders
+from flash.observe.trackers.receivers import Receivers
 from flash.types import Activity, Batch, TrainedSample
 from flash.waiting import first_error
 
 
 class Recorder:
-    """Writes `config.run_dir`. `now` gives Unix seconds; `resume_at` is the version a resumed run continues from."""
+    """Writes the run directory `config.run_dir`, and reports to the terminal and to receivers.
+
+    Use it as a context manager around the run: an error that leaves the block is recorded as the end of the run.
+    """
 
     def __init__(
         self, config: Config, tokenizer: TokenText, *, now: Callable[[], float], resume_at: int | None, restarts: int
     ) -> None:
+        """Open the run directory.
+
+        Args:
+            config: the run.
+            tokenizer: decodes the tokens of the samples that are written.
+            now: gives Unix seconds.
+            resume_at: version that a resumed run goes on from; None for a new run.
+            restarts: how often the hub was started again.
+        """
         self._config = config
         self._now = now
         self._restarts = restarts
         self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
         earlier = self.directory.read_metrics()
-        # A resumed run's clock continues where its last recorded step stood.
+        # The wall time of a resumed run goes on from its last recorded step.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
         self._alarms = Alarms(config.alarms)
         self.stopped: AlarmError | None = None
-        """Why the run is to end early."""
+        """Alarm that ends the run early; None if there is none."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
         self._cluster = ClusterFile(self.directory, self._writer)
-        self._outsiders = Outsiders(config, self.directory, resume_at)
+        self._receivers = Receivers(config, self.directory, resume_at)
         if resume_at is not None:
             self.note(f"continuing {config.run_dir} from version {resume_at}")
 
@@ -63,31 +76,34 @@ class Recorder:
             if error is None:
                 self.batches.written()
             else:
-                told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-                row = {"error": type(told).__name__, "message": str(told)}
+                cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+                row = {"error": type(cause).__name__, "message": str(cause)}
                 self._cluster.end("failed", f"{row['error']}: {row['message']}")
-                self._tell_last("error", row, interrupted=True)
+                self._send_last("error", row, interrupted=True)
         finally:
             self.batches.end()
             self._writer.shutdown()
-            self._close_outsiders(interrupted=True)
+            self._close_receivers(interrupted=True)
             self._console.close()
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """Write the metrics of a committed step, with the run's wall time, and print its line; what alarms want."""
-        full = {**row, "wall_s": self._now() - self._begun, **self._outsiders.lost()}
+        """Write and print the metrics of a committed step, and return the wish of the alarms that they raise."""
+        full = {**row, "wall_s": self._now() - self._begun, **self._receivers.lost()}
         self.directory.append_metrics(full)
         self._console.stage("training")
         self._console.step(full)
-        self._tell("step", full)
+        self._send("step", full)
         last = row["step"] + 1 >= self._config.run.steps
-        return self._alarmed(self._alarms.step(full), last=last)
+        return self._report_alarms(self._alarms.step(full), last=last)
 
-    def _alarmed(self, given: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
-        """Tell of alarms, have the command called; what is wanted because of them. A last step ends the run anyway."""
+    def _report_alarms(self, alarms: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
+        """Print alarms, start the alarm command, and return the wish that `[alarms]` has for them.
+
+        There is no wish after the last step, since the run ends anyway.
+        """
         wanted = self._config.alarms
         wish: Wish | None = None
-        for alarm in given:
+        for alarm in alarms:
             follows = ""
             if alarm.name in wanted.stop and not last:
                 wish, follows = "stop", "; alarms.stop ends the run, which leaves a checkpoint"
@@ -96,7 +112,7 @@ class Recorder:
                 wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
             self._cluster.told(f"alarm: {alarm.text}{follows}")
             self._console.warn(alarm.text + follows)
-            self._outsiders.alarm(alarm)
+            self._receivers.alarm(alarm)
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
@@ -104,63 +120,64 @@ class Recorder:
             self._console.warn(text)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Write the metrics of an evaluation, with the run's wall time, and print its line."""
+        """Write and print the metrics of a finished evaluation."""
         full = {**row, "wall_s": self._now() - self._begun}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
-        self._tell("evaluation", full)
+        self._send("evaluation", full)
 
-    def _tell(self, kind: str, row: Mapping[str, Any]) -> None:
-        self._outsiders.row(kind, row)
-        self._warn_all(self._outsiders.warnings())
+    def _send(self, kind: str, row: Mapping[str, Any]) -> None:
+        self._receivers.row(kind, row)
+        self._warn_all(self._receivers.warnings())
 
-    def _tell_last(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
-        """Tell outsiders how the run ended, and wait until they have all."""
-        self._outsiders.row(kind, row, last=True)
-        self._close_outsiders(interrupted=interrupted)
+    def _send_last(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
+        """Send receivers the end of the run, and wait until they have all rows or the deadline is over."""
+        self._receivers.row(kind, row, last=True)
+        self._close_receivers(interrupted=interrupted)
 
-    def _close_outsiders(self, *, interrupted: bool) -> None:
+    def _close_receivers(self, *, interrupted: bool) -> None:
+        """Close the receivers. An interrupted run must end within `deadlines.close`."""
         deadlines = self._config.deadlines
-        self._warn_all(self._outsiders.close(min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink))
+        self._warn_all(self._receivers.close(min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink))
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        """Record bars of the timeline."""
+        """Write activities of workers, the bars of the timeline."""
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
-        """Record what a step trains on. Raises what the writing of an earlier one met."""
+        """Start to write the samples of a step's batch, in a thread. Raises the error of an earlier write."""
         self.batches.begin(batch)
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Record a few samples of a committed step; as `batch`."""
+        """Write token values of some samples of a committed step, in a thread. Raises the error of an earlier write."""
         self.batches.commit(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """Write the totals: of a checkpoint, which a run that is killed leaves, or of the end."""
+        """Write the ledger's totals. At each checkpoint too: a run that is killed leaves these."""
         self.directory.write_totals(self.directory.ledger, totals)
 
     def stage(self, text: str) -> None:
-        """Say what the run is doing now."""
+        """Show in the terminal what the run is doing now."""
         self._console.stage(text)
 
     def note(self, text: str) -> None:
-        """Print one line for people."""
+        """Print a line for people."""
         self._cluster.told(text)
         self._console.note(text)
 
     def failure(self, kind: str, message: str) -> None:
-        """Count what has failed, by kind, with its last message."""
+        """Count a failure by its kind, and keep its message as the last one."""
         self._cluster.failed(kind, message)
 
     def cluster(self, hub: HubNow) -> None:
-        """Show what the cluster does now."""
+        """Write the state of the cluster for `flash view` and `flash watch`."""
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 
     def finish(self, ledger: Mapping[str, int], late: Mapping[str, int], *, interrupted: bool) -> None:
-        """Write summary and ledger and print the closing table; an interrupted run has no time for plots.
+        """Write summary, ledger and plots, and print the closing table. An interrupted run has no time for plots.
 
-        `late`: restarts that no row has.
+        `late`: restarts of engines and trainer ranks that no row has.
         """
         self._console.stage("writing the summary")
         self.batches.written()
@@ -172,10 +189,10 @@ class Recorder:
 
             try:
                 write_plots(self.directory.path)
-            except RunDirectoryError as problem:  # all that they are drawn from is there
+            except RunDirectoryError as problem:  # not fatal: the files that plots are drawn from are complete
                 self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
         self._cluster.end("interrupted" if interrupted else "finished")
-        self._tell_last("summary", msgspec.to_builtins(summary), interrupted=interrupted)
+        self._send_last("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
 
 
@@ -187,18 +204,18 @@ def write_summary(
     late: Mapping[str, float] | None = None,
     error: str = "",
 ) -> Summary:
-    """Sum up a run from what is in its directory, and leave that there.
+    """Compute the summary of a run from the files in its directory, and write it there.
 
     Args:
-        directory: the run's.
-        config: the run.
-        ledger: its totals.
-        restarts: of the hub.
-        late: of trainer ranks and engines, those that no row has.
-        error: what ended it.
+        directory: directory of the run.
+        config: configuration of the run.
+        ledger: totals of the ledger.
+        restarts: number of restarts of the hub.
+        late: restarts of trainer ranks and engines that no row has.
+        error: message of the error that ended the run; empty if none did.
 
     Raises:
-        RunDirectoryError: it cannot be written.
+        RunDirectoryError: the summary cannot be written.
     """
     rows, evaluations = directory.read_metrics(), directory.read_evaluations()
     undone = [*directory.read_undone(), late or {}]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flash.observe.trackers.alarm_command import SAID, AlarmCommand
 from flash.observe.trackers.feed import Feed
+from flash.observe.trackers.receivers import ERROR_BYTES, AlarmCommand
 
 WAIT_S = 30.0
 
@@ -35,7 +35,7 @@ def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:
     ("words", "fault"),
     [
         ("sh -c 'echo no route >&2; exit 3'", "alarms.command ended with code 3: no route"),
-        ("/no/such/program", "alarms.command cannot be called: "),
+        ("/no/such/program", "alarms.command cannot be started: "),
     ],
 )
 def test_what_goes_wrong_is_told_once_and_counted(words: str, fault: str) -> None:
@@ -48,7 +48,7 @@ def test_what_goes_wrong_is_told_once_and_counted(words: str, fault: str) -> Non
 
 
 def test_one_that_does_not_end_is_ended() -> None:
-    assert called("sleep 1000", seconds=0.05) == ["alarms.command took longer than 0.05 s and was ended", MISSED]
+    assert called("sleep 1000", seconds=0.05) == ["alarms.command took longer than 0.05 s and was killed", MISSED]
 
 
 def test_one_that_does_not_end_takes_what_it_started_with_it(tmp_path: Path) -> None:
@@ -92,4 +92,4 @@ def test_one_that_leaves_something_running_has_ended(tmp_path: Path) -> None:
 
 def test_of_megabytes_that_it_says_only_the_first_are_told() -> None:
     told, _ = called("sh -c 'head -c 20000000 /dev/zero | tr \\\\0 x >&2; exit 4'")
-    assert told == f"alarms.command ended with code 4: {SAID * 'x'}"
+    assert told == f"alarms.command ended with code 4: {ERROR_BYTES * 'x'}"

@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import BreakerError
 from flash.observe.recorder import Recorder
 from flash.observe.trackers.feed import SILENT_S, WAITING, Feed
-from flash.observe.trackers.outsiders import SinkOutlet
+from flash.observe.trackers.receivers import SinkReceiver
 from flash.simulate.clock import run_virtual
 from tests.observe.sample_rows import eval_row, metrics_row
 
@@ -182,7 +182,7 @@ def test_a_slow_sink_holds_nothing_up_and_what_it_has_no_room_for_is_told_and_co
 
 
 def test_a_sink_that_never_ends_is_left_behind_after_its_deadline() -> None:
-    feed = Feed(SinkOutlet("mine", lambda: Slow({}, None)))
+    feed = Feed(SinkReceiver("mine", lambda: Slow({}, None)))
     for step in range(3):
         feed.put("step", {"step": step})
     told = feed.close(0.01)
@@ -202,7 +202,7 @@ def test_a_sink_that_hangs_is_told_of_once_while_the_run_goes_on() -> None:
             inside.set()
             assert Slow.may.wait(WAIT_S)
 
-    feed = Feed(SinkOutlet("mine", lambda: Hanging({}, None)), lambda: clock[0])
+    feed = Feed(SinkReceiver("mine", lambda: Hanging({}, None)), lambda: clock[0])
     feed.put("step", {"step": 0})
     assert inside.wait(WAIT_S)
     assert feed.warnings() == []

@@ -21,9 +21,8 @@ from flash.config.tree import Config
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import Feed
-from flash.observe.trackers.teller import TrackerOutlet
 from flash.observe.trackers.trackers import TRACKERS, not_installed
-from flash.observe.trackers.tracking import held, tracked
+from flash.observe.trackers.tracking import TrackerProcess, held, tracked
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -103,7 +102,7 @@ def test_each_is_told_every_row_once_under_names_of_the_field(
     name: TrackerName, calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["track", str(tracked_run.path), "--to", name]) == 0
-    assert capsys.readouterr().out.endswith(f"{name}: told 4 rows\n")
+    assert capsys.readouterr().out.endswith(f"{name}: sent 4 rows\n")
     assert (calls.steps(), calls.steps("eval/reward")) == ([0, 1, 2], [0])
     values = calls.of("log")[1]["values"]
     assert values["train/reward"] == pytest.approx(0.26)
@@ -145,7 +144,7 @@ def test_two_do_not_tell_the_same(calls: Calls, tracked_run: RunDirectory, capsy
     with held(tracked_run, "wandb") as alone:
         assert alone
         assert main(["track", str(tracked_run.path)]) == 2
-    assert "wandb is told by the run itself, or by another command" in capsys.readouterr().err
+    assert "wandb: the run itself or another command is sending rows to it" in capsys.readouterr().err
     assert calls.of("log") == []
 
 
@@ -159,7 +158,7 @@ def test_what_the_command_lacks_is_named(
     (tracked_run.path / "track/wandb.json").write_text("{")
     if not_installed("wandb") is None:
         assert main(["track", str(tracked_run.path), "--to", "wandb"]) == 2
-        assert "remove it to have all told again" in capsys.readouterr().err
+        assert "remove it to send all rows again" in capsys.readouterr().err
 
 
 def test_a_folder_called_like_a_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +178,7 @@ def test_names_are_such_that_every_tracker_takes_them() -> None:
 def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
     failed: bool, calls: Calls, tracked_run: RunDirectory
 ) -> None:
-    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed = Feed(TrackerProcess(tracked_run, "wandb"))
     feed.put("step", {})
     until(lambda: calls.steps() == [0, 1, 2])
     written(tracked_run, [3])
@@ -210,7 +209,7 @@ def test_one_that_is_ill_is_told_of_and_what_it_missed(
     ill: str, told: str, missed: int, calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER", ill)
-    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed = Feed(TrackerProcess(tracked_run, "wandb"))
     feed.put("step", {})
     warnings: list[str] = []
     if "hang" in ill:
@@ -221,10 +220,10 @@ def test_one_that_is_ill_is_told_of_and_what_it_missed(
     feed.put("summary", {}, last=True)
     warnings += feed.close(3)
     assert any(warning.startswith(told) for warning in warnings), warnings
-    assert len([warning for warning in warnings if "was not told" not in warning]) <= 2
-    again = f"`flash track {tracked_run.path} --to wandb` tells them"
-    rest = [f"the tracker wandb was not told {missed} rows: {again}"] if missed else []
-    assert [warning for warning in warnings if "was not told" in warning] == rest
+    assert len([warning for warning in warnings if "has not received" not in warning]) <= 2
+    again = f"`flash track {tracked_run.path} --to wandb` sends them"
+    rest = [f"the tracker wandb has not received {missed} rows: {again}"] if missed else []
+    assert [warning for warning in warnings if "has not received" in warning] == rest
     assert feed.close(3) == []
 
 
@@ -234,7 +233,7 @@ def test_one_that_hangs_is_told_of_once_while_the_run_goes_on(
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER", ill)
     clock = [1000.0]
-    feed = Feed(TrackerOutlet(tracked_run, "wandb"), lambda: clock[0])
+    feed = Feed(TrackerProcess(tracked_run, "wandb"), lambda: clock[0])
     feed.put("step", {})
     log = tracked_run.path / "track/wandb.log"
     until(lambda: log.exists() and "prints" in log.read_text())
@@ -247,7 +246,7 @@ def test_one_that_hangs_is_told_of_once_while_the_run_goes_on(
         clock[0] += 10
     (line,) = told
     assert line.startswith("the tracker wandb has not answered for ")
-    assert f"`flash track {tracked_run.path} --to wandb` tells later" in line
+    assert f"`flash track {tracked_run.path} --to wandb` sends the missing rows later" in line
     feed.close(0)
 
 
@@ -255,7 +254,7 @@ def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
     calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER", f"raise log once {tracked_run.path}/failed")
-    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed = Feed(TrackerProcess(tracked_run, "wandb"))
     feed.put("step", {})
     told: list[str] = []
     until(lambda: bool(told.extend(feed.warnings()) or told))
@@ -269,8 +268,8 @@ def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
 def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(calls: Calls, tracked_run: RunDirectory) -> None:
     code = (
         "import os, sys; from pathlib import Path; from flash.observe.rundir.rundir import RunDirectory; "
-        "from flash.observe.trackers.teller import TrackerOutlet; "
-        "TrackerOutlet(RunDirectory(Path(sys.argv[1])), 'wandb').open(); os._exit(1)"
+        "from flash.observe.trackers.tracking import TrackerProcess; "
+        "TrackerProcess(RunDirectory(Path(sys.argv[1])), 'wandb').open(); os._exit(1)"
     )
     os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tracked_run.path)])
     until(lambda: len(calls.of("finish")) == 1)

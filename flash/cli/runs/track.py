@@ -1,4 +1,4 @@
-"""`flash track`: what a run has measured, told to a tracker from where it was told last."""
+"""`flash track`: send a run's rows to a tracker, from the first row that the tracker does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("track", help="tell a tracker what a run has measured and it was not told yet")
+    parser = commands.add_parser("track", help="send a tracker the rows of a run that it does not have yet")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--to", choices=NAMES, help="default: those of the run's track.to")
     parser.add_argument("--project", help="default: the run's track.project")
@@ -26,24 +26,25 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tell each tracker, and say what it was told."""
+    """Send the rows to each tracker, and print their number."""
     directory = run_directory(arguments.run_dir)
     names = [arguments.to] if arguments.to else settings(directory).get("track", {}).get("to", [])
     if not names:
         raise ConfigError(f"{arguments.run_dir} has no track.to: name a tracker with --to ({', '.join(NAMES)})")
     for name in names:
-        sys.stdout.write(f"{name}: told {_tell(directory, name, arguments.project)} rows\n")
+        sys.stdout.write(f"{name}: sent {_send(directory, name, arguments.project)} rows\n")
     return 0
 
 
-def _tell(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
+def _send(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
+    """Send the rows that one tracker does not have, and return their number."""
     if name not in NAMES:
         raise ConfigError(f"track.to: expected one of {', '.join(NAMES)}, got {name!r}")
-    if (fault := not_installed(name)) is not None:
-        raise ConfigError(fault)
+    if (problem := not_installed(name)) is not None:
+        raise ConfigError(problem)
     with held(directory, name) as alone:
         if not alone:
-            raise ConfigError(f"{name} is told by the run itself, or by another command: wait for its end")
+            raise ConfigError(f"{name}: the run itself or another command is sending rows to it: wait until that ends")
         tracking = Tracking(directory, name)
         rows = tracking.left()
         try:
@@ -52,7 +53,7 @@ def _tell(directory: RunDirectory, name: TrackerName, project: str | None) -> in
                 tracking.close(failed=False)
         except FlashError:
             raise
-        except Exception as error:  # the tracker's code
-            where = "what it was told is written down, and the same command goes on from there"
+        except Exception as error:  # foreign code, which may raise anything
+            where = "rows that it has received are written down, and the same command sends the rest"
             raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; {where}") from error
     return rows

@@ -1,7 +1,9 @@
-"""A feed of what a run measures to one outsider: its tracker, the user's own sink, the command that alarms call.
+"""A feed passes the rows and alarms of a run to one receiver: a tracker, the user's own sink, or the alarm command.
 
-A run neither waits for an outsider nor fails with one: events wait in a queue, and a thread gives them to its outlet.
-Law: given = taken + failed + dropped, once a feed is closed. What an outsider misses is told.
+The run neither waits for a receiver nor fails with it: `Feed.put` only adds an event to a queue, and a thread of the
+feed calls the receiver. The owner prints `Feed.warnings()` and, at the end of the run, the result of `Feed.close()`.
+
+Law: once a feed is closed, the number of events given = taken + failed + dropped. The receiver's loss is reported.
 """
 
 from __future__ import annotations
@@ -14,78 +16,86 @@ from queue import SimpleQueue
 from typing import Any
 
 WAITING = 1000
-"""Events that may wait for a slow outlet; those that come while so many do are dropped."""
+"""Largest number of events in the queue of a slow receiver. Further events are dropped until there is room again."""
 SILENT_S = 60.0
-"""Until one that has not taken an event is told of: importing and connecting take some of it."""
+"""Seconds of a single call after which a warning is given. Importing a package and connecting may take long too."""
 
 STOPPED_S = 0.5
-"""For one that was stopped to let go; the user's own sink cannot be stopped."""
+"""Seconds that a killed receiver has to return to the feed's thread. The user's own sink cannot be killed."""
 
 
-class Fault(Exception):
-    """What is wrong with an outlet, in words that go on after its name."""
+class ReceiverError(Exception):
+    """A receiver has failed. The message completes a sentence that begins with the receiver's name."""
 
 
-class Outlet:
-    """How an outsider is told."""
+class Receiver:
+    """Receives the events of a run. The four methods below are the whole interface; all but `send` may be left out.
 
-    after = "; the run goes on, and its directory has all rows"
-    """What follows from a failure."""
+    The feed's thread calls `open` once, then `send` for each event, and `close` at the end. These three may block and
+    raise anything.
+    """
+
+    consequence = "; the run goes on, and its directory has all rows"
+    """End of a warning about a failure."""
     catches_up = False
-    """Whether an event makes up for those before it: then no more than one needs to wait."""
+    """True if one event makes up for all events before it. Then at most one event needs to wait in the queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    # The feed's thread calls these: they may take their time, and raise anything.
+        """Name in warnings, such as `the tracker wandb`."""
 
     def open(self) -> None:
-        """Begin."""
+        """Connect, or start what is needed."""
 
-    def tell(self, kind: str, row: dict[str, Any]) -> None:
-        """Give it an event."""
+    def send(self, kind: str, row: dict[str, Any]) -> None:
+        """Receive an event: `step`, `evaluation`, `summary`, `error` or `alarm`, with its row."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """There is no other event."""
+        """Release everything. No event comes after it."""
 
-    # The others are called from outside.
-
-    def stop(self) -> None:
-        """Its time is over: end what was started, while another call may be under way."""
+    def kill(self) -> None:
+        """End what was started, since the deadline is over. Called by another thread, while a call may still run."""
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
-        """What it was not told, in a sentence; empty: nothing."""
+        """Return a sentence about events that the receiver did not get; empty if it got all."""
         missed = failed + dropped
         return f"{self.name} missed {missed} of {given}: {failed} failed, {dropped} dropped" if missed else ""
 
 
 class Feed:
-    """Feed it events, read what went wrong. `now` gives seconds."""
+    """Queue and thread of one receiver. `now` gives seconds of a monotonic clock.
 
-    def __init__(self, outlet: Outlet, now: Callable[[], float] = time.monotonic) -> None:
-        self._outlet = outlet
+    The owner's thread calls `put`, `warnings` and `close`.
+    """
+
+    def __init__(self, receiver: Receiver, now: Callable[[], float] = time.monotonic) -> None:
+        self._receiver = receiver
         self._now = now
         self._events: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
+        """Events that wait. None is the end."""
         self._given = self._dropped = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
+        """Kinds of warnings that were given. Each is given once."""
         self._closed = self._late = False
-        # Written by the thread alone.
+        # Only the feed's thread writes these.
         self._taken = self._failed = 0
-        self._faults: SimpleQueue[str] = SimpleQueue()
+        self._failures: SimpleQueue[str] = SimpleQueue()
+        """Warnings about failures that `warnings` has not returned yet."""
         self._calling_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name=outlet.name, daemon=True)
+        """Start of the call that now runs; None between calls."""
+        self._thread = threading.Thread(target=self._run, name=receiver.name, daemon=True)
         self._thread.start()
 
     @property
     def lost(self) -> int:
-        """Events so far that it failed on, or that were dropped."""
+        """Number of events so far that the receiver failed on or that were dropped."""
         return self._failed + self._dropped
 
     def put(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
-        """Give it an event, at once. The last one of a run finds room in any case."""
+        """Add an event, without waiting. The last event of a run is added even if the queue is full."""
         waiting = self._events.qsize()
-        if self._outlet.catches_up and waiting and not last:
+        if self._receiver.catches_up and waiting and not last:
             return
         self._given += 1
         if waiting >= WAITING and not last:
@@ -94,18 +104,21 @@ class Feed:
             self._events.put((kind, dict(row)))
 
     def warnings(self) -> list[str]:
-        """What has gone wrong, and was not told yet."""
-        name, found = self._outlet.name, [self._faults.get() for _ in range(self._faults.qsize())]
-        if self._dropped and self._once("behind"):
-            found.append(f"{name} is {WAITING} rows behind: new ones are dropped until it has caught up")
+        """Return warnings that were not returned before: failures, a full queue, and a call that takes very long."""
+        name, found = self._receiver.name, [self._failures.get() for _ in range(self._failures.qsize())]
+        if self._dropped and self._first("behind"):
+            found.append(f"{name} is {WAITING} rows behind: new rows are dropped until it has caught up")
         seconds = 0.0 if (since := self._calling_since) is None else self._now() - since
-        if seconds > SILENT_S and "fault" not in self._told and self._once("silent"):
+        if seconds > SILENT_S and "failure" not in self._reported and self._first("silent"):
             hangs = f"{name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached"
-            found.append(f"{hangs}{self._outlet.after}")
+            found.append(f"{hangs}{self._receiver.consequence}")
         return found
 
     def close(self, seconds: float) -> list[str]:
-        """Wait so long for it to take what is left, and drop the rest. What was not told yet, and the total."""
+        """Wait at most `seconds` until the receiver has taken the rest, and drop what is left then.
+
+        Returns the last warnings, and a sentence about all events that the receiver missed.
+        """
         if self._closed:
             return []
         self._closed = True
@@ -113,39 +126,40 @@ class Feed:
         self._thread.join(max(0.0, seconds))
         self._late = self._thread.is_alive()
         if self._late:
-            self._outlet.stop()
+            self._receiver.kill()
             self._thread.join(STOPPED_S)
-        told = self.warnings()
+        found = self.warnings()
         if self._late:
-            told.append(f"{self._outlet.name} did not end in time: see deadlines.sink")
+            found.append(f"{self._receiver.name} did not end in time: see deadlines.sink")
         dropped = self._given - self._taken - self._failed
-        missed = self._outlet.missed(self._given, self._failed, dropped)
-        return [*told, missed] if missed else told
+        missed = self._receiver.missed(self._given, self._failed, dropped)
+        return [*found, missed] if missed else found
 
-    def _once(self, what: str) -> bool:
-        new = what not in self._told
-        self._told.add(what)
-        return new
+    def _first(self, kind: str) -> bool:
+        """Return True at the first call for a kind of warning."""
+        first = kind not in self._reported
+        self._reported.add(kind)
+        return first
 
     def _run(self) -> None:
-        """Consumes events. Waits for the next, or the end. Produces calls."""
-        self._call(self._outlet.open)
+        """Pass events to the receiver. Consumes the queue; waits for the next event; ends at None or a kill."""
+        self._call(self._receiver.open)
         while (event := self._events.get()) is not None and not self._late:
-            if self._call(partial(self._outlet.tell, *event)):
+            if self._call(partial(self._receiver.send, *event)):
                 self._taken += 1
             elif not self._late:
                 self._failed += 1
-        self._call(self._outlet.close)
+        self._call(self._receiver.close)
 
-    def _call(self, what: Callable[[], None]) -> bool:
-        """Whether it went well."""
+    def _call(self, method: Callable[[], None]) -> bool:
+        """Call a method of the receiver, and return True if it raised nothing. The first failure becomes a warning."""
         self._calling_since = self._now()
         try:
-            what()
-        except BaseException as error:  # an outsider's code: whatever it raises is its failure, not the run's
-            if not self._late and self._once("fault"):
-                said = f"{error}" if isinstance(error, Fault) else f"failed: {type(error).__name__}: {error}"
-                self._faults.put(f"{self._outlet.name} {said}{self._outlet.after}")
+            method()
+        except BaseException as error:  # foreign code: whatever it raises is its failure, and not the run's
+            if not self._late and self._first("failure"):
+                failure = f"{error}" if isinstance(error, ReceiverError) else f"failed: {type(error).__name__}: {error}"
+                self._failures.put(f"{self._receiver.name} {failure}{self._receiver.consequence}")
             return False
         finally:
             self._calling_since = None

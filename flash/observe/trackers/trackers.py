@@ -1,17 +1,16 @@
-"""The trackers themselves, each behind the same three calls.
+"""The four trackers, each behind the same small interface.
 
-They are imported where they are opened only: in a process of their own, since they start threads, write to the terminal
-and wait for networks as they please.
+`flash.observe.trackers.tracking` opens them in a process of their own, and only there their packages are imported:
+trackers start threads, write to the terminal, and wait for networks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -19,46 +18,47 @@ import msgspec
 from flash.config.load import flat
 from flash.config.observe import TrackerName
 
-T = TypeVar("T")
-
-AT_ONCE = 100
-"""Parameters that MLflow takes in one call; of metrics it takes more."""
-PARAMETER = 500
-"""Characters of an MLflow parameter."""
+BATCH = 100
+"""Largest number of parameters that MLflow accepts in one call. It would accept more metrics."""
+PARAMETER_LENGTH = 500
+"""Largest number of characters of an MLflow parameter."""
 X_AXIS = "train/global_step"
-"""The column over which Weights & Biases draws: an evaluation may come after later steps."""
+"""Value that Weights & Biases uses as x axis. Its own step counter does not fit: it only grows, but an evaluation may
+be sent after later steps."""
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What a tracker is opened with."""
+    """Everything that a tracker needs to open a run."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     project: str
+    """Name of the project or experiment that the run belongs to."""
     config: Mapping[str, Any]
+    """Configuration of the run."""
     folder: Path
-    """For what the tracker writes on this machine."""
+    """Folder for files that the tracker writes on this machine."""
     id: str | None
-    """By which the tracker knows the run, where it does already."""
+    """Id of the run in the tracker; None if the tracker does not know the run yet."""
 
 
 class Tracker(Protocol):
-    """A run in a tracker. Calls may block and raise anything."""
+    """An open run in a tracker. Its methods may block and raise anything."""
 
     id: str
-    """By which the tracker will know the run again."""
+    """Id by which the tracker finds the run again."""
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
-        """Numbers of a step, measured at this moment (Unix seconds)."""
+        """Send numbers of a step. `at` is the time when they were measured, in Unix seconds."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """All is told: let go of it."""
+        """Close the run, as failed or as finished. Nothing is sent after it."""
         ...
 
 
 class Wandb:
-    """Weights & Biases."""
+    """A run in Weights & Biases."""
 
     def __init__(self, opening: Opening) -> None:
         wandb = import_module("wandb")
@@ -83,7 +83,7 @@ class Wandb:
 
 
 class Trackio:
-    """trackio, which knows runs by their names."""
+    """A run in trackio. The name of a run is its id there."""
 
     def __init__(self, opening: Opening) -> None:
         trackio = import_module("trackio")
@@ -106,7 +106,7 @@ class Trackio:
 
 
 class TensorBoard:
-    """Event files, which TensorBoard and many others read; a folder is a run."""
+    """Event files for TensorBoard, which many other programs read too. A folder is a run."""
 
     def __init__(self, opening: Opening) -> None:
         summary = import_module("tensorboard.summary")
@@ -123,7 +123,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of an MLflow experiment, at MLFLOW_TRACKING_URI."""
+    """A run of an MLflow experiment, on the server that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, opening: Opening) -> None:
         mlflow = import_module("mlflow")
@@ -136,14 +136,15 @@ class MLflow:
         found = self._client.get_experiment_by_name(opening.project)
         experiment = self._client.create_experiment(opening.project) if found is None else found.experiment_id
         self.id = self._client.create_run(experiment, run_name=opening.name).info.run_id
-        settings = [self._entities.Param(key, str(value)[:PARAMETER]) for key, value in flat(dict(opening.config))]
-        for some in _in_parts(settings, AT_ONCE):
-            self._client.log_batch(self.id, params=some)
+        config = flat(dict(opening.config))
+        settings = [self._entities.Param(key, str(value)[:PARAMETER_LENGTH]) for key, value in config]
+        for start in range(0, len(settings), BATCH):
+            self._client.log_batch(self.id, params=settings[start : start + BATCH])
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
         metrics = [self._entities.Metric(name, value, round(at * 1000), step) for name, value in values.items()]
-        for some in _in_parts(metrics, AT_ONCE):
-            self._client.log_batch(self.id, metrics=some)
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(self.id, metrics=metrics[start : start + BATCH])
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
@@ -155,12 +156,14 @@ TRACKERS: dict[TrackerName, Callable[[Opening], Tracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
 }
+"""Trackers by the names of `track.to`. Each name is also that of the Python package."""
 
 
 def not_installed(name: str) -> str | None:
-    """What to do where its package is missing; None: it is there.
+    """Return what to do about a tracker's missing package; None if the package is installed.
 
-    A folder of this name, as Weights & Biases leaves in the working directory, looks like a package without a file.
+    A folder with the name of the package is no proof: Weights & Biases leaves such a folder in the working directory.
+    Python finds it as a package without a file.
     """
     found = find_spec(name)
     if found is not None and found.origin is not None:
@@ -170,9 +173,3 @@ def not_installed(name: str) -> str | None:
 
 def _unique(name: str) -> str:
     return f"{name}-{uuid4().hex[:8]}"
-
-
-def _in_parts(items: Sequence[T], most: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while part := list(islice(rest, most)):
-        yield part

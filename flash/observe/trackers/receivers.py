@@ -1,0 +1,153 @@
+"""All receivers of a run that its configuration names: `observe.sink`, `track.to` and `alarms.command`.
+
+`flash.observe.recorder` owns the `Receivers` of a run. Each receiver has a `Feed` of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from flash.config.load import dump
+from flash.config.objects import is_sink, load_sink
+from flash.config.tree import Config
+from flash.observe.alarms import RaisedAlarm
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.trackers.feed import Feed, Receiver, ReceiverError
+from flash.observe.trackers.tracking import TrackerProcess
+
+COMMAND_S = 5.0
+"""Seconds that a call of the alarm command may take. It must be less than the end of an interrupted run may take."""
+ERROR_BYTES = 1000
+"""Bytes of the alarm command's error output that a warning quotes."""
+
+Sink = Callable[[str, dict[str, Any]], object]
+"""Function that the object named by `observe.sink` returns. It is called with the kind of a row and the row."""
+
+
+class Receivers:
+    """All receivers of a run: pass them rows and alarms, print their warnings, and close them with the run."""
+
+    def __init__(self, config: Config, directory: RunDirectory, resume_at: int | None) -> None:
+        """`resume_at`: version that a resumed run goes on from; None in a new run."""
+        path, command = config.observe.sink, config.alarms.command
+        self._sink = None if path is None else Feed(SinkReceiver(path, lambda: make_sink(path, config, resume_at)))
+        self._alarms = None if command is None else Feed(AlarmCommand(command))
+        trackers = [Feed(TrackerProcess(directory, name)) for name in dict.fromkeys(config.track.to)]
+        self._row_feeds = [*([] if self._sink is None else [self._sink]), *trackers]
+
+    def row(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
+        """Pass on a `step`, an `evaluation`, or at last the `summary` or the `error` that ended the run."""
+        for feed in self._row_feeds:
+            feed.put(kind, row, last=last)
+
+    def alarm(self, alarm: RaisedAlarm) -> None:
+        """Pass on an alarm."""
+        if self._alarms is not None:
+            self._alarms.put("alarm", alarm._asdict())
+
+    def lost(self) -> Mapping[str, int]:
+        """Return the number of rows that the sink has missed so far, as a column of a step's row; empty without one."""
+        return {} if self._sink is None else {"sink_lost": self._sink.lost}
+
+    def warnings(self) -> list[str]:
+        """Return the new warnings of all receivers."""
+        return [line for feed in self._feeds() for line in feed.warnings()]
+
+    def close(self, seconds: float) -> list[str]:
+        """Wait at most `seconds` for all receivers together. Returns their last warnings and what they missed."""
+        limit = time.monotonic() + seconds
+        return [line for feed in self._feeds() for line in feed.close(limit - time.monotonic())]
+
+    def _feeds(self) -> Iterator[Feed]:
+        yield from self._row_feeds
+        if self._alarms is not None:
+            yield self._alarms
+
+
+class SinkReceiver(Receiver):
+    """The user's own sink. `make` runs in the feed's thread, since a sink may have to connect to a server first."""
+
+    def __init__(self, path: str, make: Callable[[], Sink]) -> None:
+        super().__init__(f"the sink {path}")
+        self._make = make
+        self._sink: Sink | None = None
+
+    def open(self) -> None:
+        self._sink = self._make()
+
+    def send(self, kind: str, row: dict[str, Any]) -> None:
+        if self._sink is None:
+            raise ReceiverError("was not made")
+        self._sink(kind, row)
+
+
+def make_sink(path: str, config: Config, resume_at: int | None) -> Sink:
+    """Call the function that `observe.sink` names, and return the sink that it makes.
+
+    Raises:
+        ConfigError: there is no such function.
+        TypeError: the function returned something that is no sink.
+        Exception: whatever the function raises.
+    """
+    made = load_sink(path)(tomllib.loads(dump(config)), resume_at)
+    if not is_sink(made):
+        raise TypeError(f"it returned {made!r}, which cannot be called as `sink(kind, row)`")
+    return made
+
+
+class AlarmCommand(Receiver):
+    """The command of `alarms.command`. It is started for each alarm, one after the other.
+
+    The command gets the alarm's text as its input, and the alarm's name in the environment variable FLASH_ALARM.
+    """
+
+    consequence = ""
+
+    def __init__(self, command: str, seconds: float = COMMAND_S) -> None:
+        """`command` is split as a shell does it. `seconds`: time limit of a call."""
+        super().__init__("alarms.command")
+        self._words = shlex.split(command)
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def send(self, kind: str, row: dict[str, Any]) -> None:
+        # The error output goes to a file and not to a pipe: a pipe can be full, and a process that the command started
+        # and left behind could hold it open.
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = self._process = subprocess.Popen(
+                    self._words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=os.environ | {"FLASH_ALARM": row["name"]},
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                raise ReceiverError(f"cannot be started: {error}") from error
+            try:
+                process.communicate(f"{row['text']}\n".encode(), self._seconds)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                process.wait()
+                raise ReceiverError(f"took longer than {self._seconds:g} s and was killed") from None
+            if process.returncode:
+                errors.seek(0)
+                text = errors.read(ERROR_BYTES).decode("utf-8", "replace").strip()
+                raise ReceiverError(f"ended with code {process.returncode}: {text}")
+
+    def kill(self) -> None:
+        """Kill the command and all processes of its session."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
