@@ -70,7 +70,7 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
-        _widen_head(model, model_config, anew=True)
+        _widen_head(model, model_config, replace=True)
 
 
 def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], dropped: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
     held.add_adapter(adapter)
     held.activate_adapter(number)
     if worker.device.type == "cpu":
-        _widen_head(held.model, worker.model_config, anew=False)
+        _widen_head(held.model, worker.model_config, replace=False)
 
 
 def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
@@ -108,18 +108,18 @@ def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
             yield stacked[slot]
 
 
-def _widen_head(model: torch.nn.Module, model_config: Any, *, anew: bool) -> None:
+def _widen_head(model: torch.nn.Module, model_config: Any, *, replace: bool) -> None:
     """Give the model a `WideHead` if its output layer computes in another dtype.
 
     Args:
         model: the model.
         model_config: vLLM's configuration of it.
-        anew: whether the output layer has new weights, so that an older `WideHead` has to be replaced.
+        replace: True if the output layer has new weights, so that an older `WideHead` has to be replaced.
     """
     for layer in model.modules():
         if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
             head: Any = layer._apply_head  # pyright: ignore[reportPrivateUsage]
-            layer._apply_head = WideHead() if anew or not isinstance(head, WideHead) else head  # pyright: ignore[reportPrivateUsage]
+            layer._apply_head = WideHead() if replace or not isinstance(head, WideHead) else head  # pyright: ignore[reportPrivateUsage]
 
 
 class WideHead:

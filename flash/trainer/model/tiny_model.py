@@ -200,7 +200,8 @@ def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> 
 def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str, Any]) -> dict[str, Any]:
     """Return all that the model depends on.
 
-    Of the environment, this is what the model is taught. Most options, such as a failure rate, do not change it.
+    Of the environment, these are the alphabet and the examples that the model learns from. Most options, such as a
+    failure rate, do not change it.
     """
     examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     # An environment that ignores the seed returns other examples each time: then its options stand for them.
@@ -228,10 +229,10 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
         )
     try:
         check_solved_examples(env.alphabet(), env.solved_examples(CHECKED_EXAMPLES, 0), CHECKED_EXAMPLES)
-    except Exception as error:  # somebody else's code
+    except Exception as error:  # an environment is code of its author and may raise anything
         raised = f"its examples or its alphabet raised {describe_error(error)}"
-        told = str(error) if isinstance(error, EnvError) else raised
-        raise ConfigError(f"env.path: {env_path}: {told}") from error
+        problem = str(error) if isinstance(error, EnvError) else raised
+        raise ConfigError(f"env.path: {env_path}: {problem}") from error
     return env
 
 
