@@ -1,6 +1,11 @@
-"""One trainer rank: follows the hub until it has no more batches. Only trainer ranks join the process group.
+"""Process of one trainer rank: it connects to the hub, joins the process group, and trains until no batch is left.
 
-When its hub or another rank of its incarnation is gone, what it still does is of use to nobody: its launcher ends it.
+`flash.run.processes.worker` calls `run_trainer_rank` in a process that the launcher has started. The rank reports
+itself to the hub, gets a checkpoint to start from, builds the model and the publisher, and runs
+`flash.trainer.loop.TrainerLoop`. Only trainer ranks join torch's process group.
+
+All trainer ranks between two restarts are an *incarnation*. If the hub or another rank of the incarnation is gone, the
+work of this rank cannot be used any more, and the launcher ends this process.
 """
 
 from __future__ import annotations
@@ -41,9 +46,10 @@ log = logging.getLogger("flash")
 
 
 def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until the hub has no more batches.
+    """Train until the hub has no more batches. Return the exit code of the process.
 
-    Once it has a place, a trainer rank follows the hub and not signals: an interrupt reaches it as the end of batches.
+    After the hub has admitted the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by
+    giving them no more batches, so that all ranks end after the same step.
     """
     token = os.environ.pop(VARIABLE, None)
     index = order.node * config.cluster.trainer_ranks + order.local
@@ -57,22 +63,27 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
             return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=beat, args=(hub, index), name="flash-beat", daemon=True).start()
+        threading.Thread(target=send_heartbeats, args=(hub, index), name="flash-beat", daemon=True).start()
         try:
             if store is None:
                 host, _, port = incarnation.store.rpartition(":")
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
             _train(order.local, config, index, store, incarnation, hub, stack)
-        except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
-            # Told before the other ranks lose this one and have errors of their own.
-            tell_end(hub, index, error, config.deadlines.request, others(index, config))
-            echo = isinstance(error, PeerLostError) or collective_failed(error)
-            return End.WITH_PEER if echo else End.FAILED
+        except Exception as error:  # supervised boundary: any error that ends a rank is reported to the hub
+            # Reported before this process ends: then the other ranks lose this rank and have errors of their own.
+            report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
+            # These errors only follow from the loss of the hub or of another rank, whose own error counts.
+            caused_by_peer = isinstance(error, PeerLostError) or collective_failed(error)
+            return End.WITH_PEER if caused_by_peer else End.FAILED
     return End.OVER
 
 
 def _open_store(config: Config) -> tuple[Store, str]:
-    """Where the ranks of this incarnation meet. It is open to anyone who reaches the host: nothing in it is secret."""
+    """Open torch's store, in which the ranks of this incarnation meet. Return the store and its HOST:PORT.
+
+    Only rank 0 calls this. A single rank gets a private store without an address. Any process that reaches the host can
+    read the store, which is permitted because the store holds nothing secret.
+    """
     if config.trainer_world_size == 1:
         return private_store(), ""
     host = advertised_host(config) if config.cluster.trainer_nodes > 1 else "127.0.0.1"
@@ -80,14 +91,15 @@ def _open_store(config: Config) -> tuple[Store, str]:
     return store, f"{host}:{port}"
 
 
-def beat(hub: BlockingClient, rank: int) -> None:
-    """In a thread of its own: show the hub that this process runs, as long as its incarnation goes on.
+def send_heartbeats(hub: BlockingClient, rank: int) -> None:
+    """Send heartbeats to the hub until the incarnation of this rank is over. Runs in a thread of its own.
 
-    It ends nothing: torch may hold the main thread when an incarnation is over, and then the launcher ends the process.
+    The thread does not end the process when the incarnation is over: torch may block the main thread then, so the
+    launcher kills the process.
     """
     from flash.hub.protocol import IncarnationWatch
 
-    with suppress(FlashError):
+    with suppress(FlashError):  # raised when the incarnation is over or the hub is gone
         while True:
             hub.call(IncarnationWatch(rank), timeout=math.inf)
 
@@ -95,22 +107,25 @@ def beat(hub: BlockingClient, rank: int) -> None:
 def _enter(
     index: int, config: Config, store: str, stack: ExitStack, address: HubAddress
 ) -> tuple[BlockingClient, IncarnationReply]:
-    """Connect to a hub, until the stack is closed, and ask what to begin with."""
+    """Connect to a hub, report this rank, and return the connection and the starting point of the incarnation.
+
+    The connection is closed with `stack`. `store` is the address of rank 0's store; empty for other ranks.
+    """
     from flash.hub import protocol as p
     from flash.transport.blocking import BlockingClient
 
     with ExitStack() as entered:
         peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect)
         hub = entered.enter_context(BlockingClient(*peer))
-        # The hub reads a whole checkpoint before it names it.
+        # The reply may take long: the hub reads a whole checkpoint before it answers.
         request = p.IncarnationRequest(index, os.getpid(), socket.gethostname(), store)
         incarnation = hub.call(request, timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
         return hub, incarnation
 
 
-def others(index: int, config: Config) -> str:
-    """The trainer ranks that one has collectives with, in words."""
+def describe_peers(index: int, config: Config) -> str:
+    """Return a phrase for the other trainer ranks, with which rank `index` has collectives, for error messages."""
     ranks = [rank for rank in range(config.trainer_world_size) if rank != index]
     nodes = [rank // config.cluster.trainer_ranks for rank in ranks]
     if not ranks:
@@ -121,15 +136,15 @@ def others(index: int, config: Config) -> str:
     return f"{len(ranks)} other ranks on {where}"
 
 
-def tell_end(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
-    """Have the hub end the run and show the error, once; show it here when the hub cannot be told.
+def report_error(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
+    """Report the error that ends this rank to the hub, which shows it and ends the run or the incarnation.
 
-    Neither gloo nor NCCL says for whom a collective has waited: `peers` does.
-
-    Nothing is said of a lost connection: the hub is the only peer of a rank, and shows its own end.
+    If the hub does not react within `seconds`, the error is logged here. `peers` names the ranks of a failed
+    collective, because neither gloo nor NCCL names the rank for which the collective has waited.
     """
     from flash.hub import protocol as p
 
+    # The hub is the only peer of a rank, and reports its own end. A second message would hide the cause.
     if isinstance(error, PeerLostError):
         log.debug("trainer rank %d: %s", index, error)
         return
@@ -142,9 +157,9 @@ def tell_end(hub: BlockingClient, index: int, error: Exception, seconds: float, 
     try:
         hub.call(p.Fatal(type(error).__name__, message), timeout=seconds)
     except PeerLostError:
-        return  # the hub never answers this: it ends the run
-    except TransportError as silence:
-        log.error("%s: %s (the hub could not be told: %s)", type(error).__name__, message, silence)
+        return  # the expected end: the hub never answers a `Fatal`, but ends the connection once it has reported it
+    except TransportError as failed:
+        log.error("%s: %s (the hub could not be notified: %s)", type(error).__name__, message, failed)
 
 
 def _train(
@@ -156,8 +171,8 @@ def _train(
     hub: BlockingClient,
     stack: ExitStack,
 ) -> None:
-    """Train to the end; what is to be closed after that is left on the stack."""
-    # Until what stays for good is there: looking for garbage in between takes a fifth of a start.
+    """Build the trainer and run its loop until no batch is left. `stack` closes the process group and the files."""
+    # Garbage collection is off until all long-lived objects exist: it would take a fifth of the time of a start.
     gc.disable()
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer import checkpoint
@@ -184,7 +199,7 @@ def _train(
 
 
 def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack) -> None:
-    """Join the process group of the trainer ranks until the stack is closed, on this rank's device, with its seed."""
+    """Set this rank's device and seed, and join the process group of the trainer ranks until `stack` is closed."""
     import torch
     import torch.distributed as dist
     import transformers
@@ -197,7 +212,7 @@ def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack)
     if cuda:
         torch.cuda.set_device(local)
     if offloads or not cuda:
-        # On the host, updates are made with all cores.
+        # Updates then run on the host, with all cores that the trainer may use.
         node, cpus = index // config.cluster.trainer_ranks, sorted(os.sched_getaffinity(0))
         torch.set_num_threads(trainer_threads(config, node, cpus))
     dist.init_process_group(

@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError
 
 from flash.errors import CollectiveError, DeadlineError, PeerLostError, TransportError, WeightsError, error_of
 from flash.hub import protocol as p
-from flash.run.trainer_rank import beat, others, tell_end
+from flash.run.trainer_rank import describe_peers, report_error, send_heartbeats
 from tests.run.test_launcher import make_config
 
 PEER = "rank 3 on node 1"
@@ -39,7 +39,7 @@ def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = FakeHub()
-    tell_end(hub, 2, error, seconds=1, peers=PEER)
+    report_error(hub, 2, error, seconds=1, peers=PEER)
     (told,) = hub.told
     assert told.message == f"trainer rank 2: {error}"
     assert type(error_of(told.error, told.message)) is type(error)
@@ -48,7 +48,7 @@ def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
 
 def test_a_bug_is_told_with_its_class_and_shown_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     hub = FakeHub()
-    tell_end(hub, 0, KeyError("lm_head"), seconds=1, peers=PEER)
+    report_error(hub, 0, KeyError("lm_head"), seconds=1, peers=PEER)
     assert hub.told == [p.Fatal("KeyError", "trainer rank 0 failed with KeyError: 'lm_head'")]
     assert "KeyError: 'lm_head'" in capsys.readouterr().err
 
@@ -64,7 +64,7 @@ def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = FakeHub()
-    tell_end(hub, 1, error, seconds=1, peers=PEER)
+    report_error(hub, 1, error, seconds=1, peers=PEER)
     (told,) = hub.told
     kept = error_of(told.error, told.message)
     assert isinstance(kept, CollectiveError)
@@ -79,13 +79,13 @@ def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
 def test_a_rank_that_lost_the_hub_leaves_the_word_to_it(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub()
     with caplog.at_level(logging.INFO):
-        tell_end(hub, 0, PeerLostError("the connection to hub ended"), seconds=1, peers=PEER)
+        report_error(hub, 0, PeerLostError("the connection to hub ended"), seconds=1, peers=PEER)
     assert (hub.told, caplog.records) == ([], [])
 
 
 def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(DeadlineError("the reply to Fatal from hub", 1, "the log of that process"))
-    tell_end(
+    report_error(
         hub,
         1,
         DeadlineError("the reply to Commit from hub", 60, "the log of that process"),
@@ -94,7 +94,7 @@ def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixtu
     )
     (record,) = caplog.records
     assert "trainer rank 1: waited 60 s for the reply to Commit" in record.getMessage()
-    assert "the hub could not be told" in record.getMessage()
+    assert "the hub could not be notified" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,10 @@ def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_a_rank_names_those_that_it_has_collectives_with(nodes: int, ranks: int, index: int, words: str) -> None:
-    assert others(index, make_config(cluster={"nodes": nodes, "trainer_nodes": nodes, "trainer_ranks": ranks})) == words
+    assert (
+        describe_peers(index, make_config(cluster={"nodes": nodes, "trainer_nodes": nodes, "trainer_ranks": ranks}))
+        == words
+    )
 
 
 class Beaten:
@@ -127,5 +130,5 @@ class Beaten:
 
 def test_a_rank_shows_that_it_runs_as_long_as_somebody_hears_it() -> None:
     hub = Beaten(3)
-    beat(hub, 2)
+    send_heartbeats(hub, 2)
     assert hub.heard == [p.IncarnationWatch(2)] * 4

@@ -24,7 +24,7 @@ from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.scratch import VARIABLE as SCRATCH
 from flash.run.processes.supervisor import End
 from flash.run.sft.course import ROWS, Course, CourseTokens
-from flash.run.trainer_rank import meet, others
+from flash.run.trainer_rank import describe_peers, meet
 from flash.samples.batches import deal
 from flash.trainer import checkpoint
 from flash.trainer.checkpoint_files import FileEntry, choose_checkpoint, file_entry, hub_state
@@ -60,7 +60,7 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
         except Exception as error:  # supervised boundary: the end of another rank is not this one's
             if not collective_failed(error):
                 raise
-            peers = others(order.local, config)
+            peers = describe_peers(order.local, config)
             log.error("trainer rank %d: a collective with %s failed: %s", order.local, peers, error)
             return End.FAILED
 
