@@ -66,6 +66,7 @@ def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: S
 
 
 def _unscaled(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
+    """Return centred rewards on their original scale, centred · 2^exponent."""
     # Rewards near both ends of the range of floats differ by more than the largest float. The result is then infinite,
     # which the caller refuses.
     with np.errstate(over="ignore"):
@@ -137,6 +138,11 @@ def are_equal(rewards: Collection[float]) -> bool:
 
 
 def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _CentredRewards:
+    """Centre the rewards within their groups.
+
+    Raises:
+        ValueError: a reward is not finite, or the number of ids differs from the number of rewards.
+    """
     reward_B = np.asarray(rewards, dtype=np.float64)
     if reward_B.ndim != 1 or len(reward_B) != len(group_ids):
         raise ValueError(f"{len(group_ids)} group ids for rewards of shape {reward_B.shape}; expected one each")

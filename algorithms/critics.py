@@ -107,6 +107,7 @@ def deal(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
 
 
 def _finite(number_K: FloatArray, name: str) -> FloatArray:
+    """Return the numbers; raise ValueError with their `name` if one is not finite."""
     if not np.isfinite(number_K).all():
         bad = int(np.flatnonzero(~np.isfinite(number_K))[0])
         raise ValueError(f"{name} of unmasked token {bad} is {number_K[bad]}; expected a finite number")

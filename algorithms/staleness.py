@@ -74,6 +74,7 @@ Staleness = NoStaleness | ExponentialStaleness | LinearStaleness
 
 
 def _checked(age_B: FloatArray) -> FloatArray:
+    """Return the ages as float64; raise ValueError if one is negative or not finite."""
     age_B = np.asarray(age_B, dtype=np.float64)
     if not ((age_B >= 0) & np.isfinite(age_B)).all():
         raise ValueError(f"ages run from {age_B.min()} to {age_B.max()}; expected finite numbers of at least 0")
@@ -81,6 +82,7 @@ def _checked(age_B: FloatArray) -> FloatArray:
 
 
 def _with_mean_one(weight_B: FloatArray) -> FloatArray:
+    """Return the weights divided by their mean; all 1 if all are 0."""
     if not weight_B.any():
         return np.ones_like(weight_B)
     weight_B = weight_B / weight_B.max()  # equal weights become exactly 1

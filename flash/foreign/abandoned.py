@@ -47,6 +47,7 @@ def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
 
 
 def _children(scope: Any) -> Iterator[Any]:
+    """Yield a scope and all scopes below it."""
     yield scope
     for child in scope._child_scopes:
         yield from _children(child)

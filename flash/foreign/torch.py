@@ -230,6 +230,7 @@ class LiveBytes:
             self._set(id(storage), storage.size())
 
     def _set(self, key: int, size: int) -> None:
+        """Record the size in bytes of a storage."""
         self.now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self.most = max(self.most, self.now)

@@ -171,6 +171,7 @@ def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _check_head_size(model: Any) -> None:
+    """Raise NoAttentionError if vLLM's attention on the CPU does not support the model's head width."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()

@@ -45,6 +45,7 @@ def _module(name: str) -> ast.Module:
 
 @cache
 def _declared() -> dict[str, ast.expr]:
+    """Return the annotation of each argument, by the argument's name."""
     classes = [node for node in _module(MODULE).body if isinstance(node, ast.ClassDef) and node.name in CLASSES]
     return {
         node.target.id: node.annotation
@@ -55,6 +56,7 @@ def _declared() -> dict[str, ast.expr]:
 
 
 def _type(node: ast.expr, module: str) -> Any:
+    """Return the type that an annotation in `module` means for msgspec."""
     match node:
         case ast.Constant(value=str(text)):
             return _type(ast.parse(text, mode="eval").body, module)

@@ -113,10 +113,11 @@ def worker_rank(name: str) -> int:
 
 
 def _command(pid: str) -> bytes:
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return b""  # the process has ended in between
+        return b""
 
 
 def is_end_of_starting_core(error: BaseException) -> bool:

@@ -165,6 +165,7 @@ def _mean_size(logprobs: list[float]) -> float:
 
 
 def _not_finite(text: CanaryText, dtype: str) -> str:
+    """Return the error message for a model whose log-probs are not finite."""
     if all(map(math.isfinite, text.exact)):
         return (
             f'model.dtype = "{dtype}": the log-probs of the model at model.path are not finite in this precision, but '

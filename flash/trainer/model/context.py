@@ -129,6 +129,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return [C, …]: block r of the result is the block that rank r had for this rank. A collective."""
     contiguous = blocks.contiguous()
     received = torch.empty_like(contiguous)
     dist.all_to_all_single(received, contiguous, group=group)

@@ -120,19 +120,19 @@ def convert(file: Path, folder: Path) -> None:
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
         save_tokenizer(file, folder)
         with redirect_stderr(StringIO()):  # the only way to hide transformers' progress bar for dequantising
-            read: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 linked,
                 gguf_file=NAME,
                 dtype=torch.bfloat16,
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
-        _save(_check_complete(file, *read), folder)
+        _save(_check_complete(file, *loaded), folder)
         open_weights(folder)
-        again: Any = AutoModelForCausalLM.from_pretrained(
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
         )
-        _check_complete(file, *again)
+        _check_complete(file, *reloaded)
 
 
 @contextmanager

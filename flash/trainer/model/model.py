@@ -249,6 +249,7 @@ def shard_model(
 
 
 def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: Recompute) -> None:
+    """Divide layers and experts over ranks, and shard the model over the others: each decoder layer, then the rest."""
     check_divisible(model.config, mesh.parallel)
     experts = list[nn.Module]()
     if mesh.tensor is not None or mesh.experts is not None:

@@ -191,8 +191,8 @@ class OutputLayer(nn.Module):
 def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceMesh | None = None) -> None:
     """Replace a model's output layer by an `OutputLayer` with the same parameters.
 
-    A model without an output layer stays as it is. With `wide`, logits are computed in float32 whatever the dtype of
-    the forward pass. `context` are the ranks that rows are divided over.
+    A model without an output layer, such as a critic's backbone, stays as it is. With `wide`, logits are computed in
+    float32 whatever the dtype of the forward pass. `context` are the ranks that rows are divided over.
 
     Raises:
         ConfigError: the output layer is not a plain linear one.

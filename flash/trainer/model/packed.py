@@ -115,10 +115,11 @@ def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
-    """Lay sequences out in one row."""
+    """Lay sequences out in one row, in which each shared prefix occurs once."""
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
     sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
+    # Tokens that each sequence computes itself; the ones before them are a prefix that another sequence computes.
     own_S = np.bincount(sequence_U, minlength=len(offset_S) - 1)
     # Sequences whose lengths share a power of two are padded together, so that at most half of a batch is padding.
     length_class_S = np.frexp(own_S)[1]

@@ -83,7 +83,8 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             while rows are divided over several ranks.
     """
     sequences = _random_sequences(model, config)
-    # Sequences that share their first half with another one and continue like the next one: they test shared prefixes.
+    # Each forked sequence has the first half of one sequence and continues like the next one. So it shares a prefix in
+    # the packed row, and its log-probs in that half must not depend on what follows.
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
         _check_logits(model)
@@ -245,10 +246,12 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
 
 
 def _packed_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the log-probs of each sequence, all sequences in one row."""
     return list(_forward(model, sequences).split([len(ids) - 1 for ids in sequences]))
 
 
 def _alone_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the log-probs of each sequence in a row of its own, with the model's own attention."""
     with _own_attention(model):
         return [_forward(model, [ids]) for ids in sequences]
 

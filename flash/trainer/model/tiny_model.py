@@ -113,6 +113,7 @@ def changed_parts(path: Path, config: TinyModelConfig, env_path: str, env_option
 
 
 def _read_fingerprint(path: Path) -> dict[str, Any]:
+    """Return the fingerprint of the model in a folder; empty if there is none that can be read."""
     try:
         found = json.loads((path / FINGERPRINT).read_text())
     except (OSError, ValueError):
@@ -220,6 +221,11 @@ def _is_ours(path: Path) -> bool:
 
 
 def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
+    """Return the environment that gives the solved examples.
+
+    Raises:
+        ConfigError: the environment offers no examples, or its examples or alphabet are not usable.
+    """
     kind = load_object(env_path)
     env = kind(**check_options(kind, env_options, "env.options"))
     if not isinstance(env, WarmStart):
