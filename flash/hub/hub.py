@@ -1,13 +1,13 @@
-"""The Hub: the only stateful place of a run. It wires its parts, answers the protocol, and watches the run's stages.
+"""The hub, which holds the state of a run: it connects its parts, answers the protocol, and watches the run's stages.
 
 Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
-their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (what the run waits for).
+their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (the stage that the run waits for).
 `flash.hub.gate.Gate` checks each request of a peer before it calls `Hub.handle`.
 
-Lifecycle: the ranks publish the first version → first evaluation → leases and batches, until the last step or an
-interrupt → last evaluation → the ranks, which kept the weights until then, leave → nodes learn that the run is over.
-The methods of the hub and of its parts run in the tasks of their callers; `Hub.run` watches deadlines, and does the
-work that no request waits for.
+Lifecycle: the trainer ranks publish the first version. The first evaluation runs. Then the hub gives out leases and
+batches, until the last step or an interrupt. The last evaluation runs. The ranks, which have kept the weights until
+then, leave. The nodes receive the message that the run is over. The methods of the hub and of its parts run in the
+tasks of their callers; `Hub.run` watches deadlines and does the work that no request waits for.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Hub:
     def interrupt(self) -> str:
         """Stop after the running step, with a checkpoint. A run that has trained all steps ends at once.
 
-        Returns words for the work that is still done; empty if there is none.
+        Returns a phrase for the work that the run still does before it ends; empty if there is none.
         """
         over = self.progress.done or self.progress.error is not None
         self.progress.interrupt()
@@ -156,9 +156,9 @@ class Hub:
     async def run(self) -> RunEnd:
         """Watch the run from the first version to the last goodbye. Raises the error that ended the run.
 
-        Consumes the progress of the run. Waits for its stages to end, each under its deadline; unblocked by the signal
-        `run`. Produces the end of the run, or of an incarnation of the trainer ranks that hangs. Besides it runs the
-        watches of nodes and ranks, and the work that was put off.
+        Consumes the progress of the run. Waits for each stage to end, under the deadline of the stage. Unblocked by the
+        signal `run`. Produces the end of the run, or of an incarnation of the trainer ranks that hangs. It also runs
+        the watches of nodes and ranks, and the backlog of postponed work.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:
@@ -175,7 +175,7 @@ class Hub:
     async def _watch_stages(self) -> str:
         """Wait until no trainer rank has anything left to do, and until each stage ends, under its deadline.
 
-        Returns words for the work that did not end in time after an interrupt; empty if all did.
+        Returns a phrase for the work that did not end in time after an interrupt; empty if all work ended.
         """
         while not self._trainers.done:
             ended, stage = self.progress.stages_ended, self.stages.now
@@ -195,18 +195,18 @@ class Hub:
                 return self.stages.last_work
             waited_for = self.stages.describe(stage)
             if stage.of_trainers and self.incarnations.present:
-                # The ranks hang: their incarnation ends by that, and the run only if they cannot start again.
+                # The ranks hang. This ends their incarnation. It ends the run only if the ranks cannot restart.
                 self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}")
             else:
                 raise DeadlineError(waited_for, seconds, stage.look_at)
         return ""
 
     async def all_nodes_left(self) -> None:
-        """Wait, under the caller's deadline, until every node has learnt of the end and closed its connection."""
+        """Wait until every node knows that the run is over and has closed its connection. The caller sets a deadline."""
         await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:
-        """Describe the whole cluster at this moment, for people. Its size is bounded by the nodes of the run."""
+        """Describe the whole cluster at this moment, for people. The size is bounded by the number of nodes."""
         node_of = self._config.cluster.node_of
         oldest = ((node, lease.task, since) for node, lease, since in self.work.holders.oldest(MOST_LEASES))
         return HubNow(
@@ -231,6 +231,11 @@ class Hub:
         return check_reply(request, await self._answer(request))
 
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
+        """Call the part that answers a request.
+
+        A request that is not listed here is a trainer rank's. It ends with an error as soon as the rank's incarnation
+        is over.
+        """
         match request:
             case p.LeaseRequest():
                 return await self.work.lease(request)
@@ -263,14 +268,15 @@ class Hub:
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
                 await self._trainers.fatal(request, lambda: self.stages.describe(self.stages.now))
-                # No reply: the peer learns from the end of its connection that the hub has reported the error. The
-                # sleep outlasts the peer's own timeout.
+                # The peer must not get a reply: the end of its connection tells it that the error was reported. So
+                # wait until its call has timed out; the Ack below then reaches nobody.
                 await anyio.sleep(self._config.deadlines.request)
             case _:
                 return await self._trainers.within_incarnation(partial(self._answer_rank, request))
         return p.Ack()
 
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
+        """Call the part that answers a request of a trainer rank."""
         match request:
             case p.IncarnationRequest():
                 return await self._trainers.start(request)

@@ -1,8 +1,9 @@
 """The hub's side of the rollout nodes: they join, report, load weights, fall silent and leave.
 
-`Nodes` answers the requests about a node itself, `WeightVersions` those about the weights of its engines; the tasks of
-nodes are in `flash.hub.work`. Neither owns a task: their methods run in the tasks of the nodes' requests, except
-`Nodes.watch`, which runs in a task of `Hub.run`, and `WeightVersions.announce`, which runs in that of a trainer rank.
+`Nodes` answers the requests about a node itself, and `WeightVersions` answers the requests about the weights of its
+engines. `flash.hub.work` answers the requests for tasks. Neither class owns an anyio task: their methods run in the
+tasks of the nodes' requests. There are two exceptions: `Nodes.watch` runs in a task of `Hub.run`, and
+`WeightVersions.announce` runs in the task of a trainer rank's request.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from flash.hub.work import NodeWork
 from flash.observe.cluster import NodeNow, NodeState
 
 RUN_ERRORS = (WeightsError, ContractError)
-"""Errors of one node that end the whole run: the weights that all engines were given, or the books, may be wrong."""
+"""Errors of one node that end the whole run: the weights that all engines were given may be wrong, or the counts of
+samples and tokens."""
 
 
 class Nodes:
-    """The nodes that come, are present, and go.
+    """State of the nodes while they join, work, fall silent and leave.
 
     Args:
         context: the shared objects of the hub.
-        registry: numbers the nodes, and tells those that have joined from the hub's own.
+        registry: gives numbers to nodes, and knows which nodes joined later than the hub's own node.
         work: takes the leases back from nodes that are lost.
     """
 
@@ -39,11 +41,11 @@ class Nodes:
         self._registry = registry
         self._work = work
         self._leaving: dict[int, str] = {}
-        """Nodes that have announced that they leave, with the error that is the reason; empty for none."""
+        """Nodes that have announced that they leave, each with the error that is the reason; an empty text for none."""
         self._asked_to_leave: set[int] = set()
-        """Nodes that a person wants to leave and that are still to be told."""
+        """Nodes that a person has asked to leave, and that have not been notified yet."""
         self._silent: set[int] = set()
-        """Nodes that have lost their leases because they were silent, and have not asked for anything since."""
+        """Nodes that have lost their leases because they were silent, and have sent no heartbeat since."""
         self._heartbeats = Heartbeats(self._config.deadlines.request)
         self._statuses = NodeStatuses()
         self._poll_s = waits.long_poll_s(self._config)
@@ -56,7 +58,11 @@ class Nodes:
     # -- nodes that are present --------------------------------------------------------------------------------------
 
     def join(self, request: p.JoinRequest) -> p.JoinReply:
-        """Make a guest a node of the run. Raises ConfigError or PeerLostError, as `NodeRegistry.join`."""
+        """Make a guest a node of the run. The reply has no node number if the run is ending.
+
+        Raises:
+            ConfigError, PeerLostError: the registry refuses the guest (`NodeRegistry.join`).
+        """
         if self._progress.ending:
             return p.JoinReply(None, 0)
         self._progress.refuse_if_failed()
@@ -66,9 +72,10 @@ class Nodes:
         return reply
 
     async def cancels(self, request: p.CancelRequest) -> p.CancelReply:
-        """Answer a node with the leases that it must cancel. Waits for some, for at most one long poll.
+        """Answer a node with the leases that it must cancel.
 
-        Unblocked by the signal `("cancels", node)` and by the end of the run. The request is also the node's heartbeat.
+        Waits until there is such a lease, for at most one long poll. Unblocked by the signal `("cancels", node)` and by
+        the end of the run. The request is also the node's heartbeat.
         """
         node = request.node
         self._heartbeats.asked(node)
@@ -90,16 +97,16 @@ class Nodes:
             self._observer.failure("engine_died", death)
 
     def overview(self, rank_nodes: Collection[int]) -> list[NodeNow]:
-        """Describe all nodes for people: those of the run, then the last ones that left.
+        """Describe all nodes for people: the nodes of the run, then the nodes that left last.
 
-        `rank_nodes` are the nodes with a trainer rank that has come.
+        `rank_nodes` are the nodes of the trainer ranks that are present.
         """
         return [*(self._describe(node, rank_nodes) for node in self._registry.numbers), *reversed(self._statuses.gone)]
 
     def _describe(self, node: int, rank_nodes: Collection[int]) -> NodeNow:
         status, holders = self._statuses.of(node), self._work.holders
         if status is not None:
-            # The status is some seconds old, but engine reports come at once: show the versions of these.
+            # The status is some seconds old. Reports of engines come at once, so their versions are shown.
             known = {engine.index: engine.version for engine in self._fleet.engines_of(node)}
             engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
             status = replace(status, engines=engines)
@@ -121,13 +128,13 @@ class Nodes:
     # -- nodes that leave, fall silent or are lost -------------------------------------------------------------------
 
     def ask_to_leave(self, node: int) -> None:
-        """Ask a node, in its next cancel reply, to leave in order. Raises ConfigError if no such node has joined."""
+        """Ask a node, in its next `CancelReply`, to leave in order. Raises ConfigError if no such node has joined."""
         self._registry.check_may_leave(node)
         self._asked_to_leave.add(node)
         self._progress.send(("cancels", node))
 
     def leave(self, request: p.Leave) -> None:
-        """Note that a node leaves, in order or with an error. Its leases queue again when its connection ends.
+        """Note that a node leaves, in order or with an error. The node's leases queue again when its connection ends.
 
         An error ends the run if it is one of `RUN_ERRORS`, or if no other node has engines.
         """
@@ -147,15 +154,15 @@ class Nodes:
         self._work.stop_dealing_to(node)
 
     async def watch(self) -> None:
-        """Take the leases from nodes that are silent, and single leases that were not ended in time.
+        """Take all leases from nodes that are silent, and take single leases that have lasted too long.
 
-        Consumes heartbeats. Waits for the next moment in which a node could be silent. Produces notes and queued tasks,
-        or the error that ends the run if no other node has an engine.
+        Consumes heartbeats. Waits for the next moment at which a node could count as silent. Produces notes and queued
+        tasks, or the error that ends the run if no other node has an engine.
         """
         limit = waits.lease_s(self._config)
         while True:
-            # Measured on the loop's clock, which stands still while user code blocks the loop: the requests of nodes
-            # are not read then, and no node must count as silent for that.
+            # Silence is measured on the loop's clock, which stands still while user code blocks the loop. The hub reads
+            # no requests in that time, so the nodes must not count as silent.
             await anyio.sleep(self._heartbeats.next_silence(anyio.current_time()))
             if self._heartbeats.silent(anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
@@ -167,6 +174,7 @@ class Nodes:
                 self._work.take_back(node, lease, message)
 
     def _handle_silence(self, node: int) -> None:
+        """Take the leases of a silent node. End the run if no engine is left, unless the node joined the run later."""
         limit = self._config.deadlines.request
         look_at = f"the output of node {node}: its event loop is blocked, or its machine is stopped or cut off"
         self._take_leases(node)
@@ -179,7 +187,7 @@ class Nodes:
             self._progress.fail(DeadlineError(f"node {node} to ask for anything", limit, look_at))
 
     def disconnected(self, node: int) -> None:
-        """Handle the end of a node's connection: its leases queue again, and its number is free."""
+        """Handle the end of a node's connection: the node's leases queue again, and its number becomes free."""
         stopping, leaving = self._progress.stopping is not None, self._leaving.get(node)
         if not self._progress.done and self._progress.error is None:
             announced = "" if stopping else leaving
@@ -187,7 +195,8 @@ class Nodes:
             if why:
                 self._observer.failure("node_lost", why)
         if node not in (HUB_NODE, *self._silent) and not self._progress.done and not stopping:
-            # The loss of a silent node was reported before. The hub ends with its own node, with an error of its own.
+            # Not noted for a silent node, whose loss was reported before, nor for the hub's own node: the hub ends
+            # together with that node and has an error of its own.
             self._note_loss(node)
         self._silent.discard(node)
         self._leaving.pop(node, None)
@@ -198,7 +207,7 @@ class Nodes:
         self._registry.left(node)
 
     def _note_loss(self, node: int) -> None:
-        """Tell people how many engines are left, and how to get the others back."""
+        """Write a note for people: how many engines are left, and how lost engines can be replaced."""
         lost = len(self._fleet.versions(node))
         if not lost:
             if node not in self._leaving:
@@ -215,16 +224,17 @@ class Nodes:
         self._observer.note(note)
 
     def _take_leases(self, node: int) -> None:
+        """Queue the tasks of a node's leases again, and expect no heartbeat from the node."""
         self._heartbeats.lost(node)
         self._work.node_lost(node)
 
 
 class WeightVersions:
-    """The weight versions that engines load, and those that they have.
+    """State of the weight versions: the version that engines should load, and the version that each engine has.
 
     Args:
         context: the shared objects of the hub.
-        work: deals tasks; a node that is loading gets its share later.
+        work: leases queued tasks to waiting nodes (`deal`). A node that is loading a version gets its share later.
     """
 
     def __init__(self, context: HubContext, work: NodeWork) -> None:
@@ -233,16 +243,17 @@ class WeightVersions:
         self._work, self._shares = work, work.shares
 
     def announce(self, version: int) -> None:
-        """Let all engines load a newly published version, and deal the tasks that it admits."""
+        """Let all engines load a newly published version, and lease the tasks that this version admits."""
         self._progress.newest = version
         self._shares.version_published(self._now())
         self._progress.send("versions")
         self._work.deal()
 
     async def newer(self, request: p.VersionRequest) -> p.VersionReply:
-        """Answer with a version that the engine does not have. Waits for one, for at most one long poll.
+        """Answer a node with a version that is newer than the one that it has.
 
-        Unblocked by the signal `versions` and by the end of the run.
+        Waits for such a version, for at most one long poll. Unblocked by the signal `versions` and by the end of the
+        run.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -255,9 +266,9 @@ class WeightVersions:
         return self._progress.publisher_alive and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Answer if an engine could not load a version because its publisher is gone.
+        """Answer whether the publisher is gone, when an engine could not load a version.
 
-        Waits a moment for that news, since the engine may notice it before the hub does.
+        Waits `waits.echo_s` for the loss of the publisher, because the engine may notice it before the hub does.
         """
 
         def publisher_gone() -> bool:
@@ -274,12 +285,12 @@ class WeightVersions:
         return p.LoadFailedReply(publisher_gone())
 
     def report_engines(self, request: p.EngineReport) -> p.Ack:
-        """Take the report of a node about its engines, and deal tasks if its newest version has changed."""
+        """Store the report of a node about its engines. Lease tasks if the newest version on the node has changed."""
         self._metrics.add_canaries(request.engines)
         self._metrics.add_engine_restarts(request.restarts)
         self._metrics.add_misbehaviour(request.blocked_s, request.abandoned)
         self._observer.activities(request.activities)
-        # An interrupt may end the engines before their node, and nobody needs to read of their deaths then.
+        # An interrupt may end engines before their node ends. Notes about such ends would only alarm people.
         if self._progress.stopping != "interrupted":
             for note in request.notes:
                 self._observer.note(note)

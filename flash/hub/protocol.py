@@ -63,7 +63,10 @@ class RankRequest(Request[ReplyT], frozen=True):
 
 
 class FirstRankRequest(Request[ReplyT], frozen=True):
-    """Base of the requests that trainer rank 0 sends for all ranks. They end with its incarnation, as `RankRequest`."""
+    """Base of the requests that trainer rank 0 sends for all ranks.
+
+    The hub drops the call with an IncarnationOverError when the incarnation of rank 0 ends.
+    """
 
 
 class GuestRequest(Request[ReplyT], frozen=True):
@@ -128,12 +131,13 @@ class EndedLease(msgspec.Struct, frozen=True, gc=False):
 class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     """A node hands over the results of leases.
 
-    The hub answers once the results are booked and the journal has them. After the reply the node forgets them. When
-    the hub is lost before that, the node delivers to the next hub those of the leases that it may keep.
+    The hub answers once the results are counted and stored in the journal. After the reply the node forgets the
+    results. If the hub is lost before the reply, the node delivers the results again to the next hub, as far as the
+    next hub lets the node keep the leases.
     """
 
     ended: list[EndedLease]
-    """Results, each of a lease that the node holds and of no other."""
+    """Results, one for each lease. The node holds all of these leases."""
     capacity: int
     """Number of tasks that the node could start now. It may be more than its waiting `LeaseRequest` has asked for."""
 
@@ -309,11 +313,11 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):
-    """A messenger, the launcher of a node with trainer ranks, asks what happened to its ranks.
+    """The launcher of a node with trainer ranks (a *messenger*) asks for the state of the rank processes on its node.
 
-    The hub answers when a rank has come or gone, and otherwise unchanged after `flash.config.waits.news_s`, which shows
-    that the hub is alive. When no reply comes within `deadlines.hub`, the launcher of the hub's machine restarts the
-    hub.
+    The hub answers when a rank of any node has started or ended. If nothing changes, it answers after
+    `flash.config.waits.news_s`, which shows that the hub is alive. If no reply comes within `deadlines.hub`, the
+    launcher of the hub's machine restarts the hub.
     """
 
     node: int
@@ -543,9 +547,10 @@ def dialect() -> str:
 
 
 async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> BatchReply:
-    """Fetch a rank's whole shard of a step, part by part. Wait for the batch, up to `timeout` seconds for each part.
+    """Fetch a rank's whole shard of a step, part by part. Each part may take `timeout` seconds.
 
-    One message would not do: a long shard exceeds a frame, and both ends would hold it encoded and decoded at once.
+    The shard travels in parts because a long one does not fit a frame, and because both ends would otherwise hold it
+    encoded and decoded at the same time.
     """
     parts = [await hub.call(BatchRequest(rank, step, []), timeout)]
     while parts[-1].left:
@@ -556,7 +561,11 @@ async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> B
 def fetch_shard_blocking(
     hub: BlockingHubCaller, rank: int, step: int, activities: list[Activity], timeout: float
 ) -> BatchReply:
-    """Fetch a rank's whole shard from a thread, as `fetch_shard`, and report what the rank was busy with."""
+    """Fetch a rank's whole shard of a step with blocking calls, each for at most `timeout` seconds.
+
+    `activities`, the bars for the timeline, are sent with the first part. Trainer ranks use this function; simulations
+    use `fetch_shard`.
+    """
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
     while parts[-1].left:
         parts.append(hub.call(BatchRequest(rank, step, [], len(parts)), timeout))

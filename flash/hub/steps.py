@@ -196,7 +196,7 @@ class TrainingSteps:
             try:
                 repeated.shards = await self._deal(await history.batch(request.step))
             except FlashError as error:
-                raise self._trainers.cannot_recover(error) from error
+                raise self._trainers.end_without_recovery(error) from error
             progress.send("batches")
         await progress.until("batches", lambda: bool(repeated.shards))
         return self._part(repeated.shards, request, incarnation, keeps=repeated.keeps, saves=False)

@@ -1,16 +1,16 @@
 """The hub's side of the trainer ranks: they start, show that they live, are lost, and start again.
 
 The trainer ranks between two restarts are an *incarnation*. When one of its ranks is lost or hangs, the incarnation is
-over, but not the run: its calls are ended, its processes are killed by their launchers (which ask `processes_of_node`),
-and the engines go on with the weights that they have. The next incarnation loads a checkpoint and trains again what the
-run has trained since; so does the first incarnation of a hub that was restarted. If that is not possible, the run ends
-with an error after which all processes start again.
+over, but not the run. The hub ends the calls of the ranks. The launchers ask `processes_of_node` and kill the
+processes. The engines go on with the weights that they have. The next incarnation loads a checkpoint and trains the
+steps again that the run has trained since that checkpoint. The first incarnation of a restarted hub does the same. If
+this is not possible, the run ends with an error after which all processes start again.
 
 `Incarnations` is the pure state; `TrainerRanks` answers requests and owns no task, except that `watch` runs in a task
 of `Hub.run`. The steps that the ranks train are in `flash.hub.steps`.
 
-Laws: each step is booked once, by the incarnation that commits it first. Each incarnation trains every step from its
-start on, in order. Engines are given only the run's version, so they never go back.
+Laws: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step from its
+start on, in order. Engines are given only the run's version, so they never load an older one.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ class Incarnations:
         self.ranks[rank].process = self.ranks[rank].heartbeat = None
 
     def ranks_lost(self, ranks: Iterable[int]) -> bool:
-        """Handle the loss of ranks of this incarnation. Returns True if that ends the incarnation.
+        """Handle the loss of ranks of this incarnation. Returns True if the loss ends the incarnation.
 
-        It does not after the first goodbye: by then all ranks have saved everything, and a lost rank counts as left.
+        After the first goodbye a loss does not end it: all ranks have saved everything by then, so a lost rank counts
+        as a rank that has left.
         """
         if any(rank.left for rank in self.ranks):
             for number in ranks:
@@ -149,7 +150,7 @@ class Incarnations:
             rank.present, rank.process, rank.heartbeat = False, None, None
             rank.fetched, rank.saved = False, False
 
-    # -- how far they are --------------------------------------------------------------------------------------------
+    # -- versions ----------------------------------------------------------------------------------------------------
 
     def start_from(self, version: int) -> None:
         """Let all ranks of this incarnation start from a version.
@@ -164,7 +165,10 @@ class Incarnations:
         self._progress.trainer_version, self.repeated = version, 0
 
     def publish(self) -> bool:
-        """Note that the ranks have a version ready. Returns True if engines should load it: it is the run's version."""
+        """Note that the ranks have a version ready. Returns True if engines should load this version.
+
+        They should not while the ranks train earlier steps again: the engines have a newer version then.
+        """
         self.recovering = False
         return not self._progress.trainers_behind
 
@@ -179,7 +183,7 @@ class Incarnations:
 
 
 class TrainerRanks:
-    """The trainer ranks that come, are present, and are lost.
+    """State of the trainer ranks while they start, train, are lost and restart; it answers their requests.
 
     Args:
         context: the shared objects of the hub.
@@ -238,8 +242,8 @@ class TrainerRanks:
     async def start(self, request: p.IncarnationRequest) -> p.IncarnationReply:
         """Answer a rank with the starting point of its incarnation.
 
-        Waits for rank 0, and until a starting point is chosen, which the first rank that asks does for all. Unblocked
-        by the signal `batches`.
+        Waits until rank 0 has reported its store and a starting point is chosen. The first rank that asks chooses the
+        starting point for all ranks. Unblocked by the signal `batches`.
         """
         rank = self.incarnations.ranks[request.rank]
         rank.process, rank.host, rank.since = request.process, request.host, self._now()
@@ -263,18 +267,20 @@ class TrainerRanks:
         return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
     async def _choose_start(self) -> TrainerStart:
+        """Choose the checkpoint from which a new incarnation starts. Raises the error that ends the run if none is."""
         assert self._history is not None, "without a history no incarnation follows the first"
         try:
             start = await self._history.start(self._progress.version)
         except FlashError as error:
-            raise self.cannot_recover(error) from error
+            raise self.end_without_recovery(error) from error
         self.incarnations.start_from(start.version)
         return start
 
-    def cannot_recover(self, error: FlashError) -> PeerLostError:
-        """End the run because the ranks cannot train up to its version again. All processes start again after that.
+    def end_without_recovery(self, error: FlashError) -> PeerLostError:
+        """Let the run fail, because the ranks cannot train up to the run's version again.
 
-        Returns the error that ends the run, for the caller to raise.
+        Returns the error that ends the run, for the caller to raise. It is a PeerLostError, which makes the launchers
+        start all processes again.
         """
         failed = PeerLostError(
             f"the trainer ranks cannot come back to version {self._progress.version} by themselves: {error}"
@@ -283,15 +289,16 @@ class TrainerRanks:
         return failed
 
     async def heartbeat(self, request: p.IncarnationWatch) -> None:
-        """Note the heartbeat of a rank, and wait for a while before it is answered."""
-        # On the loop's clock, which stands still while user code blocks the loop: no heartbeat is read then.
+        """Note the heartbeat of a rank, and wait `waits.BEAT_S` before the reply. The rank then sends the next one."""
+        # The time is taken on the loop's clock, which stands still while user code blocks the loop. The hub reads no
+        # heartbeats in that time, so no rank must count as silent.
         self.incarnations.ranks[request.rank].heartbeat = anyio.current_time()
         await anyio.sleep(waits.BEAT_S)
 
     async def processes_of_node(self, request: p.RanksRequest) -> p.RanksReply:
-        """Answer a launcher with the rank processes of its node, when one of any node has changed or after a while.
+        """Answer a launcher with the rank processes of its node.
 
-        Unblocked by the signal `ranks`.
+        Waits until a rank process of any node has changed, for at most `waits.news_s`. Unblocked by the signal `ranks`.
         """
         with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)
@@ -304,6 +311,7 @@ class TrainerRanks:
         return p.RanksReply(self._changes, living, ended, causes, self._missing if ended else "")
 
     def _processes_changed(self) -> None:
+        """Wake the launchers that wait in `processes_of_node`."""
         self._changes += 1
         self._progress.send("ranks")
 
@@ -314,7 +322,7 @@ class TrainerRanks:
         self._progress.send("run")
 
     async def within_incarnation(self, answer: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer to a rank. Raises IncarnationOverError if its incarnation ends before."""
+        """Await the answer to a rank's request. Raises IncarnationOverError if the incarnation ends before that."""
         with anyio.CancelScope() as call:
             self._calls.add(call)
             try:
@@ -326,7 +334,7 @@ class TrainerRanks:
     # -- the end of an incarnation -----------------------------------------------------------------------------------
 
     def disconnected(self, rank: int) -> None:
-        """Handle the end of a rank's connection: it ends the incarnation, unless a rank has said goodbye before."""
+        """Handle the end of a rank's connection. It ends the incarnation, unless a rank has said goodbye before."""
         if rank not in self.incarnations.present:
             return
         self._progress.send("run")
@@ -336,7 +344,7 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
     def hang(self, waited: str) -> None:
-        """End the newest incarnation because it has not done in time what the run waits for, as `waited` says."""
+        """End the newest incarnation because it has exceeded a deadline, which the clause `waited` names."""
         missing = self._describe_missing()
         hanging = [*self._describe_silent(), *filter(None, [missing])]
         hanging = hanging or [f"{self._describe_rank(rank)} hangs" for rank in self.incarnations.present]
@@ -345,10 +353,10 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
 
     async def watch(self) -> None:
-        """End an incarnation of which a rank is silent, long before the deadline of a stage ends it.
+        """End an incarnation in which a rank is silent. The deadline of a stage would end it only much later.
 
-        Consumes heartbeats. Waits for the next moment in which a rank could be silent for too long. Produces the end of
-        the incarnation.
+        Consumes heartbeats. Waits for the next moment at which a rank could have been silent for too long. Produces the
+        end of the incarnation.
         """
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
@@ -360,10 +368,11 @@ class TrainerRanks:
                 self.hang(f"a rank that runs sends a heartbeat at least every {limit:g} s (deadlines.request)")
 
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
-        """End the run with the error of a peer, or end the incarnation if its collective failed.
+        """End the run with the error of a peer, or end the incarnation if a collective failed.
 
-        An error without a known class, and a failed collective, may only be the echo of the loss of another rank. The
-        hub waits a moment for that loss, and then ignores the echo. `describe_wait` says what the run waits for.
+        A failed collective, or an error without a known class, may only be a consequence of the loss of another rank.
+        The hub waits `waits.echo_s` for that loss and, if it comes, ignores this error. `describe_wait` returns a
+        phrase for what the run waits for.
         """
         error = error_of(request.error, request.message)
         if error is None or isinstance(error, CollectiveError):
@@ -377,7 +386,7 @@ class TrainerRanks:
             self._progress.fail(error or FlashError(request.message))
 
     def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
-        """End the incarnation because a collective failed or outlived its deadline, although no rank is gone."""
+        """End the incarnation because a collective failed or exceeded its deadline, although no rank is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
         missing = self._describe_missing()
         reasons = [
@@ -394,7 +403,7 @@ class TrainerRanks:
         Args:
             error: the reason.
             causes: the processes that caused it, each as (node, process id).
-            missing: the sentence that names the ranks which never came to it.
+            missing: the sentence that names the ranks which never joined the incarnation; empty if there are none.
         """
         progress, self._causes, self._missing = self._progress, causes, missing
         if progress.error is not None or progress.done:
@@ -408,8 +417,8 @@ class TrainerRanks:
             self._lost_at = self._now()
         self.incarnations.end()
         self._processes_changed()
-        # From here on nothing of the old incarnation may reach the next one: neither its starting point, nor its
-        # store, nor a request of its ranks that still waits.
+        # Nothing of the old incarnation may reach the next one: not its starting point, not its store, and no waiting
+        # request of its ranks.
         self._start = self._store = None
         progress.publisher_alive = False
         progress.stages_ended += 1
@@ -444,6 +453,7 @@ class TrainerRanks:
         return f"{' and '.join(named)} did not come, and the run needs that machine back" if named else ""
 
     def _describe_rank(self, rank: int) -> str:
+        """Return a phrase with the number of a rank, its process and its node."""
         where = f"on node {self._config.cluster.node_of(rank)}"
         if (process := self.incarnations.ranks[rank].process) is not None:
             where = f"process {process} {where}"
@@ -452,7 +462,7 @@ class TrainerRanks:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def note_recovery(self, published: Published) -> None:
-        """Tell people, after a loss, that the ranks hold the run's version again and have published it."""
+        """Write a note for people, after a loss, that the ranks have published the run's version again."""
         if self._lost_at is None:
             return
         seconds, self._lost_at = self._now() - self._lost_at, None
@@ -468,7 +478,8 @@ class TrainerRanks:
         self._observer.note(note)
 
     def _compare_weights(self, before: Published, published: Published) -> str:
-        """Say, for people, if the weights of a version are the same as before the loss, or how far they differ."""
+        """Return a phrase for people: whether the weights of a version are those from before the loss, or how they
+        differ."""
         assert self._history is not None, "without a history no ranks come back"
         if self._history.same_weights(before, published):
             return "the same weights as before"
