@@ -1,9 +1,9 @@
-"""Sampling: how tokens are drawn, and which other tokens could have been drawn.
+"""Sampling: the distribution from which tokens are drawn, and the data that the trainer needs to compute it again.
 
-Law: the log-prob of a token, the engine's and the trainer's, is that of the distribution from which it was drawn. Where
-sampling settings leave tokens out of the distribution, the tokens that were kept, the *kept set*, travel with each
-drawn token, and the trainer normalises over them. Where a model is a mixture of experts, the experts that the engine
-chose for each token can travel as *routes*, and the trainer uses the same ones.
+Law: engine and trainer both report the log-prob of a token under the distribution from which the token was drawn.
+Sampling settings such as top_k leave tokens out of the distribution. The tokens that remain are the *kept set*, which
+includes the drawn token. It travels with each drawn token, and the trainer normalises over it. In a mixture of experts,
+the experts that the engine chose for each token can travel as *routes*, and the trainer then uses the same experts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Int32Array = npt.NDArray[np.int32]
 class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Settings that turn the policy's logits into the distribution of a sample's tokens, and that end its responses.
 
-    They travel with the sample: the engine draws tokens from this distribution, and the trainer computes log-probs
-    under it. Fields have the names that vLLM gives them. The encoding has no names, so new fields come last.
+    The settings travel with the sample: the engine draws tokens from this distribution, and the trainer computes
+    log-probs under it. Fields have vLLM's names. The encoding has no names, so a new field must be the last one.
     """
 
     temperature: float = 1.0
     """Divisor of the logits. 0 is greedy; greedy tokens cannot be trained."""
     top_k: int = 0
-    """Keep only this many of the most likely tokens, and those as likely as the last of them. 0: keep all."""
+    """Keep only this many of the most likely tokens, and tokens as likely as the last of them. 0: keep all tokens."""
     top_p: float = 1.0
-    """Nucleus sampling: of these, keep the most likely tokens whose probabilities sum to `top_p`."""
+    """Nucleus sampling: of the tokens that `top_k` keeps, keep the most likely whose probabilities sum to `top_p`."""
     min_p: float = 0.0
     """Drop tokens less probable than `min_p` times the most likely token."""
     min_tokens: int = 0
@@ -55,7 +55,10 @@ PLAIN = Sampling()
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Kept sets: for each of some sampled tokens, the other tokens that could have been drawn in its place."""
+    """Kept sets without the drawn tokens: for each of some sampled tokens, the other tokens that could have been drawn.
+
+    The drawn token itself belongs to its kept set but is not stored, because it is known.
+    """
 
     ids: bytes = b""
     """int32: the tokens of the first set, then those of the second one, and so on."""
@@ -98,12 +101,17 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
             start, begin = stop, end
 
     def fault(self, tokens: int) -> str | None:
-        """Return why these cannot be the kept sets of `tokens` sampled tokens; None if they can."""
+        """Return what is wrong with this object as the kept sets of `tokens` sampled tokens; None if nothing is.
+
+        The hub checks the results of nodes with this.
+        """
         if len(self.ids) % 4 or len(self.counts) % 4:
             return "kept sets whose bytes are not whole int32 numbers"
         ids, counts = self.numbers()
-        if len(counts) != tokens or (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(ids):
+        if len(counts) != tokens:
             return f"{tokens} sampled tokens, but kept sets for {len(counts)}, with {len(ids)} tokens"
+        if (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(ids):
+            return f"kept sets whose sizes do not sum to the number of their tokens, {len(ids)}"
         return "a kept token with a negative id" if (ids < 0).any() else None
 
 
@@ -157,11 +165,14 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return msgspec.structs.replace(self, ids=self.ids[self._row_bytes * start : self._row_bytes * stop])
 
     def padded(self, tokens: int) -> Routes:
-        """Return routes of `tokens` tokens: these, then tokens whose experts are not known."""
+        """Return routes of `tokens` tokens: these routes, then tokens whose experts are not known."""
         return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row_bytes * tokens - len(self.ids)))
 
     def fault(self, tokens: int) -> str | None:
-        """Return why these cannot be the routes of `tokens` tokens; None if they can."""
+        """Return what is wrong with this object as the routes of `tokens` tokens; None if nothing is.
+
+        The hub checks the results of nodes with this.
+        """
         if self.bits not in (8, 16) or self.layers < 1 or self.each < 1 or len(self.ids) != tokens * self._row_bytes:
             return f"{tokens} tokens, but {len(self.ids)} bytes of experts for {self.layers} layers, {self.each} each"
         return None

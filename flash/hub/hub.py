@@ -202,7 +202,7 @@ class Hub:
         return ""
 
     async def all_nodes_left(self) -> None:
-        """Wait until every node knows that the run is over and has closed its connection. The caller sets a deadline."""
+        """Wait until every node knows that the run is over and has closed its connection. Sets no deadline."""
         await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:

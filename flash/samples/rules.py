@@ -1,8 +1,9 @@
 """Rules: the settings of a run's samples, the shares of its domains, and the breaker that stops a run which only fails.
 
-`BufferRules` is the part of the configuration that concerns samples; `flash.samples.store` and its helpers decide by
-it. `DomainShares` says of which domain the next group is, and how many groups of each a step may take. `Breaker`
-counts failures in a row. Both are pure state machines, and what they count is part of the checkpoint.
+`BufferRules` is the part of the configuration that concerns samples; `flash.samples.store` and its helpers use it for
+all decisions. `DomainShares` chooses the domain of the next group, and limits the groups of each domain in a step.
+`Breaker` counts failures in a row. `DomainShares` and `Breaker` are pure state machines, and their counts are part of
+the checkpoint.
 
 A *kind* is a name that the environment gives to some of its problems. A *domain* is a kind that has a share of the
 groups and settings of its own.
@@ -29,10 +30,11 @@ from flash.sampling import PLAIN, Sampling
 from flash.types import Failure, Task
 
 FILTERED_BATCHES = 4
-"""Batches' worth of a domain's own groups, filtered out in a row, after which further ones count as the domain's turns.
-Otherwise a domain that is solved, or much too hard, would hold the others back."""
+"""Limit of a domain's groups that are filtered out in a row, in batches of the domain's share. Further filtered groups
+are not replaced and count as trained for the domain's share. Otherwise a domain that is solved, or much too hard, would
+hold the other domains back."""
 FILTERED_GROUPS = 16
-"""Lowest such limit, in groups: a small share of a small batch would make it a group or two."""
+"""Smallest such limit, in groups: for a small share of a small batch, `FILTERED_BATCHES` would give one or two."""
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +87,7 @@ class Problems(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
-        """Combine what an environment says of its problems with the configuration.
+        """Combine the kinds and domains that an environment declares with the configuration.
 
         Raises:
             ConfigError: tokens that are sampled like those of a domain cannot be trained.
@@ -188,31 +190,33 @@ class DomainTotals(msgspec.Struct):
     filtered: dict[str, int] = {}
     """Groups filtered out in a row."""
     passed: dict[str, int] = {}
-    """Groups that were filtered out and count as turns of their domain."""
+    """Groups that were filtered out and count as turns of their domain (see `DomainShares`)."""
 
 
 class DomainShares:
     """Divides the groups of a run among its domains, by their weights.
 
-    A group that leaves without being trained is replaced by one of its own domain. Otherwise the next group is of the
-    domain that lacks most, counting the groups that were trained and those on their way. After `FILTERED_BATCHES`
-    batches' worth of a domain's groups were filtered out in a row, further ones count as turns of the domain and are
-    not replaced, until one of its groups is trained.
+    A *turn* of a domain is a group that counts for its share: a trained group, or one that is filtered out and not
+    replaced. A group that leaves without being trained is replaced by a group of its domain. Otherwise the next group
+    is of the domain that is furthest below its share, where groups on their way count as trained. If more than
+    `FILTERED_BATCHES` batches' worth of a domain's groups are filtered out in a row, further filtered groups count as
+    turns and are not replaced, until a group of the domain is trained.
 
-    A step takes any complete groups, whichever domain is slow. But no domain may get further ahead of its share of all
-    trained groups than by `drift` batches and a group. From there on a step waits for the other domains, as long as
-    groups of them can still come. Domains in quarantine have no share; their remaining groups may always be trained.
+    A step takes any complete groups, whichever domain is slow. But a domain may have at most `drift` batches plus one
+    group more than its share of all trained groups. At this limit a step waits for groups of the other domains, as
+    long as such groups can still become complete. Domains in quarantine have no share; their remaining groups may
+    always be trained.
 
-    Law: while the groups of one step end, and no domain goes into quarantine, the groups issued to replace others are
-    about the same problems, in whatever order groups end. So a synchronous run can be repeated.
+    Law: within one step, and if no domain goes into quarantine, the replacing groups are about the same problems, in
+    whatever order groups end. So a synchronous run can be repeated.
 
-    Conservation: each group is counted once, from its issue until it leaves untrained, or for good.
+    Conservation: a group is counted as alive from its issue until it leaves untrained. A trained group stays counted.
 
     Args:
-        settings: settings of each domain. Empty: there are no domains, and nothing is decided here.
+        settings: settings of each domain. Empty: there are no domains, and this class decides nothing.
         batch: groups of a step.
         drift: batches by which a domain may be ahead.
-        totals: earlier counts. They are ignored if the weights were others.
+        totals: earlier counts; ignored if they were made under other weights.
         alive: the domain of each group that is on its way.
     """
 
@@ -247,8 +251,8 @@ class DomainShares:
         shares = self._shares(quarantined)
         if not shares:
             return None
-        # The first domain that is owed a group, and not the one that is owed most: which one that is depends on the
-        # order in which groups left.
+        # Choose the first domain that is owed a group, not the domain that is owed most. The latter would depend on the
+        # order in which groups left, and a synchronous run could not be repeated.
         if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
             return owed
         had = {name: self._turns(name) + self._alive[name] for name in shares}
@@ -275,7 +279,7 @@ class DomainShares:
             self._owed[name] -= 1
 
     def left(self, name: str) -> None:
-        """Count a group that has left, and of which no member was trained."""
+        """Count a group that has left without a trained member. Its domain is owed a group."""
         self._add(self._alive, name, -1)
         self._add(self._owed, name, 1)
 
@@ -297,14 +301,14 @@ class DomainShares:
         """Count a group that is trained, or the first part of one."""
         self._add(self._alive, name, -1)
         self._add(self.totals.trained, name, 1)
-        # The row of filtered groups ends here, and not when a group is kept: within a step that would depend on the
-        # order in which groups end.
+        # The count of filtered groups in a row is reset here and not when a group is kept: within a step, the latter
+        # would depend on the order in which groups end.
         self.totals.filtered.pop(name, None)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def row(self, quarantined: Collection[str]) -> dict[str, float]:
-        """Return metrics: the part of the trained groups that each domain has, and the largest drift, in batches."""
+        """Return metrics: each domain's part of the trained groups, and the largest drift from a share, in batches."""
         total = sum(self.totals.trained.values())
         if not total:
             return {}
@@ -315,17 +319,17 @@ class DomainShares:
         return {**row, "share_drift": max(off, default=0.0) / self._batch}
 
     def _turns(self, name: str) -> int:
-        """Return the groups of a domain that were trained, or were filtered out in its turn."""
+        """Return the number of groups that count for a domain's share: trained, or filtered out and not replaced."""
         return self.totals.trained[name] + self.totals.passed[name]
 
     def _shares(self, quarantined: Collection[str]) -> dict[str, float]:
-        """Return the share of all trained groups that each domain is to have; together they are 1."""
+        """Return the intended share of each domain that is not in quarantine. The shares sum to 1."""
         weights = {name: weight for name, weight in self._weights.items() if name not in quarantined}
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items()}
 
     def _add(self, counts: dict[str, int], name: str, count: int) -> None:
-        if name in counts:  # a resumed run may hold groups of domains that it has no more
+        if name in counts:  # a resumed run may hold groups of domains that it no longer has
             counts[name] += count
 
 
@@ -338,11 +342,11 @@ class Streaks(msgspec.Struct):
     given_up: int = 0
     """Samples that were given up."""
     given_up_of_kind: dict[str, int] = {}
-    """Samples that were given up, by kind."""
+    """Samples of each kind that were given up, with no finished sample of the kind between. Decides on quarantine."""
     filtered: int = 0
-    """Groups that were filtered out."""
+    """Groups that were filtered out, with no kept group between."""
     filtered_of_kind: dict[str, int] = {}
-    """Groups that were filtered out, by kind."""
+    """Part of `filtered` by kind, only for the error message."""
 
 
 class Breaker:
@@ -362,15 +366,17 @@ class Breaker:
         self.streaks = streaks or Streaks()
 
     def finished(self, task: Task) -> None:
-        """Record that a sample has finished: its streaks end."""
+        """Record that a sample has finished. This resets the streaks of given-up samples: in all and of its kind."""
         self.streaks.given_up = 0
         self.streaks.given_up_of_kind.pop(task.kind, None)
 
     def given_up(self, task: Task, failure: Failure) -> bool:
-        """Record that a sample was given up. Returns True if its kind goes into quarantine: never for the unnamed kind.
+        """Record that a sample was given up. Returns True if its kind goes into quarantine.
+
+        The unnamed kind never does, because it may be the only kind of the run.
 
         Raises:
-            BreakerError: too many in a row.
+            BreakerError: `samples` samples, of any kind, were given up and none finished between.
         """
         in_a_row = self.streaks.given_up_of_kind.get(task.kind, 0) + 1
         if task.kind and in_a_row >= self._samples_of_kind:
@@ -396,12 +402,14 @@ class Breaker:
         """Record that a complete group was filtered out.
 
         Raises:
-            BreakerError: too many in a row.
+            BreakerError: `groups` groups, of any kind, were filtered out and none was kept between. The group is
+                counted all the same.
         """
         of_kind = self.streaks.filtered_of_kind
         self.streaks.filtered += 1
         of_kind[kind] = of_kind.get(kind, 0) + 1
         if self.streaks.filtered >= self._groups:
+            # Kinds are listed only if some kind has a name.
             kinds = f" ({', '.join(f'{of_kind[name]} of {name}' for name in sorted(of_kind))})" if any(of_kind) else ""
             raise BreakerError(
                 f"{self.streaks.filtered} groups in a row{kinds} were filtered out and none was kept, so there is "

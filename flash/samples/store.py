@@ -3,16 +3,21 @@
 The store changes only by events (`flash.samples.journal`): the same events lead to the same state, in a running hub
 (`flash.samples.buffer` decides, then calls `apply`) and in a replay (`flash.samples.replay`).
 
-On its road a task is issued in a group (`issue`), leased (`lend`), and its result is delivered (`_deliver`). `_settle`
-then decides about its group: wait, ready, filtered out, or gone. A step takes groups (`_take`) and books them as
-trained (`_commit`). After a step was formed, `_age_group` looks at each group that is left: members that have become
-too old for the next step leave, start again, or are trained before the others of their group.
+A task is issued in a group (`issue`), leased (`lend`), and its result is delivered (`_deliver`). Then `_settle` decides
+about the group: it waits, is ready, is filtered out, or is gone. A step takes groups (`_take`) and counts them as
+trained (`_commit`). After a step was formed, `_age_group` looks at each remaining group: members that have become too
+old for the next step leave, start again, or are trained before the other members of their group.
 
-Conservation: every issued task is queued, leased, done, in a batch, or booked in the ledger as trained, filtered or
-given up; its tokens are booked as trained or discarded. `in_flight` counts tasks independently of the ledger.
+Members of a group (`flash.samples.groups`): *lost* members were given up, *beaten* members are redundant and too late,
+and *alive* members are queued, leased or done. A group is *closed* if its problem is not one of the present run, so
+that no further member of it is started.
 
-No event takes longer the more samples are in flight. What has to be done to many groups goes into the `backlog`, which
-is worked off in slices, one event each. After each slice the state is sound, and no batch is formed while one is left.
+Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
+given up; its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
+
+The time of an event does not grow with the number of samples in flight. Work on many groups goes into the `backlog`,
+which is done in slices, one event for each slice. After each slice the state is consistent. No batch is formed while
+the backlog holds a slice.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ from flash.samples.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome
 
 FILTER_BREAKER = 20
-"""Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
+"""Batches' worth of groups that stop the run if all of them are filtered out and no group is kept between."""
 
 
 class Backlog:
@@ -65,7 +70,7 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Call `do` with each number, after all that is left to do. The first slice is done at once."""
+        """Add work: call `do` with each number, after the work that was added before. One slice is done at once."""
         # A copy, since the work itself may change the collection that the numbers come from.
         self._left.append((do, iter(list(numbers))))
         self.work()
@@ -111,10 +116,11 @@ class BufferState(msgspec.Struct):
     """Counts of the domains."""
 
     def unform_batches(self, step: int) -> set[int]:
-        """Put the groups of formed batches back among the others. Returns those with a token of a version > `step`.
+        """Put the groups of formed batches back among the other groups, when a run resumes with a smaller largest age.
 
-        It is called under a stricter age contract, where the steps of these batches could train fewer of their tokens.
-        Versions after `step` are made again, so groups with tokens of the former versions must not be trained.
+        Under the stricter age contract, the steps of these batches could train fewer of their tokens. Returns the
+        numbers of groups with a token of a version > `step`. The run makes these versions again, so groups with tokens
+        of the former versions must not be trained.
         """
         groups = {group.group_id: group for group in self.groups}
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
@@ -129,7 +135,7 @@ class BufferState(msgspec.Struct):
 
 
 class SampleStore:
-    """The tasks, groups, leases and books of a run. See the module's docstring.
+    """State of all tasks, groups and leases of a run, and of its ledger. The module's docstring has the laws.
 
     Args:
         settings: settings by which the buffer decides.
@@ -174,13 +180,14 @@ class SampleStore:
             rules.domains,
             contract.groups_per_batch,
             rules.drift,
-            # A domain that leaves quarantine starts with the others from zero, instead of making up for all that it has
-            # missed: otherwise the next batches would have nothing but its groups.
+            # If a domain leaves quarantine, all domains start from zero. Otherwise that domain would make up for all
+            # groups that it has missed, and the next batches would have groups of that domain only.
             None if tried_again else state.domain_totals,
             (group.kind for group in state.groups if not group.earlier),
         )
         self._withdrawable = 0
-        """Groups that may still be withdrawn, before the next step is formed, for having outgrown the window."""
+        """Number of groups that may still be withdrawn, before the next step is formed, because a leased member may
+        have tokens that are too old for the step (`_outgrown`)."""
         self.notes: list[str] = []
         """Messages for the user. The owner empties the list."""
         if tried_again:
@@ -191,7 +198,10 @@ class SampleStore:
         self._restore(state, from_future, same_incarnation)
 
     def _restore(self, state: BufferState, from_future: set[int], same_incarnation: bool) -> None:
-        """Put the groups of an earlier state into the pool, and decide about each under the present settings."""
+        """Put the groups of an earlier state into the pool, and decide about each under the present settings.
+
+        `from_future`: groups with tokens of versions that the run makes again, see `BufferState.unform_batches`.
+        """
         if same_incarnation:
             self.leases.reasons.update(state.withdrawn)
         before, now = state.settings.rules.problems, self.rules.problems
@@ -225,11 +235,15 @@ class SampleStore:
             )
 
     def _end_unfinished(self, group: Group) -> None:
-        """Drop the members of a group that are on their way. Finished members are trained without them."""
+        """Drop the queued and leased members of a group, because the run's problems have changed.
+
+        Finished members are trained without them if the filter keeps the group; a group without members leaves.
+        """
         self._drop_pending(group, "lost", Outcome.CANCELLED)
         if group.alive == 0:
             self._leave(group)
         elif group.earlier:
+            # A part of the group was trained before. The next step takes the finished members as a late part.
             self._put_waiting(group)
         elif self.rules.filter_of(group.kind).keeps(group):
             self.pool.put_ready(group)
@@ -237,9 +251,9 @@ class SampleStore:
             self._filter_out(group)
 
     def snapshot(self) -> BufferState:
-        """Return the present state, which later changes do not reach.
+        """Return a copy of the present state. Later changes do not affect it.
 
-        Call it only while no batch is in training and no backlog is left.
+        Call this only while no batch is in training and no backlog is left.
         """
         assert not self.batches.training, "a batch in training belongs to no consistent state"
         assert not self.backlog, "the backlog would be lost"
@@ -318,7 +332,8 @@ class SampleStore:
         self._settle(group)
         if self.rules.waves and not self.leases.out:
             self.admission.openings += 1
-        # The breaker comes last, since it may raise: the group is in order by then, and a run may continue from here.
+        # The breaker is called last, because it may raise. The group's state is consistent by then, so that a run can
+        # be resumed from this state.
         if given_up and isinstance(result, Failure) and self._breaker.given_up(member.task, result):
             self._quarantine(member.task.kind, result)
 
@@ -344,9 +359,9 @@ class SampleStore:
             self.admission.openings += 1
 
     def _quarantine(self, kind: str, failure: Failure) -> None:
-        """Issue no more problems of a kind that keeps failing, and give up its tasks on their way.
+        """Issue no more problems of a kind that keeps failing, and give up its queued and leased tasks.
 
-        Finished members stay.
+        Finished members of its groups stay and may be trained.
         """
         self.source.quarantine(kind)
         of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
@@ -357,6 +372,7 @@ class SampleStore:
         )
 
     def _give_up_pending(self, outcome: Outcome, group_id: int) -> None:
+        """Give up the queued and leased members of a group, and decide about the group. Work of the backlog."""
         if (group := self.pool.get(group_id)) is not None:
             self._drop_pending(group, "lost", outcome)
             self._settle(group)

@@ -2,9 +2,10 @@
 
 `flash.samples.buffer` requests the next problem when admission has room for another group, and issues its tasks.
 
-Training problems are numbered in the order of issue. The environment's seed of problem p is `run seed · 2^20 + p`,
-modulo `HELD_OUT`, so that an environment over a data set can walk it without replacement. Each number is issued once,
-to one group, and a restart continues at the stored cursor. Problems of a quarantined kind are skipped.
+Training problems are numbered from 0, and the *cursor* is the number of the next one. The environment's seed of problem
+p is `run seed · 2^20 + p`, modulo `HELD_OUT`, so that an environment over a data set can use each row once before it
+repeats any. Each number is issued once, to one group, and a restart continues at the stored cursor. Problems of a
+quarantined kind are skipped.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from flash.sampling import PLAIN, Sampling
 from flash.types import Task
 
 SEED_STRIDE = 1 << 20
-"""Problems that a run seed has for itself: runs with neighbouring seeds share no problem before this many."""
+"""Distance between the first problems of neighbouring run seeds. Runs with such seeds share no problem until a run has
+issued this many."""
 PLAIN_FOR_ALL: Mapping[str, Sampling] = MappingProxyType({"": PLAIN})
 """Sampling settings of a run whose problems are all sampled from the policy's own distribution."""
 SEARCH = 10_000
-"""Problems that are looked at to find one of the wanted kind. Each costs a call of the environment's `kind_of`."""
+"""Most problems that are tried to find one of the wanted kind. Each try is a call of the environment's `kind_of`."""
 
 
 class Cursor(msgspec.Struct):
@@ -50,7 +52,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The problem that the next group is about."""
 
     following: int
-    """Number of the problem after this one: the cursor's position once this one is issued."""
+    """Number of the problem after this one. `issue` moves the cursor there."""
     seed: int
     """Seed with which the environment shows the problem."""
     kind: str
@@ -60,14 +62,14 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TaskSource:
-    """The cursor over the training problems.
+    """Source of the tasks of training groups: chooses problems, and makes the tasks of a group.
 
     Args:
         run_seed: the run's seed.
         members: tasks per group, redundant ones included. A mapping gives the number by kind, and that of all other
             kinds under the empty name.
         kind_of: returns the kind of the problem with a seed. By default all problems are of one unnamed kind.
-        cursor: where a previous incarnation of the run stopped.
+        cursor: position at which an earlier hub of the run stopped; None in a new run.
         samplings: sampling settings by kind, and those of all other kinds under the empty name.
     """
 
@@ -86,7 +88,9 @@ class TaskSource:
         self.cursor = cursor or Cursor()
 
     def next_problem(self, domain: str | None = None) -> Problem:
-        """Return the next problem of a domain, or of any kind that is not in quarantine. The cursor stays.
+        """Return the next problem of a domain, or of any kind that is not in quarantine. The cursor does not move.
+
+        Choosing and issuing are two steps, so that the journal can record the problem before `issue` moves the cursor.
 
         Raises:
             BreakerError: every kind of environment is in quarantine.
@@ -110,11 +114,14 @@ class TaskSource:
         )
 
     def issue_group(self) -> list[Task]:
-        """Issue a group about the next problem of any kind. Raises BreakerError as `next_problem` does."""
+        """Choose the next problem of any kind and issue its group. Raises BreakerError as `next_problem` does."""
         return self.issue(self.next_problem())
 
     def issue(self, problem: Problem) -> list[Task]:
-        """Return the tasks of the next group, and move the cursor. They share the problem's seed, and so the prompt."""
+        """Issue the next group, about `problem`, and return its tasks. Moves the cursor.
+
+        The problem was chosen by `next_problem` before. All tasks have the problem's seed, and so the same prompt.
+        """
         if problem.of_domain:
             self.cursor.next_of[problem.kind] = problem.following
         else:
