@@ -25,7 +25,7 @@ from flash.trainer.model.model import shard_model
 from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
-from flash.trainer.rhythm import RhythmPass, trained_responses
+from flash.trainer.rhythm import RhythmPass, attention_maps, observe_responses, trained_responses
 from flash.types import Shard, VersionRun
 from tests.algorithms import rhythm_reference as reference
 from tests.trainer.packed_cases import tiny
@@ -39,6 +39,7 @@ from tests.trainer.trainer_cases import (
     make_shard,
     make_trajectory,
     relative_error,
+    sampled_at,
     trainer_at,
 )
 
@@ -398,3 +399,52 @@ def test_attention_that_does_not_say_its_layer_is_refused() -> None:
         module.layer_idx = None
     with pytest.raises(ConfigError, match=r"the attention of LlamaForCausalLM, LlamaAttention, does not say"):
         seen(model, micro_batch(aged_shard()))
+
+
+def test_signals_heads_and_multipliers_are_those_of_a_step() -> None:
+    name, kind = KINDS["qwen3, shared keys"]
+    shard = aged_shard()
+    whole = micro_batch(shard)
+    rhythm, said = seen(prepared(tiny(name, **kind)), whole)
+    rhythm.choose_heads(trainer_mesh("cpu"))
+    waad_T, influence_T = rhythm.head_means(said)
+    gamma_T = rhythm.multiply(np.ones(len(whole.target_T)), said, whole)
+
+    parts = pack(shard.samples, min_version=shard.min_version, max_tokens=30)
+    heads, found = observe_responses(prepared(tiny(name, **kind)), trainer_mesh("cpu"), parts, OPTIONS)
+    assert [(one.layer, one.head, one.kind) for one in heads] == [
+        (one.layer, one.head, one.kind) for one in rhythm.heads()
+    ]
+    assert [one.span for one in heads] == pytest.approx([one.span for one in rhythm.heads()], rel=1e-5)
+    assert sorted(one.sample for one in found) == sorted(set(whole.index_T[whole.mask_T].tolist()))
+    for one in found:
+        here = whole.index_T == one.sample
+        assert one.signals.waad_R.tolist() == pytest.approx(waad_T[here].tolist(), rel=1e-4, abs=1e-5)
+        assert one.signals.influence_R.tolist() == pytest.approx(influence_T[here].tolist(), rel=1e-4, abs=1e-5)
+        assert one.multiplier_R.tolist() == pytest.approx(gamma_T[here].tolist())
+
+
+def test_entropies_are_those_of_the_distributions_that_the_tokens_were_drawn_from() -> None:
+    micro = micro_batch(sampled_at(long_shard(20), 0.7))
+    model = tiny("llama")
+    (_, (found,)) = observe_responses(prepared(tiny("llama")), trainer_mesh("cpu"), [micro], OPTIONS)
+    with torch.no_grad():
+        logp = (model(input_ids=torch.from_numpy(micro.input_P)[None]).logits[0] / 0.7).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)[found.signals.position_R - 1]
+    assert found.signals.entropy_R.tolist() == pytest.approx(entropy.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3, shared keys", "mistral, windowed"])
+@pytest.mark.parametrize("part", [slice(0, 12), slice(130, 170)])
+def test_the_maps_are_the_means_of_eager_maps_over_the_heads_of_a_kind(kind: str, part: slice) -> None:
+    name, options = KINDS[kind]
+    sizes = options | {"max_position_embeddings": 512}
+    micro = micro_batch(long_shard(170))
+    (layers,) = eager_maps(tiny(name, **sizes), micro)
+    model = prepared(tiny(name, **sizes))
+    heads, _ = observe_responses(model, trainer_mesh("cpu"), [micro], replace(OPTIONS, local_heads=0.5))
+    found = attention_maps(model, micro, heads, part)
+    for place, wanted in enumerate(("local", "global")):
+        chosen = [layers[one.layer][one.head].tolist() for one in heads if one.kind == wanted]
+        expected = np.array(reference.mean_map(chosen))[part, part]
+        assert np.abs(found[place] - expected).max() < 1e-5

@@ -74,7 +74,7 @@ def test_one_that_ignores_the_policy_that_sampled_is_refused_where_samples_may_b
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Raises, r"Raises raised RuntimeError: size mismatch \(.*test_objective_tried.py:\d+\)"),
+        (Raises, r"Raises raised RuntimeError: size mismatch \(.*test_objective.py:\d+\)"),
         (OneNumber, r"with one number per token, shape \(8,\), but returned loss_T of shape \(\)"),
         (Constant, "does not depend on tokens.logp_T"),
         (BadGradient, "gives a gradient of inf on ordinary tokens"),
