@@ -4,6 +4,6 @@
   (`rundir`), prints to the terminal (`console`), raises alarms (`alarms`) and passes rows to receivers (`trackers`).
 - `columns`: the name, meaning, unit and chart of each number.
 - `cluster`: nodes, engines and failures at one moment. `cluster_counts`: the same as numbers.
-- `watch`, `plots`, `comparison`, `rhythm`: runs as people look at them. `progress`: the state of a run.
+- `watch`, `plots`, `comparison`, `rhythm`: runs as people look at them.
 - `stats`, `state_times`, `text`: confidence intervals, times in states, numbers as text.
 """

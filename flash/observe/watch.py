@@ -19,7 +19,6 @@ from flash.observe.cluster import Cluster, EngineNow, NodeNow, read_cluster
 from flash.observe.cluster_counts import COUNTS, engines_of
 from flash.observe.columns.table import columns, named
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
-from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed, opened
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import number
@@ -87,7 +86,7 @@ class Watched:
 
     def picture(self, now: float, width: int) -> Group:
         """The screen at this time (Unix seconds), for a terminal of so many columns. Raises RunDirectoryError."""
-        self._facts = facts(self._directory)  # a run that goes on may have been given more steps
+        self._facts = self._directory.facts()  # a run that goes on may have been given more steps
         self._steps.read()
         self._evals.read()
         if self._steps.life != self._life:
@@ -125,7 +124,7 @@ class Watched:
         done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
         title = Text(one_line(self._directory.path.resolve().name), style="bold")
         title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
-        if has_ended(self._directory):
+        if self._directory.has_ended():
             return title.append("  ended", style="cyan")
         if not self._directory.config.exists():
             return title.append("  gone: its directory was moved or removed", style="bold yellow")

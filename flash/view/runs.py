@@ -11,7 +11,6 @@ from uuid import uuid4
 import msgspec
 
 from flash.observe.cluster import read_cluster
-from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed
 from flash.observe.rundir.rundir import RunDirectory
 from flash.text import one_line
@@ -52,7 +51,7 @@ class ViewedRun:
 
     def facts(self) -> dict[str, str]:
         """What it is a run of, from its configuration."""
-        return facts(self.directory)
+        return self.directory.facts()
 
     def rows(self, life: str, steps: int, evals: int) -> Rows:
         """What came since somebody had so many rows of this life."""
@@ -68,7 +67,7 @@ class ViewedRun:
             steps=values(new_steps[:MOST_ROWS], "step"),
             evals=values(new_evals[:MOST_ROWS], "evaluation"),
             more=max(len(new_steps), len(new_evals)) > MOST_ROWS,
-            ended=has_ended(self.directory),
+            ended=self.directory.has_ended(),
             gone=not self.directory.path.exists(),
         )
 
@@ -78,7 +77,7 @@ class ViewedRun:
             self._steps.read()
             self._evals.read()
             steps, evals = ((one.rows or [{}])[-1] for one in (self._steps, self._evals))
-        return Latest(self.name, steps, evals, has_ended(self.directory), read_cluster(self.directory))
+        return Latest(self.name, steps, evals, self.directory.has_ended(), read_cluster(self.directory))
 
     def spans(self) -> Sequence[Activity]:
         """All bars of the timeline so far."""

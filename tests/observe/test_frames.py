@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.rundir.frames import append_frame, read_frames, whole_frame_after
+from flash.observe.rundir.recording import append_frame, read_frames, whole_frame_after
 
 VALUES = st.lists(
     st.lists(st.one_of(st.integers(0, 1 << 40), st.binary(max_size=40)), min_size=1), min_size=1, max_size=6

@@ -11,8 +11,14 @@ import pytest
 from flash.config.load import dump, given, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
-from flash.observe.rundir.frames import append_frame, read_frames
-from flash.observe.rundir.recording import forget_before, read_batch, recorded_steps, write_batch
+from flash.observe.rundir.recording import (
+    append_frame,
+    forget_before,
+    read_batch,
+    read_frames,
+    recorded_steps,
+    write_batch,
+)
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import plan, refuse_idle
 from flash.trainer.checkpoint_files import MANIFEST, FileEntry, Manifest, step_folder

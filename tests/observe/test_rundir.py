@@ -156,7 +156,7 @@ def test_damaged_lines_are_left_out_and_their_number_is_told(
     lines = directory.metrics.read_text().splitlines(keepends=True)
     directory.metrics.write_text(lines[0] + lines[1][:20] + "\x00\n" + lines[2])
     assert directory.read_metrics() == [metrics_row(0), metrics_row(2)]
-    assert [record.getMessage() for record in caplog.records] == [f"{directory.metrics}: 1 damaged lines are left out"]
+    assert [record.getMessage() for record in caplog.records] == [f"{directory.metrics}: 1 damaged lines are skipped"]
 
 
 def test_a_full_disk_is_one_clear_error_for_a_row(directory: RunDirectory) -> None:

@@ -1,4 +1,8 @@
-"""The batches of a run, written by a thread in the order of its steps: as they are, in numbers, and a few readably."""
+"""Writing of each step's batch, by a thread in the order of the steps.
+
+Three files get it: the exact batch (`recording`), lengths and times of all samples, and a few samples in readable form.
+`flash.observe.recorder` owns the `Batches` of a run.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +29,24 @@ class TokenText(Protocol):
     """Text of single tokens, for readable samples."""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """One text per token."""
+        """Return the text of each token."""
         ...
 
 
 class _Shown(NamedTuple):
-    """A sample that the run shows."""
+    """Sample of a batch that is written in readable form."""
 
     place: int
-    """In the batch."""
+    """Place of the sample in the batch."""
     trajectory: Trajectory
     group_rewards: list[float]
 
 
 class Batches:
-    """Hand it over what there is to write, read what is recorded. There may be much: only the readers block.
+    """Writes batches in a thread, and reads them back. The methods that write do not block; those that read do.
 
     Args:
-        writer: the one thread in which all of it happens.
+        writer: executor with one thread, in which all files are written and read.
     """
 
     def __init__(
@@ -56,47 +60,51 @@ class Batches:
         self._writer = writer
         self._writing: deque[Future[None]] = deque()
         self._held: dict[int, list[_Shown]] = {}
-        """What is to be shown of the batches of steps that are not committed."""
+        """Samples to write in readable form, of each step that is not committed yet."""
         self._bytes: int | None = None
-        """Of the files of samples that are there; None: not looked at yet."""
+        """Bytes of all files with readable samples; None until they are first counted."""
 
     def begin(self, batch: Batch) -> None:
-        """What a step trains on. Raises what an earlier call met."""
+        """Write the batch of a step. Raises the error of an earlier write."""
         self._write(self._write_batch, batch)
 
     def commit(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """A few samples of a step readably, with what the trainer found at their tokens. Raises as `begin`."""
+        """Write a few readable samples of a committed step, with the trainer's values of their tokens.
+
+        Raises the error of an earlier write.
+        """
         self._write(self._write_shown, step, seen)
 
     def steps(self) -> list[int]:
-        """The steps whose batches are recorded, those handed over so far included. Blocks until they are written."""
+        """Return the steps whose batches are recorded. Blocks until all earlier writes are done, and counts them."""
         return self._writer.submit(recording.recorded_steps, self._directory.batches).result()
 
     def of(self, step: int) -> Batch:
-        """What a step has trained. Blocks as above. Raises RecordingError."""
+        """Return the batch of a step. Blocks until all earlier writes are done. Raises RecordingError."""
         return self._writer.submit(recording.read_batch, self._directory.batches, step).result()
 
     def written(self) -> None:
-        """Block until all that was handed over is written. Raises what the thread met."""
+        """Block until all writes are done. Raises the error of a write."""
         while self._writing:
             self._writing.popleft().result()
 
     def end(self) -> None:
-        """Leave the samples of a step that is not committed to be read."""
+        """Write the readable samples of steps that were not committed, at the end of the run. Does not block."""
         self._writer.submit(self._write_rest)
 
-    def _write(self, what: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _write(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `write` in the thread. Raises the error of a write that has ended."""
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
-        self._writing.append(self._writer.submit(what, *args, **kwargs))
+        self._writing.append(self._writer.submit(write, *args, **kwargs))
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _write_batch(self, batch: Batch) -> None:
-        """The batch comes last: where it is there, so is the rest.
+        """Write lengths and times of the samples, then the exact batch: a recorded batch implies the rest.
 
-        A sample whose tokens are all too old counts in the baseline of its group alone: the ledger books it as given
-        up, so it is no row.
+        A sample whose tokens are all too old has no row: it counts only in the baseline of its group, and the ledger
+        counts it as given up.
         """
         step = batch.step
         trained = [t for t in batch.trajectories if t.trained_tokens(batch.min_version) > 0]
@@ -107,7 +115,10 @@ class Batches:
             self._directory.write_batch(batch, keep_all=self._keep == "all")
 
     def _write_shown(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Of a batch that a hub before this one has held there is what is recorded; without it the step shows none."""
+        """Write the readable samples of a committed step.
+
+        If a previous hub process held the batch, it is read from its recording. Without a recording the step has none.
+        """
         shown = self._held.pop(step, None)
         if shown is None and self._count > 0:
             with suppress(RecordingError):
@@ -115,7 +126,10 @@ class Batches:
         self._write_readable(step, shown or [], seen)
 
     def _write_rest(self) -> None:
-        """Write what no trainer will tell of any more, as of a step that failed; an error is left to who ends."""
+        """Write samples of steps that were not committed, without the trainer's values.
+
+        A write error is ignored here, since the run ends with an error of its own.
+        """
         with suppress(RunDirectoryError):
             for step, shown in self._held.items():
                 self._write_readable(step, shown, ())
@@ -131,10 +145,10 @@ class Batches:
     def _write_readable(self, step: int, shown: Sequence[_Shown], seen: Sequence[TrainedSample]) -> None:
         if not shown:
             return
-        told = {sample.index: sample for sample in seen}
+        seen_at = {sample.index: sample for sample in seen}
         texts = self._tokenizer.token_texts
         samples = (
-            readable(one, step, texts(one.tokens().tolist()), group_rewards=rewards, seen=told.get(place))
+            readable(one, step, texts(one.tokens().tolist()), group_rewards=rewards, seen=seen_at.get(place))
             for place, one, rewards in shown
         )
         if self._bytes is None:

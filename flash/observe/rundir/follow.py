@@ -1,4 +1,4 @@
-"""The rows of a file that another process appends to, read as they come."""
+"""Reading the rows of a file while another process appends to it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from flash.errors import RunDirectoryError
 T = TypeVar("T")
 
 NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a line raises that is no row: torn by a crash and gone on behind, or made by a broken disk."""
+"""Errors from decoding a line that is no row. A crash cut the line off and later lines follow, or the disk is
+broken."""
 
 
 def opened(path: Path) -> BufferedReader:
-    """A file to read. Nobody is waited for, as a pipe would let its reader.
+    """Open a regular file for reading. Never blocks, as opening a pipe would.
 
     Raises:
-        FileNotFoundError: there is none.
-        RunDirectoryError: it is no regular file, or cannot be opened.
+        FileNotFoundError: there is no such file.
+        RunDirectoryError: it is no regular file, or it cannot be opened.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
     except FileNotFoundError:
         raise
     except OSError as error:
-        # A socket cannot even be opened.
+        # Opening a socket raises.
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, expected a regular file; take it away")
+        raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, expected a regular file; remove it")
     return file
 
 
 class Followed(Generic[T]):
-    """Call `read` now and then; `rows` are those that the file had then.
+    """Rows of a growing file. `read` takes in the lines that were appended since the last call.
 
-    A line counts once it is whole. Where the file was replaced or cut, as by a run that goes on from a checkpoint, it
-    is read anew, and `life` is another number.
+    A line is taken once it is complete. If the file was replaced or cut, as a resumed run does, `rows` starts again
+    from the beginning of the file, and `life` increases.
     """
 
     def __init__(self, path: Path, kind: type[T]) -> None:
@@ -55,7 +56,7 @@ class Followed(Generic[T]):
         self.life = 0
 
     def read(self) -> None:
-        """Take in what was appended. Raises RunDirectoryError when the file cannot be read."""
+        """Add the appended rows to `rows`. Raises RunDirectoryError if the file cannot be read."""
         try:
             with opened(self._path) as file:
                 status = os.fstat(file.fileno())
@@ -74,7 +75,7 @@ class Followed(Generic[T]):
                 self.rows.append(self._decoder.decode(line))
 
     def _begin(self, file: tuple[int, int] | None, size: int) -> None:
-        """Forget what was read, if it was another file or more than there is."""
+        """Forget all rows if this is another file than before, or if it is shorter than the part that was read."""
         if file != self._file or size < self._offset:
             if self._file is not None:
                 self.life += 1

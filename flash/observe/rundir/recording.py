@@ -1,27 +1,39 @@
-"""The recording of a run: what each step trained, exactly, one file per step, so that it can be trained again.
+"""The recording of a run: the exact batch of each step, one file per step, so that the step can be trained again.
 
-A file is a sequence of records (`flash.observe.rundir.frames`): first a `RecordingHead`, then one trajectory per
-record. It is written aside and renamed: a file of that name was whole once.
+`flash.observe.rundir.batches` writes it, `flash replay` and a resumed hub read it. A file is a sequence of records:
+first a `RecordingHead`, then one trajectory per record. It is written under another name and renamed when it is
+complete.
+
+A record is `length u32, CRC-32 u32, msgpack`, little-endian. The journal (flash.run.restart.journal) has the same
+records.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
+import struct
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
 from flash.errors import RecordingError
-from flash.observe.rundir.frames import append_frame, read_frames
 from flash.types import Batch, BatchSample, Trajectory
 
+HEADER = struct.Struct("<II")
+"""Header of a record: its length in bytes, and its CRC-32."""
+
+_ENCODER = msgspec.msgpack.Encoder()
 _SUFFIX = ".bin"
-_AT_ONCE = 64 << 10
-"""Bytes."""
+_WRITE_BYTES = 64 << 10
+"""Bytes of records after which they are written to the file."""
 FORMAT = 3
-"""Of the records; since 2 a task says how it was sampled, since 3 a trajectory which tokens could have been."""
+"""Version of the records. Since version 2 a task has its sampling settings; since version 3 a trajectory has the tokens
+that could have been sampled at each position."""
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -31,14 +43,16 @@ class RecordingHead(msgspec.Struct, frozen=True):
     step: int
     min_version: int
     trajectories: int
-    """How many records follow."""
+    """Number of records that follow."""
     earlier: list[BatchSample]
     format: Literal[3]
-    """`FORMAT`; who knows an older one would take these samples for sampled from all tokens."""
+    """`FORMAT`. An older Flash must refuse the file: it would assume that each token was sampled from all tokens."""
 
 
 def write_batch(folder: Path, batch: Batch) -> None:
-    """Write a batch, some records at a time: one call for all would keep the other threads of the process waiting.
+    """Write a batch to the file of its step.
+
+    It is written in parts: encoding all records in one call would block the other threads of the process.
 
     Raises:
         OSError: the folder cannot be written; no file of this step is left then.
@@ -51,7 +65,7 @@ def write_batch(folder: Path, batch: Batch) -> None:
             frame = bytearray()
             for record in (head, *batch.trajectories):
                 append_frame(frame, record)
-                if len(frame) > _AT_ONCE:
+                if len(frame) > _WRITE_BYTES:
                     out.write(frame)
                     frame.clear()
             out.write(frame)
@@ -91,19 +105,19 @@ def read_batch(folder: Path, step: int) -> Batch:
 
 
 def step_named(name: str) -> int | None:
-    """The step that something in a run directory is called after, `step-000012`; None: others have put it there."""
+    """Return the step in a name such as `step-000012`; None if the name has another form, so Flash did not make it."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def checkpointed(folder: Path) -> list[int]:
-    """The versions of which there are checkpoints, whole or not, in order."""
+    """Return the versions of all checkpoints, complete or not, in order."""
     named = (step_named(entry.name) for entry in folder.glob("*"))
     return sorted(version for version in named if version is not None)
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps whose batches are there, in order."""
+    """Return the steps whose batches are recorded, in order."""
     named = (step_named(file.stem) for file in folder.glob(f"*{_SUFFIX}"))
     return sorted(step for step in named if step is not None)
 
@@ -117,3 +131,60 @@ def forget_before(folder: Path, step: int) -> None:
 
 def _file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}{_SUFFIX}"
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def append_frame(buffer: bytearray, value: Any) -> None:
+    """Append a record with this value to a buffer."""
+    data = _ENCODER.encode(value)
+    buffer += HEADER.pack(len(data), zlib.crc32(data))
+    buffer += data
+
+
+def read_frames(source: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of each record, from the current place to the end of the file.
+
+    Raises:
+        ValueError: a record is cut off or damaged. The records before it have been yielded.
+    """
+    while header := source.read(HEADER.size):
+        if len(header) < HEADER.size:
+            raise ValueError("a record is cut off")
+        length, crc = HEADER.unpack(header)
+        # No record that Flash writes is empty. A lost write leaves zeros, which would look like empty records.
+        if length == 0:
+            raise ValueError("a record is empty")
+        data = source.read(length)
+        if len(data) < length:
+            raise ValueError("a record is cut off")
+        if zlib.crc32(data) != crc:
+            raise ValueError(f"the checksum of a record of {length} bytes is wrong")
+        yield data
+
+
+def whole_frame_after(file: Path, start: int) -> bool:
+    """Return True if a whole record begins anywhere after byte `start`.
+
+    Damage at `start` is then no torn end of the file, as a crash leaves it.
+    """
+    size = file.stat().st_size
+    if size - start <= HEADER.size:
+        return False
+    with (
+        file.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        return any(_whole_at(view, offset, size) for offset in range(start + 1, size - HEADER.size))
+
+
+def _whole_at(view: memoryview, offset: int, size: int) -> bool:
+    length, crc = HEADER.unpack_from(view, offset)
+    begin = offset + HEADER.size
+    # Records are short msgpack arrays and maps, and their first byte says so. This test skips most offsets cheaply.
+    if not 0 < length <= size - begin or not 0x80 <= view[begin] <= 0x9F:
+        return False
+    with view[begin : begin + length] as data:
+        return zlib.crc32(data) == crc

@@ -1,22 +1,22 @@
-"""The run directory: what a run leaves on disk, and the only door to it.
+"""The run directory: all files that a run writes, and the only module that writes them.
 
     config.toml                       the resolved configuration
     metrics.jsonl                     one object per step
     evals.jsonl                       one object per held-out evaluation
-    spans.jsonl                       one `Activity` per line: who was busy with what
+    spans.jsonl                       one `Activity` per line: a worker was busy with something for some time
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
     trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.rundir.sample_files)
-    batches/step-000012.bin           what a step trained, exactly (flash.observe.rundir.recording)
-    journal/                          what happened to samples since a checkpoint (flash.run.restart.journal)
+    batches/step-000012.bin           exact batch of a step (flash.observe.rundir.recording)
+    journal/                          events of samples since a checkpoint (flash.run.restart.journal)
     ledger.json, summary.json         totals
     cluster.json                      nodes, engines and failures (flash.observe.cluster)
-    checkpoints/, plots/, track/      written by their own rooms
-    earlier/001/                      rows of steps that a later incarnation did again
-    hub-lives                         how many hubs the run has had
+    checkpoints/, plots/, track/      written by other packages
+    earlier/001/                      rows of steps that a resumed run made again
+    hub-lives                         number of hub processes that the run has had
 
-Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by a crash is
-never read as a row; whole files are replaced atomically; rows leave a file only after they lie in `earlier/`; a file of
-rows that somebody deletes while the run writes it is put back.
+Invariants: a line is appended whole, and the operating system has it before the call returns. A line that a crash cut
+off is never read as a row. Other files are replaced atomically. Rows are removed from a file only after they are in
+`earlier/`. A file of rows that somebody deletes while the run writes it is restored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import errno
 import itertools
 import logging
 import os
+import tomllib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -49,40 +50,52 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _log = logging.getLogger(__name__)
 
+FACTS = (
+    ("model", ("model", "path")),
+    ("environment", ("env", "path")),
+    ("objective", ("algorithm", "objective")),
+    ("α", ("train", "async_ratio")),
+    ("steps", ("run", "steps")),
+    ("batch", ("train", "batch_size")),
+    ("seed", ("run", "seed")),
+)
+"""Settings that describe a run to people: a name for each, and its section and key in the configuration."""
+
 T = TypeVar("T")
 
 
 class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
-    """One response of a trained sample, without its text."""
+    """Lengths and times of a response of a trained sample, without its text."""
 
     observation_tokens: int
-    """Tokens shown before the response: in the first turn of a branch all that it began with."""
+    """Tokens of the observation before the response. In the first turn of a branch: all tokens that the branch began
+    with."""
     tokens: int
     """Tokens of the response."""
     start: float
-    """Unix seconds at which the response was asked for."""
+    """Time when the response was requested, in Unix seconds."""
     generate_s: float
-    """Seconds from there to its last token."""
+    """Seconds from the request to the last token."""
     env_s: float
-    """Seconds of the environment's step after it."""
+    """Seconds of the environment's step after the response."""
     oldest_version: int
-    """The oldest policy version among the response's tokens; −1 for an empty one."""
+    """Oldest policy version of the response's tokens; −1 if the response is empty."""
     branch: int = 0
-    """Which branch of the episode it is in."""
+    """Number of the response's branch in its episode."""
 
 
 class SampleTimes(msgspec.Struct, frozen=True):
-    """One trained sample in numbers: what calibration fits to and analysis counts."""
+    """Lengths and times of a trained sample. `flash calibrate` fits the simulator to them."""
 
     step: int
-    """The step that trained it."""
+    """Step that trained the sample."""
     group_id: int
     reward: float
     turns: list[TurnTimes]
 
 
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
-    """Describe a trajectory that was trained at `step`."""
+    """Return lengths and times of a trajectory that was trained at `step`."""
     spans = spans_by_turn(trajectory)
     oldest = _oldest_versions(trajectory)
     if spans is not trajectory.action_spans:
@@ -91,14 +104,14 @@ def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
     turns: list[TurnTimes] = []
     ends = list(trajectory.branches)
     for span, turn, version in zip(spans, trajectory.turns, oldest, strict=True):
-        shown, said = span.start - ends[turn.branch], span.stop - span.start
-        turns.append(TurnTimes(shown, said, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
+        observed, sampled = span.start - ends[turn.branch], span.stop - span.start
+        turns.append(TurnTimes(observed, sampled, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
         ends[turn.branch] = span.stop
     return SampleTimes(step, trajectory.task.group_id, trajectory.reward, turns)
 
 
 def _oldest_versions(trajectory: Trajectory) -> list[int]:
-    """Of each span; −1 of an empty one."""
+    """Return the oldest policy version in each action span; −1 for an empty span."""
     runs, left, version = iter(trajectory.versions), 0, 0
     found: list[int] = []
     for span in trajectory.action_spans:
@@ -115,37 +128,42 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
 
 
 class HubIncarnations:
-    """The numbers of a run's hubs, in a file that counts them."""
+    """Numbers the hub processes of a run, in the file `hub-lives`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def begin(self) -> int:
-        """The number of the hub that begins now, higher than those before it, and recorded before anybody hears of it.
+        """Return the number of the hub that starts now, higher than that of all earlier hubs.
+
+        The number is in the file before this returns, so that no two hubs can ever have the same one.
 
         Raises:
-            RunDirectoryError: it cannot be read or written.
+            RunDirectoryError: the file cannot be read or written.
         """
         number = self.last() + 1
         write_atomically(self._file, f"{number}\n".encode())
         return number
 
     def last(self) -> int:
-        """The number of the last hub, 0 where there was none. Raises RunDirectoryError: it cannot be read."""
+        """Return the number of the last hub; 0 if there was none.
+
+        Raises RunDirectoryError if the file cannot be read.
+        """
         try:
             return int(self._file.read_text()) if self._file.exists() else 0
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
                 f"{self._file}, which counts the run's hubs, cannot be read: {error}; delete it once no process of the "
-                "run is left, and they are counted anew"
+                "run is left, and counting starts again at 1"
             ) from error
 
 
 class AppendedFile:
     """Appends lines to a file of rows, and puts the file back if somebody deletes or replaces it meanwhile.
 
-    A descriptor is held from the first append on: through it the rows of a deleted file can still be read. It does not
-    write, since a disk cannot be made read-only while a file is open for writing.
+    From the first append on, a descriptor stays open: the rows of a deleted file can still be read through it. It is
+    open for reading only, since a disk cannot be made read-only while a file on it is open for writing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,13 +173,14 @@ class AppendedFile:
         """Size of the file after the last append, in bytes."""
 
     def append(self, rows: Iterable[Any]) -> None:
-        """Append whole lines with one write, so that a killed process tears at most the last one.
+        """Append whole lines with one write, so that a killed process cuts off at most the last line.
 
-        A disk that takes only a part of them is left with none: what came after a torn line would be lost with it.
+        If the disk takes only a part of them, the file is cut back to its old end: a later line behind a cut-off one
+        would be lost with it.
         """
         data = _lines(rows)
         self._check()
-        # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+        # Unbuffered, so that closing the file after an error has nothing left to write, which would fail again.
         with writing(self._path), self._path.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -215,8 +234,8 @@ class AppendedFile:
 class RunDirectory:
     """Paths, readers and writers of one run directory.
 
-    The constructor touches nothing: use it to read. `RunDirectory.open` prepares the folder for a run that
-    writes. All writers raise RunDirectoryError when the disk is full or the folder cannot be written.
+    The constructor touches no file: use it to read. `RunDirectory.open` prepares the folder for a run that writes. All
+    writers raise RunDirectoryError when the disk is full or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,11 +259,11 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
-        """Create the folders, write the resolved configuration and clear the way for the rows to come.
+        """Create the folders, write the resolved configuration, and move the files of earlier steps or runs away.
 
-        `resume_at` is the version a resumed run continues from: what an earlier incarnation recorded beyond it moves to
-        `earlier/`, because those steps will be done again. None starts a new run: the directory of an earlier run of
-        this name moves as a whole to `<name>.1`, `<name>.2`, …
+        `resume_at` is the version that a resumed run goes on from. Rows of later steps move to `earlier/`, because the
+        run makes these steps again. None starts a new run: the directory of an earlier run of this name is renamed to
+        `<name>.1`, `<name>.2`, …
         """
         directory = cls(path)
         with writing(path, "check that run.output_dir names a folder you may write to"):
@@ -266,51 +285,50 @@ class RunDirectory:
         self._appended[self.evals].append([row])
 
     def append_spans(self, spans: Iterable[Activity]) -> None:
-        """Append bars of the timeline."""
+        """Append activities, the bars of the timeline."""
         self._appended[self.spans].append(spans)
 
     def append_samples(self, samples: Iterable[SampleTimes]) -> None:
-        """Append the samples of one step."""
+        """Append lengths and times of the samples of a step."""
         self._appended[self.samples].append(samples)
 
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
-        """Write what a step trains; without `keep_all` what lies before the oldest checkpoint goes."""
+        """Write the batch of a step. Unless `keep_all`, delete the batches from before the oldest checkpoint."""
         with writing(self.batches):
             recording.write_batch(self.batches, batch)
             if not keep_all and (versions := recording.checkpointed(self.checkpoints)):
                 recording.forget_before(self.batches, versions[0])
 
     def write_totals(self, file: Path, totals: Row | Summary) -> None:
-        """Replace its `ledger` or its `summary` as a whole, so that readers never see half of one."""
+        """Replace the file `self.ledger` or `self.summary` atomically, so that readers never see a part of it."""
         write_atomically(file, _pretty(totals))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All steps, in the order they were recorded."""
+        """Return the rows of all steps, in the order in which they were recorded."""
         return read_rows(self.metrics, dict[str, Any])
 
     def read_undone(self) -> list[dict[str, Any]]:
-        """The steps that earlier incarnations had recorded and later ones did again."""
+        """Return the rows in `earlier/`: rows of steps that a resumed run made again."""
         files = (folder / self.metrics.name for folder in sorted(self.earlier.glob("[0-9]*")))
         return [row for file in files for row in read_rows(file, dict[str, Any])]
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """All evaluations, in the order they were recorded."""
+        """Return the rows of all evaluations, in the order in which they were recorded."""
         return read_rows(self.evals, dict[str, Any])
 
     def read_spans(self) -> list[Activity]:
-        """All bars of the timeline, in the order they were recorded."""
+        """Return all activities, in the order in which they were recorded."""
         return read_rows(self.spans, Activity)
 
     def read_samples(self) -> list[SampleTimes]:
-        """All trained samples, in the order they were recorded."""
+        """Return lengths and times of all trained samples, in the order in which they were recorded."""
         return read_rows(self.samples, SampleTimes)
 
     def _roll_back(self, resume_at: int) -> None:
-        """Move what the coming incarnation will do again to `earlier/`, and drop torn lines.
+        """Move rows and files of steps that the resumed run makes again to `earlier/`, and drop cut-off lines.
 
-        A step and its samples belong to the past if it was trained before version `resume_at`, an evaluation if it
-        saw no newer weights than that. Spans are facts about time and stay. The summary is that of the earlier
-        incarnation.
+        A step and its samples stay if the step trained a version before `resume_at`. An evaluation stays if no newer
+        version than `resume_at` sampled for it. Spans stay, since they tell what happened at a time. The summary moves.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
@@ -328,17 +346,38 @@ class RunDirectory:
             aside.mkdir(parents=True, exist_ok=True)
             self.summary.replace(aside / self.summary.name)
 
+    def has_ended(self) -> bool:
+        """Return True if the run has ended. A resumed run moves the summary away until it ends again."""
+        return self.summary.is_file()
+
+    def facts(self) -> dict[str, str]:
+        """Return the main settings of the run under names for people; empty if the configuration cannot be read."""
+        try:
+            with opened(self.config) as file:
+                settings = tomllib.load(file)
+        except (OSError, ValueError):
+            return {}
+        except RunDirectoryError as error:
+            return {"no configuration": str(error)}
+        found: dict[str, str] = {}
+        for name, (section, key) in FACTS:
+            table = settings.get(section)
+            if isinstance(table, dict) and (value := cast("dict[str, Any]", table).get(key)) is not None:
+                found[name] = str(value)
+        return found
+
 
 def _set_aside(path: Path) -> None:
+    """Rename a directory to `<name>.N`, with the smallest number that is free."""
     if path.exists():
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
         path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
-    """Replace a file as a whole: readers see the old content or the new one, also after a crash.
+    """Replace a file atomically: readers see the old content or the new one, also after a crash.
 
-    Not `durably`, a machine that loses its power may leave it empty: for what somebody only looks at.
+    Without `durably` the file may be empty after a power failure. Use that for files that are only looked at.
     """
     aside = path.with_name(path.name + ".tmp")
     with writing(path):
@@ -356,14 +395,16 @@ def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
 
 @contextmanager
 def writing(path: Path, advice: str = "") -> Generator[None]:
-    """Turn the operating system's refusal into an error that says what to do: `advice`, unless the disk is full or the
-    folder gone."""
+    """Turn an OSError inside the block into a RunDirectoryError that says what to do.
+
+    It gives `advice`, unless the disk is full or the folder is gone: these have their own advice.
+    """
     try:
         yield
     except OSError as error:
         advice = advice or f"check that you may write to {path.parent}"
         if error.errno == errno.ENOENT and not path.parent.exists():
-            advice = f"the folder {path.parent} is gone: it was moved or removed while somebody wrote there"
+            advice = f"the folder {path.parent} is gone: it was moved or removed while files were written there"
         if error.errno in _FULL:
             advice = "free space on that disk; a run continues with run.resume=true"
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
@@ -378,9 +419,10 @@ def _pretty(value: Any) -> bytes:
 
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
-    """The lines that hold a row of this kind, each with its row.
+    """Yield each line that is a row of this kind, with the row.
 
-    A crash may have torn the end of the file. Lines that are no such row otherwise are left out, and their number told.
+    A crash may have cut off the end of the file. Other lines that are no such row are skipped, and their number is
+    logged.
     """
     decoder = msgspec.json.Decoder(kind)
     try:
@@ -398,16 +440,19 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
             except NO_ROW:
                 damaged += 1
     if damaged:
-        _log.warning("%s: %d damaged lines are left out", path, damaged)
+        _log.warning("%s: %d damaged lines are skipped", path, damaged)
 
 
 def read_rows(path: Path, kind: type[T]) -> list[T]:
-    """The rows of a file; `kind` may have less than they have."""
+    """Return the rows of a file. `kind` may have fewer fields than the rows."""
     return [row for _, row in _whole_lines(path, kind)]
 
 
 def _split(path: Path, aside: Path, kind: type[T], stays: Callable[[T], bool]) -> None:
-    """Keep the rows that stay; move the others under `aside` first, so that a crash in between loses none."""
+    """Remove the rows for which `stays` is False from a file, after writing them to a file in `aside`.
+
+    In this order a crash in between loses no row.
+    """
     kept: list[bytes] = []
     cut: list[bytes] = []
     for line, row in _whole_lines(path, kind):

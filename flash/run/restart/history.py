@@ -18,7 +18,6 @@ from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart
 from flash.hub.trainers import why_no_retraining
 from flash.observe.cluster import read_cluster
-from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import read_batch
 from flash.observe.rundir.rundir import RunDirectory
@@ -115,7 +114,7 @@ def is_done(config: Config) -> bool:
     """Whether nothing of the run is left to do: its steps, its last evaluation and its summary are there."""
     directory = RunDirectory(config.run_dir)
     cluster = read_cluster(directory)
-    finished = cluster is not None and cluster.ended == "finished" and has_ended(directory)
+    finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
     return finished and booked_version(config) >= config.run.steps
 
 

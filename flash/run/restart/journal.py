@@ -1,9 +1,9 @@
 """The journal in files: `journal/000003-step-000020.log` in the run directory, one from each checkpoint to the next.
 
-A file is a sequence of records (`flash.observe.rundir.frames`): a `JournalHead`, then events (`flash.samples.journal`).
-Files are numbered over all incarnations of a run, and a checkpoint names the one that follows it. A record that a crash
-has torn is the end of its file; one that is damaged with others behind it is an error. What lies before the oldest
-checkpoint is deleted.
+A file is a sequence of records (`flash.observe.rundir.recording`): a `JournalHead`, then events
+(`flash.samples.journal`). Files are numbered over all incarnations of a run, and a checkpoint names the one that
+follows it. A record that a crash has torn is the end of its file; one that is damaged with others behind it is an
+error. What lies before the oldest checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import msgspec
 from anyio.to_thread import run_sync
 
 from flash.errors import RecordingError
-from flash.observe.rundir.frames import HEADER, append_frame, read_frames, whole_frame_after
-from flash.observe.rundir.recording import checkpointed
+from flash.observe.rundir.recording import HEADER, append_frame, checkpointed, read_frames, whole_frame_after
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.journal import Event
 from flash.samples.replay import Replay
