@@ -60,7 +60,7 @@ TOUCHED = (
 """Attributes of multiprocessing that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
-class Server(forkserver.ForkServer):
+class ForkServer(forkserver.ForkServer):
     """A fork server that starts when the first process is forked from it, and imports some modules before that.
 
     It ends when the process that started it and all processes forked from it have ended.
@@ -219,7 +219,7 @@ class ForkedProcess(ForkServerProcess):
     The exit code is `ALONE` if the server was killed.
     """
 
-    server: Server
+    server: ForkServer
     _start_method: Any = None
     """Start method of multiprocessing in the new process. None: Python's default, and not the method of this
     process."""

@@ -271,7 +271,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     storages: Any = torch.UntypedStorage
     resize: Any = storages.resize_
 
-    class Counting(TorchDispatchMode):
+    class CountingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if DTensor in types:
                 return NotImplemented  # the operation on this rank's part comes here too, and is counted
@@ -297,7 +297,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     # DTensor infers shapes with whole tensors without data. They do not exist in a real run.
     propagation._propagate_tensor_meta_non_cached = uncounted
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), Counting():
+        with FakeTensorMode(allow_non_fake_inputs=True), CountingMode():
             yield count
     finally:
         storages.resize_, propagation._propagate_tensor_meta_non_cached = resize, learn_shapes

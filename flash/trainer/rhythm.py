@@ -43,7 +43,7 @@ from algorithms.rhythm import (
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
 from flash.trainer.mesh import TrainerMesh
-from flash.trainer.model.attention import Block, attention_rows, blocks, make_scratch
+from flash.trainer.model.attention import RowBlock, attention_rows, blocks, make_scratch
 from flash.trainer.model.logprobs import policy_logprobs, watch_attention
 from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import class_name
@@ -158,7 +158,7 @@ class RhythmWatch:
         local: slice,
         far: slice,
         position_R: IntArray,
-        row_blocks: Sequence[Block],
+        row_blocks: Sequence[RowBlock],
         attend: Callable[..., Tensor],
     ) -> None:
         """Write the signals of one sequence into `found`, keeping the weights of one block of rows at a time."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.foreign.forking import ForkedProcess, Server
+from flash.foreign.forking import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).parents[2]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork"]
@@ -22,7 +22,7 @@ FIRST = f"from {__name__} import Told, told; print(told(Told.server))"
 class Told(ForkedProcess):
     """Leaves an answer in a file."""
 
-    server = Server()
+    server = ForkServer()
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Told(ForkedProcess):
         return "here"
 
 
-def told(server: Server, kind: type[Told] = Told) -> object:
+def told(server: ForkServer, kind: type[Told] = Told) -> object:
     """Return the answer of a process that is forked from `server`."""
     file = Path(os.environ["TMPDIR"]) / f"told-{os.getpid()}"
     process = kind(str(file))
@@ -75,7 +75,7 @@ class Drawn(Told):
 
 @pytest.mark.usefixtures("folder")
 def test_two_that_are_forked_from_one_process_do_not_draw_the_same_numbers() -> None:
-    server = Server("numpy.random", "torch")
+    server = ForkServer("numpy.random", "torch")
     one, other = told(server, Drawn), told(server, Drawn)
     assert isinstance(one, list)
     assert isinstance(other, list)

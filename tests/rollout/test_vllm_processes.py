@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 from flash.foreign import vllm_processes
-from flash.foreign.forking import ForkedProcess, Server
+from flash.foreign.forking import ForkedProcess, ForkServer
 from flash.rollout.vllm.processes import WORKER_KILLED, Core, EngineProcesses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class FakeCore(Core):
     """A core that is forked from a process which has imported nothing, and does what it is given."""
 
-    server = Server()
+    server = ForkServer()
 
     def enter(self) -> None:
         ForkedProcess.enter(self)

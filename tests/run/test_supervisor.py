@@ -17,7 +17,7 @@ import pytest
 
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import PeerLostError, RanksGoneError
-from flash.foreign.forking import ALONE, ForkedProcess, Server
+from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
 from flash.hub import protocol as p
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.forked import ProcessOrder
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.anyio
 Do = Callable[[], Awaitable[Sequence[EndedProcess]]]
 
 
-SERVER = Server(__name__)
+SERVER = ForkServer(__name__)
 
 
 class Program(ForkedProcess):
@@ -190,7 +190,7 @@ async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_
     here = tmp_path / "here"
     (tmp_path / "endless.py").write_text(f"import time; open({str(here)!r}, 'w').close(); time.sleep(1000)")
     processes = Processes()
-    processes.fork_from(Server("endless", variables={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}))
+    processes.fork_from(ForkServer("endless", variables={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}))
 
     async def kill() -> None:
         while not here.exists():  # noqa: ASYNC110 - nobody tells us
@@ -205,7 +205,7 @@ async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_
 
 
 async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
-    class Nowhere(Server):
+    class Nowhere(ForkServer):
         def ensure_running(self) -> None:
             raise BlockingIOError("Resource temporarily unavailable")
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from flash.branches import count_trained_branches
 from flash.config.tree import Config
-from flash.foreign.forking import ForkedProcess, Server
+from flash.foreign.forking import ForkedProcess, ForkServer
 from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
 from flash.trainer.model.model import trained_parameters
@@ -268,7 +268,7 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
 class Rank(ForkedProcess):
     """One of several ranks, of a process that has imported what they are made of."""
 
-    server = Server(
+    server = ForkServer(
         *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card"))
     )
 

@@ -28,7 +28,7 @@ import anyio.to_thread
 
 from flash.errors import describe_exit_code
 from flash.foreign import vllm_processes
-from flash.foreign.forking import ALONE, ForkedProcess, Server
+from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
@@ -42,7 +42,7 @@ CORE_FOLLOWS_S = 2.0
 CORE_ENDS_S = 0.05
 """Seconds to wait for the end of a core that vLLM reports as dead. This blocks the loop, once in an engine's life."""
 
-SERVER = Server("flash.rollout.vllm.fork_server")
+SERVER = ForkServer("flash.rollout.vllm.fork_server")
 """Process from which cores are forked. If a launcher has started the node loop, that was forked from it too."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.tree import Config
-from flash.foreign.forking import ForkedProcess, Server, set_process_title, use_own_resource_tracker
+from flash.foreign.forking import ForkedProcess, ForkServer, set_process_title, use_own_resource_tracker
 from flash.run.processes.hub_place import HubPlace
 
 OF_ALL = "flash.run.processes.worker"
@@ -27,20 +27,20 @@ PASSIVE = "OMP_WAIT_POLICY"
 """Threads that spin while they wait for each other take the cores that engines and others work on."""
 
 
-def ranks_server() -> Server:
+def ranks_server() -> ForkServer:
     """What trainer ranks are forked from."""
     # Else torch might initialise CUDA when it is asked whether there is one, and no fork could.
     without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return Server(*OF_RANKS, variables={PASSIVE: os.environ.get(PASSIVE, "passive"), **without_cuda})
+    return ForkServer(*OF_RANKS, variables={PASSIVE: os.environ.get(PASSIVE, "passive"), **without_cuda})
 
 
-def loops_server(config: Config, node: int) -> Server:
+def loops_server(config: Config, node: int) -> ForkServer:
     """What the node loop of a machine is forked from, and its engines."""
     if not config.engines_on(node):
-        return Server(*OF_LOOPS)
+        return ForkServer(*OF_LOOPS)
     from flash.rollout.vllm.start import server_variables
 
-    return Server(*OF_LOOPS, OF_ENGINES, variables=server_variables(config, node))
+    return ForkServer(*OF_LOOPS, OF_ENGINES, variables=server_variables(config, node))
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,7 +72,7 @@ class JobProcess(ForkedProcess):
     """
 
     def __init__(
-        self, server: Server, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]
+        self, server: ForkServer, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]
     ) -> None:
         super().__init__(name=f"{role} {order.local}")
         self.server = server

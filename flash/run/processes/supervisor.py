@@ -25,7 +25,7 @@ import anyio.to_thread
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import describe_exit_code
-from flash.foreign.forking import ALONE, ForkedProcess, Server
+from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
 from flash.run.processes.forked import JobProcess, ProcessOrder
 from flash.text import harmless
 from flash.waiting import first_error
@@ -73,7 +73,7 @@ class Processes:
     """Seconds in which those end of which another one has failed: they know it already, and who hangs does not end."""
 
     def __init__(self) -> None:
-        self._server: Server | None = None
+        self._server: ForkServer | None = None
         self._living: dict[int, ForkedProcess] = {}
         self._begins = False
         """Whether one is about to start."""
@@ -87,7 +87,7 @@ class Processes:
         """The process ids of those that live."""
         return {process.pid or 0 for process in self._living.values()}
 
-    def fork_from(self, server: Server) -> None:
+    def fork_from(self, server: ForkServer) -> None:
         """What is started from now on is forked from this one, or one that has imported the same."""
         if self._server is None or self._server.variables != server.variables:
             self.end_server()

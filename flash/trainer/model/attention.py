@@ -482,7 +482,7 @@ Scratch = tuple[Tensor, Tensor]
 more time than computing the block."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows whose attention weights exist at the same time."""
 
     rows: slice
@@ -493,21 +493,21 @@ class Block(NamedTuple):
     """Number of places in `seen` that are later in the sequence than the first row."""
 
 
-def blocks(position_R: IntArray, window: int | None) -> list[Block]:
+def blocks(position_R: IntArray, window: int | None) -> list[RowBlock]:
     """Divide tokens at the ascending places `position_R` into blocks of `ROWS_PER_BLOCK` rows.
 
     `window` is the number of places that each token sees, itself included; None: all places up to its own.
     """
-    found: list[Block] = []
+    found: list[RowBlock] = []
     for begin in range(0, len(position_R), ROWS_PER_BLOCK):
         rows = slice(begin, min(begin + ROWS_PER_BLOCK, len(position_R)))
         lowest, highest = int(position_R[rows.start]), int(position_R[rows.stop - 1])
         first = 0 if window is None else max(lowest - window + 1, 0)
-        found.append(Block(rows, slice(first, highest + 1), highest - lowest))
+        found.append(RowBlock(rows, slice(first, highest + 1), highest - lowest))
     return found
 
 
-def make_scratch(query: Tensor, wanted: Iterable[Block]) -> Scratch:
+def make_scratch(query: Tensor, wanted: Iterable[RowBlock]) -> Scratch:
     """Return buffers large enough for `attention_rows` with a query of [H, …, D] and any of these blocks."""
     most = max(
         ((block.rows.stop - block.rows.start) * (block.seen.stop - block.seen.start) for block in wanted), default=0
