@@ -139,7 +139,7 @@ def load(path: Path, trainer: Trainer) -> None:
     manifest = _read(path, state, _extras(trainer))
     if manifest.base != trainer.base_fingerprint:
         raise CheckpointError(
-            f"{path} holds adapters of another model than model.path names now: go on with the one that they were "
+            f"{path} holds adapters of another model than model.path names now: set it to the model that they were "
             "trained on, or start a new run"
         )
     if fault := alpha_mismatch(path, manifest, trainer.lora_alpha):

@@ -278,7 +278,7 @@ def try_objective(config: Config) -> None:
         raise ConfigError(
             f"algorithm.objective: {name} gives the same loss and gradient whatever tokens.behaviour_T is, so it does "
             f"not correct for the age of samples, and train.async_ratio = {config.train.async_ratio:g} makes some old; "
-            f"weigh by exp(logp_T - behaviour_T), or say `corrects_staleness: ClassVar[bool] = False` in {name}, which "
+            f"weigh by exp(logp_T - behaviour_T), or set `corrects_staleness: ClassVar[bool] = False` in {name}, which "
             "then needs a correction by weight ('token_tis'), async_ratio = 0 or train.allow_uncorrected = true"
         )
 

@@ -159,7 +159,7 @@ def _check_laws(shard: Shard, version: int, micro_batches: Sequence[MicroBatch],
     if served and not all(np.isfinite(micro.teacher_T[micro.mask_T]).all() for micro in micro_batches):
         raise ContractError(
             "a sample comes without its teacher's log-probs: it was made before algorithm.teacher.url was set; go on "
-            "with algorithm.teacher.path, or begin a new run"
+            "with algorithm.teacher.path, or start a new run"
         )
     return age_T
 

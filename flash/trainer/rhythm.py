@@ -254,22 +254,22 @@ class RhythmPass:
         watch_attention(model, DUMMY, watch)
         if watch.unnumbered:
             raise ConfigError(
-                f"algorithm.rhythm: the attention of {class_name(model)}, {watch.unnumbered}, does not say which layer "
-                "it is of; choose another model"
+                f"algorithm.rhythm: the attention of {class_name(model)}, {watch.unnumbered}, does not report the "
+                "number of its layer; choose another model"
             )
         without = [layer for layer in self._layers if layer not in watch.heads]
         if without:
             others = ", ".join(map(str, sorted(watch.heads))) or "none"
             raise ConfigError(
-                f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so nothing "
-                f"in it says which token looks at which (layers that are: {others})"
+                f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so it "
+                f"has no attention weights; choose among the layers that are attention: {others}"
             )
         self._heads_of_layer = {layer: watch.heads[layer] for layer in self._layers}
         count = sum(self._heads_of_layer.values())
         if count < 2:
             raise ConfigError(
                 f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
-                "global at once; look at more layers"
+                "global at once; choose more layers"
             )
         self.kinds_2N: Tensor | None = torch.zeros(2, count) if options.heads == "first" else None
         """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until they are chosen. None if

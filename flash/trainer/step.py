@@ -121,7 +121,9 @@ class Trainer:
         """Multiplies advantages by the rhythm of attention, if configured."""
         if config.algorithm.rhythm is not None:
             if not takes_packed_rows(self.model):
-                raise ConfigError("algorithm.rhythm: expected none with this model.path, which attends by itself")
+                raise ConfigError(
+                    "algorithm.rhythm: expected none with this model.path, whose attention cannot be observed"
+                )
             with torch.no_grad():
                 self.rhythm = RhythmPass(config.algorithm.rhythm, self.model)
             reshard(self.model)
@@ -502,5 +504,5 @@ def _share_rows(
             use_own_attention(backbone)
     share = all(takes_packed_rows(one) for one in (policy, *backbones, *frozen) if one is not None)
     if not share and mesh.context is not None:
-        raise ConfigError("parallel.context: expected 1 with this critic.path, which is given one sequence at a time")
+        raise ConfigError("parallel.context: expected 1 with this critic.path, which takes one sequence at a time")
     return share
