@@ -1,9 +1,9 @@
-"""Responses that an episode samples ahead, before it comes to them.
+"""Responses that are sampled ahead: before the episode has reached the observations that they answer.
 
-This is optional and stands beside the road of an episode, which goes on from one response to the next. An environment
-that will probably want several responses, because its agent has sent several requests at once for example, announces
-the later ones (`TranscriptView.expect`). Each of them is sampled in a task of its own. It waits here until the episode
-comes to the same observation with the same limits, and is dropped if that never happens.
+Sampling ahead is optional; without it an episode requests one response after another. An environment that will probably
+need several responses, for example because its agent has sent several requests at once, announces the later responses
+(`TranscriptView.expect`). Each is sampled in a task of its own and kept here until the episode reaches the same
+observation with the same limits. A response is dropped if the episode never does.
 
 Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
@@ -27,12 +27,13 @@ from flash.types import Completion, Observation
 _T = TypeVar("_T")
 
 NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
-"""Makes the next request of an episode from its prompt, its most new tokens, the texts that end it, and the function
-that gets its new tokens. Requests are numbered in the order in which they are made."""
+"""Function that makes the next request of an episode. Its arguments are the prompt, the largest number of new tokens,
+the texts that end the response, and a function that is called with new tokens. Requests are numbered in the order in
+which they are made."""
 
 SampleResponse = Callable[[ResponseRequest, Callable[[int], None]], Awaitable[Completion]]
-"""Sends a request to the engines and returns the response. Calls the function with the number of new tokens as they
-come; the sum is the length of the response."""
+"""Function that sends a request to the engines and returns the response. While tokens arrive, it calls its second
+argument with the number of new tokens; the sum of these is the length of the response."""
 
 
 class ExpectedResponse:
@@ -42,7 +43,7 @@ class ExpectedResponse:
         self.name = name
         self.request = request
         self.start = start
-        """When it was requested, in Unix seconds."""
+        """Time of the request, in Unix seconds."""
         self.tokens = 0
         """Number of tokens sampled so far."""
         self.finished = anyio.Event()
@@ -51,7 +52,7 @@ class ExpectedResponse:
 
 
 class ResponsesAhead:
-    """The responses that one episode samples ahead.
+    """Set of the responses that one episode samples ahead.
 
     Args:
         transcript: the transcript of the episode.
@@ -79,14 +80,14 @@ class ResponsesAhead:
         self._tasks = tasks
         self._now = now
         self._responses: list[ExpectedResponse] = []
-        """Responses that the episode has not come to yet."""
+        """Responses that the episode has not taken yet."""
         self._to_render: set[str] = set()
-        """Names of large observations that are still to be rendered, until the episode comes to them."""
+        """Names of large observations that have to be rendered and that the episode has not reached yet."""
         self._rendered: dict[str, tuple[Expected, list[int]]] = {}
         """Large observations that were rendered ahead, with their tokens, by name."""
         self._one_at_a_time = anyio.Lock()
-        """Held while a large observation of this episode is rendered, or waits for `rendering`: other episodes of the
-        node get that lock between two observations of this one."""
+        """Held while a large observation of this episode is rendered, or waits for `rendering`. So this episode waits
+        for `rendering` once at a time, and other episodes of the node get it between two of its observations."""
 
     def expect(self, expected: Expected) -> None:
         """Sample the response to an observation that the environment will probably show, if the limits allow it."""
@@ -105,13 +106,13 @@ class ResponsesAhead:
             self._request(expected, *self._prompt(expected))
 
     async def _expect_large(self, expected: Expected) -> None:
-        """Render a large observation in a thread, then request the response if the episode has not come to it yet."""
+        """Render a large observation in a thread, then request the response unless the episode has reached it."""
         async with self._one_at_a_time, self._rendering:
             if expected.name not in self._to_render:
                 return
             with suppress(EnvError):  # raised again when the observation is shown
                 prompt, format = await in_thread(lambda: self._prompt(expected))
-                # The tokenizer keeps the tokens of first observations; those of later ones are kept here.
+                # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept here.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position
                     self._rendered[expected.name] = expected, prompt[position:]
@@ -119,8 +120,8 @@ class ResponsesAhead:
                     self._request(expected, prompt, format)
 
     def _fits(self) -> bool:
-        """Return True if the limits allow one more response, however long those under way become."""
-        # One more response is under way than is sampled ahead: the one that the episode itself waits for.
+        """Return True if the limits allow one more response, however long the responses in progress become."""
+        # The episode itself waits for one response, which is in progress too and is not among `_responses`.
         transcript, under_way = self._transcript, len(self._responses) + 1
         total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
         return (
@@ -160,7 +161,7 @@ class ResponsesAhead:
         self._tasks.start_soon(self._fetch, response)
 
     async def _fetch(self, response: ExpectedResponse) -> None:
-        """Sample a response, and keep it or the reason why there is none."""
+        """Sample a response, and store it or the error that prevented it."""
 
         def count(tokens: int) -> None:
             response.tokens += tokens
@@ -172,11 +173,11 @@ class ResponsesAhead:
         response.finished.set()
 
     def announce(self, name: str) -> None:
-        """Report that the episode comes to the observation of this name, so that it is not rendered ahead any more."""
+        """Report that the episode reaches the observation of this name, so that it is not rendered ahead any more."""
         self._to_render.discard(name)
 
     def take_rendered(self, name: str, branch: int, responses: int, observation: Observation) -> list[int] | None:
-        """Return the tokens of a large observation that was rendered ahead for this place; None if it was not."""
+        """Return the tokens of an observation that was rendered ahead for this place; None if it was not rendered."""
         if name not in self._rendered:
             return None
         expected, tokens = self._rendered.pop(name)
@@ -184,7 +185,7 @@ class ResponsesAhead:
         return tokens if is_same else None
 
     def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
-        """Return the response of this name that is sampled ahead for just this request, if there is one."""
+        """Return the response of this name if it is sampled ahead for exactly this request; None otherwise."""
         wanted = (prompt, max_new_tokens, stop)
         for response in self._responses:
             request = response.request
@@ -196,7 +197,7 @@ class ResponsesAhead:
         """Wait until a response that `find` returned is complete, and return it.
 
         Raises:
-            EngineError, DeadlineError: it could not be sampled.
+            EngineError, DeadlineError: the response could not be sampled.
         """
         await response.finished.wait()
         self._responses.remove(response)
@@ -206,7 +207,7 @@ class ResponsesAhead:
         return response.outcome
 
     def drop(self) -> int:
-        """Forget the responses that the episode never came to. Return the number of their tokens, which are lost."""
+        """Forget the responses that the episode has not taken. Return the number of their tokens, which are lost."""
         tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()
         return tokens
@@ -214,5 +215,5 @@ class ResponsesAhead:
 
 async def in_thread(work: Callable[[], _T]) -> _T:
     """Run `work` in a thread, and return the result. A caller that is cancelled does not wait for the thread."""
-    # A limiter of its own: an environment's calls may occupy all threads of the default one.
+    # The call has its own limiter, because an environment's calls may occupy all threads of the default limiter.
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

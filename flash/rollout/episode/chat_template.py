@@ -1,12 +1,12 @@
 """Chat templates: turn a conversation into tokens, and later messages into the tokens that follow a response.
 
 `HfTokenizer` calls `ChatTemplate` for observations that are chat messages. The first observation is rendered as a
-whole (`prompt`). A later one is never rendered together with the responses before it, because a template may show these
-differently than they were sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the place of the
-response (`follow`): the text behind the stand-in closes the turn and shows the new messages.
+whole (`prompt`). A later observation is never rendered together with the responses before it, because a template may
+show these differently than they were sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the
+place of the response (`follow`): the text after the stand-in closes the turn and shows the new messages.
 
-Templates take some parts of a message in different forms, and leave out others. Both are found by rendering short
-trials, once for each template.
+Templates expect some parts of a message in different forms, and leave out other parts. The forms, and the parts that a
+template leaves out, are found by rendering short trials, once for each template.
 
 Law: a part of a conversation that the template leaves out is never lost silently. A template that leaves out tools,
 calls, results of calls or system messages is refused with an `EnvError`; reasoning that it leaves out is reported once.
@@ -30,9 +30,9 @@ from flash.types import ASSISTANT, RESERVED_ARGUMENTS, TOOL, Message, Tool, Tool
 log = logging.getLogger("flash")
 
 QUESTION = Message("user", "flash-question")
-"""A message that stands for all that came before a response: many templates want a user to speak first."""
+"""Message that stands for the conversation before a response. Many templates require a user's message first."""
 RESPONSE = Message(ASSISTANT, STAND_IN)
-"""A message that stands for a response without calls."""
+"""Message that stands for a response without calls."""
 TOOL_NAME = "flash_tool"
 """Name of the function in trial calls."""
 TRIAL_TOOL: Tool = {
@@ -41,7 +41,7 @@ TRIAL_TOOL: Tool = {
 }
 """Tool that is offered in trials of a chat template."""
 CALL_ID = "flashcall"
-"""Id of trial calls: some templates want ids of nine letters."""
+"""Id of trial calls. Some templates require ids of nine letters."""
 MARKED_CALL = ToolCall(CALL_ID, TOOL_NAME, json.dumps({"flash": STAND_IN}, ensure_ascii=False))
 """Trial call whose arguments hold the stand-in."""
 EMPTY_CALL = ToolCall(CALL_ID, TOOL_NAME, "{}")
@@ -91,7 +91,7 @@ PARTS = {
     ),
     "reasoning": _Part("an assistant's reasoning", [QUESTION, Message(ASSISTANT, "flash", STAND_IN)], [], STAND_IN),
 }
-"""Parts of a conversation that chat templates may leave out. The first one that is missing is reported."""
+"""Parts of a conversation that chat templates may leave out. The first missing part is reported."""
 
 TemplateMessage = dict[str, Any]
 """A message as a chat template takes it."""
@@ -101,7 +101,7 @@ class _MessageForm(NamedTuple):
     """The form in which a chat template takes messages, where templates differ."""
 
     content_as_parts: bool = False
-    """True if the template reads the content as a list of parts, and shows nothing of a text."""
+    """True if the template reads the content as a list of parts, and does not show a content that is a text."""
     empty_content: str | None = ""
     """Content of a message that has calls and no text."""
     arguments_as_text: bool = False
@@ -116,7 +116,7 @@ class ChatTemplate:
         controls: the control tokens of the tokenizer.
         path: the model's path, for error messages.
         arguments: arguments of the template, such as `enable_thinking`.
-        reported: warnings that were logged already; each is logged once.
+        reported: warnings that were logged already, so that each is logged once. `warn_once` adds to it.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ChatTemplate:
             results += 1
         responses = _responses_with_calls(messages[:results]) if results else [RESPONSE]
         alone, tokens = self._behind_response(responses, messages, tools)
-        # Tokens up to here close the response in both cases; those behind it show the messages.
+        # The tokens before `closing` are the same in both cases: they close the response. Later tokens show messages.
         closing = _common_prefix(alone, tokens)
         controls = [at for at in range(closing) if tokens[at] in self._control_ids]
         if end is None:
@@ -175,18 +175,18 @@ class ChatTemplate:
             return tokens[max(at for at in range(closing) if tokens[at] == end) + 1 :]
         first = next((at for at in range(closing, len(tokens)) if tokens[at] in self._control_ids), None)
         if first is not None and tokens[first] == end:
-            # Some templates write no end of a turn: their models end a turn with the first token of the next one.
+            # Some templates write no end of a turn: their models end a turn with the first token of the next turn.
             return tokens[first + 1 :]
-        # The model has ended its turn with a token that the template does not write here: leave out the template's end.
+        # The model ended its turn with a token that the template does not write here. Leave out the template's end.
         if controls:
             return tokens[controls[-1] + 1 :]
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt before the last message, and those of the last message as the answer to it.
+        """Return the tokens of the prompt before the last message, and the tokens of the last message as the answer.
 
         The last message is an assistant's. The answer ends with a token that ends a turn, even if the template writes
-        none or writes more behind it.
+        no such token or writes more text after it.
 
         Raises:
             EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
@@ -237,7 +237,7 @@ class ChatTemplate:
             )
         except EnvError:  # the template shows no calls, or refuses two calls at once
             pass
-        # A token that stands behind each of two calls ends a call, and not the turn.
+        # A token that the template writes after each of two calls ends a call, and not the turn.
         if call is not None and (two_calls is None or self._controls.encode(two_calls, follows=True).count(call) == 1):
             ends.add(call)
         return frozenset(ends)
@@ -374,7 +374,7 @@ class ChatTemplate:
     def _text_behind(
         self, response: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool
     ) -> TemplateText:
-        """Return the text behind the stand-in in `response`, if these messages follow the response."""
+        """Return the text after the stand-in in `response`, if `messages` follow the response."""
         conversation = [QUESTION, response, *messages]
         if prompting:
             text = self._prompt_text(conversation, tools)
@@ -391,9 +391,9 @@ class ChatTemplate:
     def _behind_response(
         self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens behind a response at the end of a conversation, and those behind one that messages follow.
+        """Return the tokens after a response in two cases: it ends the conversation, or `messages` follow it.
 
-        `responses`: messages that may stand for the response; the first one that the template accepts is used.
+        `responses`: messages that may stand for the response. The first message that the template accepts is used.
         """
         for response in responses:
             try:
@@ -408,7 +408,7 @@ class ChatTemplate:
     def _last_control(
         self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> int | None:
-        """Return the last control token with which the template closes a response; None if it writes none."""
+        """Return the last control token with which the template closes a response; None if there is no such token."""
         alone, followed = self._behind_response(responses, messages, tools)
         closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
         if closing:
@@ -421,8 +421,8 @@ class ChatTemplate:
     ) -> TemplateText | None:
         """Return the text of an answer to a question alone, if the conversation ends with just that text.
 
-        GPT-OSS's template drops the reasoning of earlier calls once a final answer is there. The conversation then does
-        not begin with the prompt for its last answer, although the answer is shown in the same way.
+        GPT-OSS's template leaves out the reasoning of earlier calls when the conversation has a final answer. Then the
+        conversation does not begin with the prompt for its last answer, although the answer is shown in the same way.
         """
         question = self._in_form(QUESTION)
         prompt = self._render([question], tools, prompting=True)
@@ -434,7 +434,7 @@ class ChatTemplate:
         arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
         try:
             return self._controls.render(shown, prompting=prompting, **arguments)
-        except Exception as error:  # a template is code of the model's author and raises what it likes
+        except Exception as error:  # a template is code of the model's author and may raise any error
             roles = ", ".join(message["role"] for message in shown)
             raise EnvError(
                 f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
@@ -443,6 +443,7 @@ class ChatTemplate:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
+        """Ids of all control tokens and of the tokenizer's special tokens."""
         return self._controls.ids | set(self._tokenizer.all_special_ids)
 
     # -- forms of messages -------------------------------------------------------------------------------------------
@@ -507,13 +508,13 @@ def _responses_with_calls(results: Sequence[Message]) -> list[Message]:
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the longest common prefix of two token lists."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _formed(message: Message, form: _MessageForm) -> TemplateMessage:
-    """Return a message in a form of chat templates."""
+    """Return a message as a chat template takes it in this form."""
     content: Any = form.empty_content if message.tool_calls and not message.content else message.content
     if form.content_as_parts and content is not None:
         content = [{"type": "text", "text": content}]

@@ -29,12 +29,12 @@ from flash.errors import ConfigError, EnvError
 from flash.foreign.chat_templates import compile_marked
 
 STAND_IN = "\udfff"
-"""A character that takes the place of a response in a conversation: no text from outside and no template has it, and
+"""Character that takes the place of a response in a conversation. No text from outside and no template contains it, and
 no template strips it."""
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFE
 """Range of the marks: lone surrogates, one for each character that occurs in a control token."""
 SECRET_LETTERS = 24
-"""Letters of the secret with which the names of control tokens begin: too many to guess."""
+"""Number of letters of the secret with which the names of control tokens begin: too many to guess."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a template may put between its own characters to write a control token, such as `<|user|>`."""
 
@@ -46,11 +46,11 @@ class TemplateText(NamedTuple):
 
     text: str
     guarded: str | None
-    """Copy of `text` with secret names in place of the template's own control tokens; None if `text` can be encoded as
-    it is, because nothing in it only looks like a control token."""
+    """Copy of `text` with secret names in place of the template's own control tokens. None if `text` can be encoded
+    unchanged, because it contains nothing from outside that looks like a control token."""
 
     def after(self, part: str) -> TemplateText | None:
-        """Return the text behind the first occurrence of `part`; None if it does not occur."""
+        """Return the text after the first occurrence of `part`; None if `part` does not occur."""
         _, found, tail = self.text.partition(part)
         if self.guarded is None:
             return TemplateText(tail, None) if found else None
@@ -58,7 +58,7 @@ class TemplateText(NamedTuple):
         return TemplateText(tail, guarded) if found and found_guarded else None
 
     def before(self, part: str) -> TemplateText | None:
-        """Return the text before the last occurrence of `part`; None if it does not occur."""
+        """Return the text before the last occurrence of `part`; None if `part` does not occur."""
         head, found, _ = self.text.rpartition(part)
         if self.guarded is None:
             return TemplateText(head, None) if found else None
@@ -66,7 +66,7 @@ class TemplateText(NamedTuple):
         return TemplateText(head, guarded) if found and found_guarded else None
 
     def without_prefix(self, prefix: TemplateText) -> TemplateText | None:
-        """Return the text behind `prefix`; None if the text does not begin with all of it."""
+        """Return the text after `prefix`; None if the text does not begin with `prefix`."""
         if not self.text.startswith(prefix.text):
             return None
         tail = self.text[len(prefix.text) :]
@@ -108,7 +108,7 @@ class ControlTokens:
         secret = "".join(secrets.choice(ascii_lowercase) for _ in range(SECRET_LETTERS))
         names = {content: secret + _five_letters(place) for place, content in enumerate(contents)}
         self._predecessor = secret + _five_letters(len(names))
-        """Secret name of a token that is put before text which continues other text: a tokenizer may treat the
+        """Secret name of a token that is put before text which continues other text, because a tokenizer may treat the
         beginning of a text differently."""
         self._backend = _with_secret_names(backend, names, self._predecessor)
         if any(self._backend.token_to_id(names[content]) != number for content, number in contents.items()):
@@ -142,7 +142,7 @@ class ControlTokens:
         """Return the text that the chat template writes for messages.
 
         Args:
-            messages: as the template takes them.
+            messages: messages in the form that the template takes.
             prompting: True if the text ends with the beginning of an assistant's answer.
             arguments: further arguments of the template, such as `tools`.
 
@@ -192,10 +192,11 @@ class ControlTokens:
         return list(self._tokenizer.encode(text.replace(STAND_IN, ""), add_special_tokens=False))
 
     def _is_safe_unguarded(self, given: Any, text: str, guarded: str) -> bool:
-        """Return True if `text` may be encoded as transformers does it.
+        """Return True if `text` may be encoded as transformers does it, without secret names.
 
-        That is safe if nothing that the template was given holds a control token, and if `text` has no control token
-        more than the guarded text: then the template has put none together from what it was given.
+        This is safe under two conditions. The template's input `given` must hold no control token. And `text` must not
+        have more control tokens than the guarded text; otherwise the template has formed a control token from pieces of
+        its input.
         """
         if self._count_controls(self._encode_unguarded(json.dumps(given, ensure_ascii=False))):
             return False
@@ -237,7 +238,7 @@ class _ControlTextFinder:
         self._ends = {content[-length:] for content in contents for length in range(1, len(content))}
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each such piece in a text of the template."""
+        """Yield start and stop of each control token, and of each piece of one, in a text of the template."""
         if text in self._joined:
             yield 0, len(text)
             return
@@ -262,7 +263,7 @@ def _five_letters(number: int) -> str:
 def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str) -> Any:
     """Return a copy of a tokenizer in which the tokens of `names` have other names and the same ids.
 
-    Their old names become ordinary text, which no merge joins into such a token. `predecessor` is added as one more
+    The old names become ordinary text, which no merge joins into a control token. `predecessor` is added as a further
     token.
     """
     from tokenizers import Tokenizer

@@ -1,6 +1,6 @@
 """Episode: the life of one environment, from its reset to the trajectory.
 
-The scheduler calls `Episode.run` for each lease. The road of an episode, in `Episode._play`:
+The scheduler calls `Episode.run` for each lease. `Episode._play` does the steps of an episode in this order:
 
     reset → render the observation → request a response → step → render the next observation → request → … → trajectory
 
@@ -47,7 +47,7 @@ from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, 
 from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
-"""Number of responses of a task that have a key of their own."""
+"""Largest number of responses of a task for which `response_key` returns different keys."""
 
 
 class Responder(Protocol):
@@ -72,13 +72,13 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     generate_s: float
     """Seconds in which a response must be complete."""
     episode_s: float
-    """Seconds that a whole episode may take, closing excepted."""
+    """Seconds that an episode may take, without the time to close its environment."""
     domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
-    """Settings of the kinds of problems that have limits of their own."""
+    """Settings of each domain (a kind of problems with limits of its own)."""
 
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
-        """Return the settings of a run, with those of the domains that have limits of their own."""
+        """Return the settings of a run and of its domains."""
         run = EpisodeSettings(
             seed=config.run.seed if config.seeded else None,
             max_new_tokens=config.rollout.max_new_tokens,
@@ -104,7 +104,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
 
 
 class EpisodeProgress:
-    """Token counts of an episode. The caller of `Episode.run` owns them, and can read them after a cancellation."""
+    """Token counts of an episode. The caller of `Episode.run` owns this object and can read it after a cancellation."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -114,19 +114,19 @@ class EpisodeProgress:
         aborted."""
 
     def on_request(self) -> None:
-        """Called when a response is requested. Owners that want to know override it."""
+        """Do nothing. `Episode` calls this when it requests a response; an owner may override it."""
 
 
 def response_key(task: Task, turn: int) -> int:
-    """Return the number that names a response of a task, counted from 0; the same in each attempt at the task."""
+    """Return the number that identifies response `turn` (from 0) of a task. It is equal in each attempt at the task."""
     return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
 
 
 def response_seed(seed: int, task: Task, turn: int) -> int:
-    """Return the seed of a response of a task, counted from 0.
+    """Return the seed of response `turn` (from 0) of a task.
 
-    Each attempt has other seeds, so that a failure is not repeated. The seed follows from the problem, not from the
-    task's number: a group that replaces another gets the next free number, which depends on timing.
+    Each attempt has other seeds, so that a failure is not repeated. The seed depends on the problem and not on the
+    task's number: a group that replaces another group gets the next free number, which depends on timing.
     """
     named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
@@ -141,7 +141,8 @@ class Episode:
         proxy: samples responses.
         settings: limits and deadlines.
         phases: decides when environments may step, and when responses may be requested.
-        outages: times without any engine, which do not count in an episode's deadline; None: there are none.
+        outages: clock of the times without any engine, which do not count in an episode's deadline; None: all time
+            counts.
         now: Unix seconds on the loop's clock.
     """
 
@@ -158,7 +159,7 @@ class Episode:
     ) -> None:
         self._outages = outages or OutageClock()
         self._rendering = anyio.Lock()
-        """Held while a thread renders a large observation, so that one thread at most does that."""
+        """Held while a thread renders a large observation, so that at most one thread of the node renders."""
         self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = proxy
@@ -233,7 +234,7 @@ class Episode:
             try:
                 yield env
             finally:
-                # Leave before closing, which may take long: other episodes need not wait for it.
+                # Leave before closing, which may take long, so that other episodes do not wait for the closing.
                 self._phases.leave(state.lease)
         except BaseException:  # includes cancellation
             with suppress(EnvError):  # an error while closing must not hide the first one
@@ -303,7 +304,7 @@ class Episode:
         return tokens
 
     async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
-        """Return the next response, and when it was requested in Unix seconds."""
+        """Return the next response, and the time of its request in Unix seconds."""
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
         await self._phases.stepped(state.lease)
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
@@ -312,16 +313,16 @@ class Episode:
             return await transcript.ahead.take(expected), expected.start
         request = transcript.next_request(state.new_request)
         start = self._now()
-        # The episode waits for the engines, so an outage does not count in its deadline. It does not wait for responses
-        # that are sampled ahead: there an outage counts.
+        # The episode waits for the engines here, so an outage does not count in its deadline. An outage does count
+        # while a response is only sampled ahead, because the episode does not wait for it.
         with self._outages.left_out(state.scope):
             return await self._sample(state, request, ignore_count), start
 
     async def _sample(self, state: _EpisodeState, request: ResponseRequest, count: Callable[[int], None]) -> Completion:
-        """Have the engines sample one response. Calls `count` with the number of its tokens as they come.
+        """Let the engines sample one response. Calls `count` with the number of new tokens as they arrive.
 
         Raises:
-            EngineError, DeadlineError: there is no response.
+            EngineError, DeadlineError: the response could not be sampled.
         """
         counted = 0
 
@@ -344,9 +345,10 @@ class Episode:
 
     @asynccontextmanager
     async def _sampling_ahead(self, env: Environment, state: _EpisodeState) -> AsyncGenerator[None]:
-        """Let the environment have responses sampled ahead in the block.
+        """Allow the environment to have responses sampled ahead inside the block.
 
-        It cannot have any if it does not use the view of its episode, or if phases tie episodes together.
+        Nothing is sampled ahead if the environment does not use the view of its episode, or if `phases` makes episodes
+        wait for each other. Tokens of responses that the episode did not take are counted as lost at the end.
         """
         if _informed(env) is None or not self._phases.free:
             yield
@@ -363,7 +365,7 @@ class Episode:
 
 
 class _EpisodeState:
-    """The state of one episode: its transcript, its requests, and the thing that it waits for."""
+    """State of one episode: its transcript, its requests, and what it waits for now."""
 
     def __init__(
         self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView, settings: EpisodeSettings
@@ -374,19 +376,22 @@ class _EpisodeState:
         self.transcript = transcript
         self.settings = settings
         self.outcome = Outcome.CANCELLED
-        """Outcome of the episode, once it has ended."""
+        """Outcome of the episode once it has ended; CANCELLED before."""
         self.scope = anyio.CancelScope()
         """Scope that has the episode's deadline."""
         self.context = copy_context()
         """Context variables of the environment's calls: `step` sees the values that `reset` has set."""
         self._requests = 0
-        """Number of requests made so far; the next one has this number."""
+        """Number of requests made so far; the next request has this number."""
         self._late_outcome = Outcome.ENV_TIMEOUT
+        """Outcome of the episode if its deadline passes now."""
         self._awaited = ""
+        """Phrase for what the episode waits for now."""
         self._advice = ""
+        """Phrase for what the user should look at if the episode's deadline passes now."""
 
     def turn(self) -> int:
-        """Return the number of the turn under way, counted from 1."""
+        """Return the number of the turn in progress, counted from 1."""
         return len(self.transcript.turns) + 1
 
     def new_request(
@@ -415,7 +420,7 @@ class _EpisodeState:
         self.progress.lost += tokens
 
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
-        """Note what the episode waits for now, and how it fails if its deadline comes meanwhile."""
+        """Note what the episode waits for now, and how it fails if its deadline passes during this wait."""
         self._late_outcome, self._awaited, self._advice = late_outcome, what, look_at
 
     def too_long(self) -> Failure:
@@ -434,8 +439,8 @@ class _EpisodeState:
 def _informed(env: Environment) -> Informed | None:
     """Return the environment if it uses the view of its episode.
 
-    Asks the class, because `issubclass` remembers its answers: `isinstance` would look up the protocol's names for each
-    episode again.
+    The class is checked, not the object: `issubclass` caches its results, while `isinstance` would look up all names of
+    the protocol again for each episode.
     """
     return cast("Informed", env) if issubclass(type(env), Informed) else None
 

@@ -1,7 +1,7 @@
-"""Phases: when an episode may step its environment, and when it may ask for its next response.
+"""Phases: when an episode may step its environment, and when it may request its next response.
 
-Normally at once: episodes are independent of each other. Two switches of `[rollout]` tie the episodes of a node
-together, so that the gain of independence can be measured:
+Normally an episode never waits for another one, because episodes are independent. Two switches of `[rollout]` make the
+episodes of a node wait for each other, so that the gain of independence can be measured:
 
     env_async = false          `LockStep`: no environment steps before all responses are complete, and no response is
                                requested before all environments have stepped
@@ -27,19 +27,30 @@ GroupKey = tuple[str, int]
 
 
 class PhaseRule(Protocol):
-    """Decides which episodes may continue. Methods return the ids of the leases that may continue now."""
+    """Interface of `LockStep` and `GroupBarrier`, which decide which episodes may continue.
 
-    def enter(self, lease: Lease) -> None: ...
+    `Phases` calls its methods. Except for `enter`, they return the ids of the leases that may continue now.
+    """
 
-    def leave(self, lease: Lease) -> set[int]: ...
+    def enter(self, lease: Lease) -> None:
+        """Record that an episode begins."""
+        ...
 
-    def generated(self, lease: Lease) -> set[int]: ...
+    def leave(self, lease: Lease) -> set[int]:
+        """Record that an episode has ended."""
+        ...
 
-    def stepped(self, lease: Lease) -> set[int]: ...
+    def generated(self, lease: Lease) -> set[int]:
+        """Record that a response of an episode is complete."""
+        ...
+
+    def stepped(self, lease: Lease) -> set[int]:
+        """Record that the environment of an episode has reset or stepped."""
+        ...
 
 
 class Phases:
-    """Lets the episodes of a node wait for each other. The deadline of an episode bounds its wait.
+    """Makes the episodes of a node wait for each other. The deadline of an episode limits how long it waits.
 
     Args:
         rule: decides which episodes may continue; None: episodes are independent, and every call returns at once.
@@ -89,7 +100,7 @@ class Phases:
     def _release(self, released: Iterable[int]) -> None:
         """Let episodes continue."""
         for lease in released:
-            # A cancelled episode waits no more, but the rule names it until it has left.
+            # A cancelled episode does not wait any more, but the rule returns its lease until the episode has left.
             if (event := self._waiting.get(lease)) is not None:
                 event.set()
 
@@ -103,11 +114,11 @@ def phases(config: Config) -> Phases:
 
 
 class LockStep:
-    """All episodes of a node generate together, then step together.
+    """Rule for `env_async = false`: all episodes of a node generate together, then step together.
 
-    Invariant: a waiting episode always waits for one that holds the phase, which means that it still has something to
-    do in this phase. When the last holder is done the phase changes: all waiting episodes are released, and all
-    episodes that are alive hold the new phase.
+    An episode *holds* a phase while it still has something to do in this phase. When the last holder is done, the phase
+    changes: all waiting episodes are released, and all episodes that are alive hold the new phase. Invariant: while an
+    episode waits, some episode holds the phase.
     """
 
     def __init__(self) -> None:
@@ -118,7 +129,7 @@ class LockStep:
         self._waiting: set[int] = set()
 
     def enter(self, lease: Lease) -> None:
-        """Add an episode. If environments step now, it holds up nobody: it generates in the next phase."""
+        """Add an episode. It holds the phase if responses are generated now; else it takes part from the next phase."""
         self._alive.add(lease.lease_id)
         if not self._stepping:
             self._holding.add(lease.lease_id)
@@ -142,7 +153,7 @@ class LockStep:
         return self._finish(lease.lease_id)
 
     def _finish(self, lease: int) -> set[int]:
-        """Record that an episode has done its part of the phase; change the phase if it was the last one."""
+        """Record that an episode has done its part of the phase. Change the phase if no episode holds it any more."""
         self._holding.discard(lease)
         if self._holding:
             return set()
@@ -153,7 +164,7 @@ class LockStep:
 
 
 class GroupBarrier:
-    """The members of a group on a node wait for each other's responses.
+    """Rule for `replicate_prompts = false`: the members of a group on a node wait for each other's responses.
 
     A member waits before a step while another member that is alive has fewer responses. Invariant: the members with
     the fewest responses never wait.
@@ -187,11 +198,11 @@ class GroupBarrier:
         return self._release(group)
 
     def stepped(self, lease: Lease) -> set[int]:
-        """Return the lease itself, which may generate at once: only responses are waited for."""
+        """Return the lease itself: its episode may generate at once, because members wait for responses only."""
         return {lease.lease_id}
 
     def _release(self, group: GroupKey) -> set[int]:
-        """Return the waiting members with the fewest responses, which wait no more."""
+        """Return the waiting members that have the fewest responses of the group, and remove them from the waiting."""
         responses, waiting = self._responses[group], self._waiting[group]
         fewest = min(responses.values())
         released = {lease for lease in waiting if responses[lease] <= fewest}
@@ -200,4 +211,5 @@ class GroupBarrier:
 
 
 def _group(lease: Lease) -> GroupKey:
+    """Return the key of a lease's group."""
     return lease.task.split, lease.task.group_id

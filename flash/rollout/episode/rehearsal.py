@@ -1,7 +1,7 @@
 """Rehearsal: one turn is played before any engine starts, so that a broken environment is found within seconds.
 
-The real `Episode` runs, with its deadlines and its checks, on a response that needs no model. One problem that can be
-played is enough: an environment that only fails now and then does not stop a run.
+`rehearse` runs the real `Episode`, with its deadlines and its checks, on a response that needs no model. One problem
+that can be played is enough, because an environment that fails only sometimes does not stop a run either.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from flash.samples.tasks import SEED_STRIDE
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3
-"""Problems that are tried, of which one must be played. An environment that fails for half of them passes in seven of
-eight runs."""
+"""Number of problems that are tried; one of them must be playable. An environment that fails for half of its problems
+passes in seven of eight runs."""
 
 
 class Echo:
     """A `Responder` that answers at once with the last token of the prompt."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
+        """Return a response of one token, without an engine."""
         last = request.prompt[-1:]
         request.on_tokens(last)
         return Completion(last, [-1.0], [VersionRun(0, 1)], "stop")

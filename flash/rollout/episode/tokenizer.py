@@ -1,9 +1,9 @@
 """The model's tokenizer: text to tokens and back, as episodes and `flash sft` need it.
 
-An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later one, `read_response` for what
-was sampled. A response is never tokenized again: what follows it is appended to the tokens that were sampled. Chat
-messages go through `ChatTemplate`, and all text through `ControlTokens`, so that only the chat template makes control
-tokens. If the run names vLLM's parsers for the model, these read the reasoning and the calls of a response.
+An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later observation, and
+`read_response` for each response. A response is never tokenized again: later tokens are appended to the sampled tokens.
+Chat messages go through `ChatTemplate`, and all text through `ControlTokens`, so that only the chat template makes
+control tokens. If the run names vLLM's parsers for the model, these read the reasoning and the calls of a response.
 
 `HfTokenizer` is the tokenizer of a model's folder. A run loads it once per process; `with_arguments` makes a variant
 for other arguments of the chat template.
@@ -30,10 +30,10 @@ from flash.rollout.episode.controls import ControlTokens
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, Message, Observation, Piece, Tool, ToolCall
 
 KEPT_PROMPTS = 64
-"""Number of first observations whose tokens are kept: all members of a group show the same one, soon after each
-other."""
+"""Number of first observations whose tokens are kept. All members of a group show the same first observation, soon
+after each other."""
 KEPT_VARIANTS = 64
-"""Number of variants with other arguments of the chat template that are kept: data sets have a handful of them."""
+"""Number of tokenizer variants with other arguments of the chat template that are kept. Data sets have only a few."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -54,10 +54,10 @@ class ResponseReader:
         self._decode = decode
         self._parsing = parsing
         self._previous: list[int] = []
-        """Tokens of the last piece. New tokens are decoded behind them, because the text of a token may depend on the
-        one before: a space at the beginning, for example."""
+        """Tokens of the last piece. New tokens are decoded together with these, because the text of a token may depend
+        on the token before it: a space at the beginning, for example."""
         self._pending: list[int] = []
-        """Tokens whose text was not returned yet."""
+        """Tokens whose text has not been returned yet."""
 
     def add(self, token_ids: Sequence[int]) -> Piece:
         """Return the text that new tokens complete, which may be empty."""
@@ -83,9 +83,10 @@ class ResponseReader:
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. A class that derives from it reads a response as plain text, unless it overrides that.
+    """Interface that turns text into tokens and back. `HfTokenizer` implements it for models.
 
-    `tools` are always the functions that the prompt offers to the policy.
+    A derived class reads a response as plain text unless it overrides `read_response`. The argument `tools` of all
+    methods is the list of functions that the prompt offers to the policy.
     """
 
     slow = False
@@ -156,15 +157,15 @@ class Tokenizer(Protocol):
         return Spoken(Message(ASSISTANT, self.decode(token_ids)))
 
     def start_reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> ResponseReader:
-        """Return a reader of one response while it is sampled; arguments as for `read_response`."""
+        """Return a reader of one response while it is sampled. `read_response` describes the arguments."""
         return ResponseReader(self.decode)
 
 
 class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer.
 
-    An observation of chat messages goes through the model's chat template. Plain text is encoded as it is; the first
-    one begins with the token with which the tokenizer begins a text, such as `<s>`, if it has one.
+    Chat messages go through the model's chat template. Plain text is encoded unchanged. If the tokenizer begins texts
+    with a token such as `<s>`, the first observation begins with this token.
 
     Args:
         config: names the model's folder or repository, its parsers, and arguments of its chat template.
@@ -181,11 +182,11 @@ class HfTokenizer(Tokenizer):
         self._config = config
         self._path = config.path
         self._prompts: dict[str | bytes, array[int]] = {}
-        """Tokens of first observations, the oldest first."""
+        """Tokens of first observations, oldest first, by text or by the JSON of messages and tools."""
         self._arguments = dict(config.chat_template_kwargs)
         """Arguments of the chat template."""
         self._variants: dict[bytes, HfTokenizer] = {}
-        """The tokenizers that `with_arguments` has made, the oldest first."""
+        """Tokenizers that `with_arguments` has made, oldest first, by the JSON of their arguments."""
         self._reported: set[str] = set()
         """Warnings that were logged; shared by all variants."""
         local = Path(config.path).is_dir()
@@ -248,9 +249,9 @@ class HfTokenizer(Tokenizer):
     # -- observations to tokens --------------------------------------------------------------------------------------
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of the first observation. The policy continues a last message that is an assistant's.
+        """Return the tokens of the first observation.
 
-        May run in a thread.
+        If the last message is the assistant's, the policy continues that message. May run in a thread.
 
         Raises:
             EnvError: the model's chat template is missing, refuses the messages, or leaves out a part of them.
@@ -286,7 +287,8 @@ class HfTokenizer(Tokenizer):
         """Return the tokens of a prompt, and of the answer to it that is the last message, for supervised training.
 
         Raises:
-            EnvError: as `ChatTemplate.prompt_and_answer` does.
+            EnvError: the chat template cannot show the messages in a form that can be learned
+                (`ChatTemplate.prompt_and_answer` lists the reasons).
         """
         return self._template.prompt_and_answer(messages, tools)
 
@@ -303,7 +305,7 @@ class HfTokenizer(Tokenizer):
         """
         if not self.inner.encode(""):
             return []
-        # Tries the texts of its own tokens: a vocabulary of a few characters may have no other text.
+        # Texts of the tokenizer's own tokens are tried, because a small vocabulary may not encode any other text.
         for number in range(len(self.inner)):
             text = self.inner.decode([number])
             try:
@@ -345,7 +347,7 @@ class HfTokenizer(Tokenizer):
         return Spoken(Message(ASSISTANT, encodable(found.content), encodable(found.reasoning), calls), found.malformed)
 
     def start_reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> ResponseReader:
-        """Return a reader of one response while it is sampled; it uses vLLM's parsers if the run names any."""
+        """Return a reader of one response while it is sampled. The reader uses vLLM's parsers if the run names any."""
         if self._parsers is None:
             return ResponseReader(self.decode)
         return ResponseReader(self._decode_all, self._parsers.begin(prompt, tools, calling=calling))
@@ -366,14 +368,14 @@ class HfTokenizer(Tokenizer):
 
     @property
     def end(self) -> list[int]:
-        """The token that ends a text; empty if there is none."""
+        """List with the token that ends a text; empty if there is none."""
         return end_of_text(self.inner)
 
     @property
     def ends(self) -> list[int]:
         """Tokens that end a response, ascending: the end of text, and the tokens with which the template ends a turn.
 
-        Without a chat template, the end of text alone.
+        Without a chat template, only the end of text.
         """
         try:
             return sorted(self._template.turn_ends)
@@ -381,11 +383,15 @@ class HfTokenizer(Tokenizer):
             return self.end
 
     def ends_turn(self, token: int) -> bool:
-        """Return True if a model ends a response with this token. Raises EnvError as `follow` does for messages."""
+        """Return True if a model ends a response with this token.
+
+        Raises:
+            EnvError: the chat template is missing, or does not show an assistant's message unchanged.
+        """
         return token in self._template.turn_ends
 
     def add_ends(self, generation: Any) -> list[int]:
-        """Add to a model's `generation_config` all tokens of `ends` that it lacks, and return these."""
+        """Add the tokens of `ends` that a model's `generation_config` lacks to it, and return the added tokens."""
         named: Any = generation.eos_token_id
         named = [] if named is None else [named] if isinstance(named, int) else list(named)
         missing = [token for token in self.ends if token not in named]
@@ -394,7 +400,7 @@ class HfTokenizer(Tokenizer):
         return missing
 
     def missing_ends(self) -> str:
-        """Return a sentence that names the tokens of `ends` that the model's files lack; empty if they lack none."""
+        """Return a sentence that names the tokens of `ends` missing in the model's files; empty if none is missing."""
         from transformers import AutoConfig, GenerationConfig
 
         local, trusted = Path(self._path).is_dir(), self._config.trust_remote_code

@@ -5,9 +5,9 @@ frames all of it with `trajectory`. Rules:
 
 1. Tokens are only appended. An observation is rendered once; a response stays exactly as it was sampled, with its
    log-probs and policy versions. Nothing is ever tokenized again.
-2. Most episodes have one sequence of tokens, branch 0. If the environment goes on from an earlier place, because an
-   agent's client has sent a history that differs from the transcript for example, a new branch begins. It starts with
-   a copy of the tokens up to that place, and the old branch stays as it is.
+2. Most episodes have one sequence of tokens, branch 0. If the environment continues from an earlier place, for example
+   because an agent's client has sent a history that differs from the transcript, a new branch begins. It starts with a
+   copy of the tokens up to that place, and the old branch stays unchanged.
 3. Copied tokens are prompt in the new branch. So every sampled token is in exactly one span of one branch, and is
    trained once.
 
@@ -43,13 +43,14 @@ from flash.types import (
 )
 
 LETTERS_PER_TOKEN = 32
-"""Upper bound on the letters of a token, on average over an observation; only long runs of white space have more. With
-it, an observation that cannot fit is refused without being tokenized: to tokenize megabytes takes seconds."""
+"""Upper bound on the letters of a token, on average over an observation; only long runs of white space exceed it. An
+observation that cannot fit by this bound is refused without being tokenized, because tokenizing megabytes takes
+seconds."""
 LARGE_LETTERS = 16_384
-"""Letters from which on an observation is rendered in a thread, if the tokenizer is slow. Rendering it takes more than
-ten milliseconds, in which the event loop would do nothing else."""
+"""Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. The work takes more
+than ten milliseconds, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""Letters that take as long to render as an empty message, for which a chat template takes 40 microseconds."""
+"""Number of letters that take as long to render as an empty message: 40 microseconds in a chat template."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +61,9 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int
     """Responses, over all branches, after which an episode is truncated."""
     max_branches: int
-    """Most branches of an episode."""
+    """Largest number of branches of an episode."""
     max_tokens: int
-    """Most tokens of all branches together."""
+    """Largest number of tokens of all branches together."""
     max_new_tokens: int
     """Longest response, in tokens."""
 
@@ -111,27 +112,30 @@ class Branch:
         self.tokens = list(tokens)
         self.format = format
         self.ends = list(ends)
-        """Ends of all responses among `tokens`, those that were copied first."""
+        """Ends of all responses among `tokens`: the copied responses, then the responses sampled in this branch."""
         self.spans: list[Span] = []
-        """Positions of the responses that were sampled in this branch; copied ones are not among them."""
+        """Positions of the responses that were sampled in this branch, without copied responses."""
         self.logprobs: list[float] = []
         """Log-prob of each token in `spans`."""
         self.versions: list[VersionRun] = []
         """Policy version of each token in `spans`, run-length."""
         self.kept: list[Kept] = []
-        """Tokens that could have been drawn in place of each token in `spans`, if the sampling keeps some only."""
+        """Kept sets (`flash.sampling`) of the tokens in `spans`; empty if sampling leaves no token out."""
         self.routes: Routes | None = None
-        """Experts that the engine chose for the first tokens of the branch, if it reports them."""
+        """Experts that the engine chose for the first tokens of the branch; None if the engine does not report them."""
 
     def length_after(self, responses: int) -> int:
-        """Return the number of tokens up to the end of the first `responses` responses, or of all if it has no more."""
+        """Return the number of tokens up to the end of the first `responses` responses.
+
+        If the branch has no more responses than that, this is the number of all its tokens.
+        """
         if responses == len(self.ends):
             return len(self.tokens)
         return self.ends[responses - 1].position if responses else 0
 
 
 class Transcript:
-    """The tokens of one episode.
+    """Tokens, responses and turns of one episode, to which `Episode` appends.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -142,10 +146,10 @@ class Transcript:
         self.tokenizer = tokenizer
         self.limits = limits
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
-        """Format of the next branch that begins with an observation alone."""
+        """Format of the next branch that begins with an observation and copies no tokens."""
         self.branches = [Branch([], [], self._new_format)]
         self.branch = 0
-        """Index of the branch that the next observation follows; after a response, of the branch that it is in."""
+        """Index of the branch that the next observation follows. A response sets it to the response's branch."""
         self._responses = 0
         """Number of responses of `branch` that the next observation follows."""
         self.turns: list[Turn] = []
@@ -154,7 +158,7 @@ class Transcript:
         self.last_branch: Branch | None = None
         """Branch of the last response; None before the first one."""
         self._rendered: tuple[Observation, list[int]] | None = None
-        """The observation that was rendered last for this place, and its tokens."""
+        """Observation that was rendered last for this place, and its tokens; None if none was rendered."""
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class Transcript:
             self.branch, self._responses, self._rendered = branch, responses, None
 
     def offer(self, tools: Sequence[Tool]) -> None:
-        """Let the policy call these functions in branches that begin with an observation alone.
+        """Let the policy call these functions in later branches that begin with an observation and copy no tokens.
 
         Raises:
             EnvError: calls of functions cannot be read from responses.
@@ -220,7 +224,7 @@ class Transcript:
         self._new_format, self._rendered = self._new_format._replace(tools=list(tools)), None
 
     def template(self, arguments: Mapping[str, Any]) -> None:
-        """Give the chat template these arguments in branches that begin with an observation alone.
+        """Give the chat template these arguments in later branches that begin with an observation and copy no tokens.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -230,7 +234,7 @@ class Transcript:
 
     @property
     def _begins_branch(self) -> bool:
-        """True if the next observation begins a new branch."""
+        """True if the next observation begins a new branch, because its branch has more responses than it follows."""
         return self._responses < len(self.branches[self.branch].ends)
 
     @property
@@ -245,6 +249,7 @@ class Transcript:
         return self._rendered[1]
 
     def _render(self, observation: Observation) -> list[int]:
+        """Return the tokens of the next observation, without using `_rendered`. May run in a thread."""
         if self._responses:
             return self.follow(self.branches[self.branch], self._responses, observation)
         self._new_format = self._new_format._replace(chat=not isinstance(observation, str))
@@ -269,7 +274,7 @@ class Transcript:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def add_observation(self, tokens: Sequence[int]) -> None:
-        """Append the tokens of an observation to the branch that it follows, or to a new one."""
+        """Append the tokens of an observation to the branch that the observation follows, or to a new branch."""
         if self._begins_branch:
             origin, kept = self.branches[self.branch], self._responses
             length = origin.length_after(kept)
@@ -289,7 +294,7 @@ class Transcript:
         branch.tokens += completion.token_ids
         branch.logprobs += completion.logprobs
         branch.spans.append(Span(start, len(branch.tokens)))
-        # A token at which the run's sampling stops may be one with which the model ends a turn anyway.
+        # A stop token of the run's sampling settings may also be a token with which the model ends a turn.
         stopped_at_end = (
             completion.finish == "text" and branch.format.chat and branch.format.tokenizer.ends_turn(branch.tokens[-1])
         )
@@ -299,8 +304,8 @@ class Transcript:
         if completion.kept is not None:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
-            # The engine reports experts for the prompt too. Those known from earlier responses stay: the earlier
-            # responses were sampled under them.
+            # The engine reports experts for the prompt too. Experts known from earlier responses are kept, because the
+            # earlier responses were sampled with them.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])
@@ -309,9 +314,9 @@ class Transcript:
         self.sampled += len(completion.token_ids)
 
     def trajectory(self, task: Task, outcome: Outcome, lost_tokens: int) -> Trajectory:
-        """Return all branches, one behind the other, as the trajectory of a task.
+        """Return all branches, one after another, as the trajectory of a task.
 
-        `lost_tokens`: number of tokens that were sampled for the episode and are not among these.
+        `lost_tokens`: number of tokens that were sampled for the episode and are in no branch.
         """
         branches = self.branches
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]

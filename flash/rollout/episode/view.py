@@ -1,8 +1,8 @@
 """The transcript as an environment sees it: an `EpisodeView`.
 
-An environment that has a method `inform` gets the view before its reset. It reads the last response, says how the next
-one is to be sampled, and says where the next observation follows (`Transcript.go_on`). `Episode` makes each request
-with the options that the environment has set; they hold for one response.
+An environment that has a method `inform` gets the view before its reset. With the view, the environment reads the last
+response, sets options of the next response, and chooses the place that the next observation follows
+(`Transcript.go_on`). `Episode` makes each request with these options, which hold for one response.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class TranscriptView(Transcript):
         self.sampling = sampling
         self.rendering = rendering or anyio.Lock()
         self.ahead: ResponsesAhead | None = None
-        """Responses that are sampled ahead; None: the environment cannot expect any, or may not."""
+        """Responses that are sampled ahead; None: nothing is sampled ahead in this episode."""
         self._max_tokens = limits.max_length
-        """Most tokens of the next response, as the environment wants it."""
+        """Largest number of tokens of the next response, as the environment has set it."""
         self._stop: tuple[str, ...] = ()
         """Texts that end the next response."""
         self._listener: tuple[Callable[[Piece], None], bool] | None = None
-        """Function that gets the pieces of the next response; True if calls of functions are left out of them."""
+        """Function that gets the pieces of the next response; True if the pieces leave out calls of functions."""
         self._name = ""
-        """Name by which the next observation may have been expected; empty: it was not."""
+        """Name by which the environment may have announced the next observation; empty: it did not."""
 
     # -- the last response -------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> Said:
-        """The size of the last response."""
+        """Place and size of the last response, and whether a limit has cut it."""
         branch, span = self._last_response()
         return Said(span.start, span.stop - span.start, branch.ends[-1].cut)
 
@@ -89,13 +89,13 @@ class TranscriptView(Transcript):
         self._listener = hear, calling
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that was expected by this name."""
+        """Announce that the next observation may be the observation that was expected by this name."""
         self._name = name
         if self.ahead is not None:
             self.ahead.announce(name)
 
     def expect(self, expected: Expected) -> None:
-        """Sample the response to a later observation from now on, if the limits allow it."""
+        """Start to sample the response to a later observation, if the limits allow it."""
         if self.ahead is not None:
             self.ahead.expect(expected)
 
@@ -121,9 +121,9 @@ class TranscriptView(Transcript):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def find_ahead(self) -> ExpectedResponse | None:
-        """Return the response that is sampled ahead for the next request, if there is one.
+        """Return the response that is sampled ahead for the next request; None if there is none.
 
-        If there is one, the options that the environment has set for the next response are used up.
+        If a response is returned, the options that the environment has set for the next response are reset.
         """
         if self.ahead is None or not self._name:
             return None
@@ -133,7 +133,7 @@ class TranscriptView(Transcript):
         return found
 
     def next_request(self, new_request: NewRequest) -> ResponseRequest:
-        """Return the request of the next response. Uses up the options that the environment has set for it."""
+        """Return the request of the next response, and reset the options that the environment has set for it."""
         on_tokens = ignore_tokens
         if self._listener is not None:
             hear, calling = self._listener
