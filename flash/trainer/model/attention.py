@@ -528,7 +528,7 @@ def attention_rows(
 ) -> Tensor:
     """Return [H, B, C]: the attention weights of a block of rows, a softmax over the columns that each row sees.
 
-    `flash.trainer.rhythm` calls this for each `Block`. The result lies in `scratch` and is valid until the next call
+    `flash.trainer.rhythm` calls this for each `RowBlock`. The result lies in `scratch` and is valid until the next call
     with the same buffers.
 
     Args:
