@@ -132,7 +132,7 @@ class RunProgress:
             raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
-        """Stop after the running step. A run that has trained all steps ends at once."""
+        """Interrupt the run. A step whose batch was dealt is finished; no other step and no last evaluation begins."""
         self.stopping = "interrupted"
         self.send("run", "batches", "engines")
 

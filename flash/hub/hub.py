@@ -1,13 +1,14 @@
-"""The hub, which holds the state of a run: it connects its parts, answers the protocol, and watches the run's stages.
+"""The hub keeps the state of a run's samples and progress. It connects its parts, and answers nodes and trainer ranks.
 
 Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
 their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (the stage that the run waits for).
 `flash.hub.gate.Gate` checks each request of a peer before it calls `Hub.handle`.
 
 Lifecycle: the trainer ranks publish the first version. The first evaluation runs. Then the hub gives out leases and
-batches, until the last step or an interrupt. The last evaluation runs. The ranks, which have kept the weights until
-then, leave. The nodes receive the message that the run is over. The methods of the hub and of its parts run in the
-tasks of their callers; `Hub.run` watches deadlines and does the work that no request waits for.
+batches, until the last step or an interrupt. After the last step the last evaluation runs; after an interrupt there is
+none. The trainer ranks keep the weights until then, and leave. The nodes receive the message that the run is over. The
+methods of the hub and of its parts run in the tasks of their callers. `Hub.run` watches the deadline of each stage of
+the run, and does the work that no request waits for.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Hub:
         config: the run.
         observer: receives every row, note and failure of the run.
         now: returns Unix seconds, on the loop's clock.
-        problems: the kinds and names of the environment's problems.
+        problems: the kind of each problem of the environment, and the settings of its domains.
         recovered: the state that the previous hub processes have left.
         persistence: where the hub saves what must survive a restart.
         origin: where the run was started.
@@ -143,9 +144,14 @@ class Hub:
         return self._metrics.restarts
 
     def interrupt(self) -> str:
-        """Stop after the running step, with a checkpoint. A run that has trained all steps ends at once.
+        """Interrupt the run. A step whose batch was dealt is finished; no other step and no last evaluation begins.
 
-        Returns a phrase for the work that the run still does before it ends; empty if there is none.
+        Then the ranks write a checkpoint, unless one of this version was written before. A run whose ranks are only
+        starting, or train earlier steps again, may end without a new one. Work that is not done within
+        `deadlines.shutdown` is given up.
+
+        Returns a phrase for the work that the run has yet to do before it ends, such as `writing a checkpoint of
+        version 7`; empty if the run was over before.
         """
         over = self.progress.done or self.progress.error is not None
         self.progress.interrupt()
@@ -156,9 +162,10 @@ class Hub:
     async def run(self) -> RunEnd:
         """Watch the run from the first version to the last goodbye. Raises the error that ended the run.
 
-        Consumes the progress of the run. Waits for each stage to end, under the deadline of the stage. Unblocked by the
-        signal `run`. Produces the end of the run, or of an incarnation of the trainer ranks that hangs. It also runs
-        the watches of nodes and ranks, and the backlog of postponed work.
+        Waits for each stage of the run to end, under the deadline of the stage; the signal `run` wakes it. Ends the
+        run, or an incarnation of the trainer ranks (their processes between two restarts) that hangs. It also runs the
+        tasks that watch nodes and ranks, that do postponed work, and that expire the claims of nodes which outlived the
+        previous hub.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:
@@ -173,9 +180,12 @@ class Hub:
         return RunEnd(progress.stopping or "finished", progress.version, self.samples.totals(), unfinished)
 
     async def _watch_stages(self) -> str:
-        """Wait until no trainer rank has anything left to do, and until each stage ends, under its deadline.
+        """Wait until no trainer rank has anything left to do. Each stage of the run must end before its deadline.
 
         Returns a phrase for the work that did not end in time after an interrupt; empty if all work ended.
+
+        Raises:
+            DeadlineError: a stage has exceeded its deadline, and a restart of the ranks cannot help.
         """
         while not self._trainers.done:
             ended, stage = self.progress.stages_ended, self.stages.now
@@ -195,7 +205,7 @@ class Hub:
                 return self.stages.last_work
             waited_for = self.stages.describe(stage)
             if stage.of_trainers and self.incarnations.present:
-                # The ranks hang. This ends their incarnation. It ends the run only if the ranks cannot restart.
+                # `hang` ends their incarnation. The run ends only if the ranks cannot start again.
                 self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}")
             else:
                 raise DeadlineError(waited_for, seconds, stage.look_at)
@@ -297,10 +307,11 @@ class Hub:
         return p.Ack()
 
     def peer_lost(self, name: str) -> None:
-        """Handle the end of a peer's connection, by the peer's name, such as `node-3`.
+        """Handle the end of a peer's connection. `name` is the kind and the number of the peer, such as `node-3`.
 
-        The leases of a node queue again. The loss of a trainer rank of the newest incarnation ends that incarnation,
-        unless a rank of it has said goodbye.
+        `Gate.left` calls this, but not for ranks of an incarnation that is over. The leases of a node queue again. The
+        loss of a trainer rank ends its incarnation, or the run if the ranks cannot start again. It ends neither after
+        the first rank has left in order. The end of any other connection changes nothing.
         """
         kind, _, number = name.partition("-")
         if kind == "trainer":

@@ -1,10 +1,10 @@
-"""The hub's side of the trainer ranks: they start, show that they live, are lost, and start again.
+"""The hub's state of the trainer ranks, and its answers while they start, send heartbeats, are lost, and start again.
 
 The trainer ranks between two restarts are an *incarnation*. When one of its ranks is lost or hangs, the incarnation is
 over, but not the run. The hub ends the calls of the ranks. The launchers ask `processes_of_node` and kill the
-processes. The engines go on with the weights that they have. The next incarnation loads a checkpoint and trains the
-steps again that the run has trained since that checkpoint. The first incarnation of a restarted hub does the same. If
-this is not possible, the run ends with an error after which all processes start again.
+processes. The engines go on with the weights that they have. The next incarnation loads a checkpoint, and trains again
+the steps that the run has trained after that checkpoint. The first incarnation of a restarted hub does so, too. If the
+steps cannot be trained again, the run ends with an error, and all processes start again.
 
 `Incarnations` is the pure state; `TrainerRanks` answers requests and owns no task, except that `watch` runs in a task
 of `Hub.run`. The steps that the ranks train are in `flash.hub.steps`.
@@ -37,7 +37,7 @@ INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of the
 
 
 class RankState(msgspec.Struct):
-    """State of one trainer rank. Times are on the caller's clock."""
+    """State of one trainer rank."""
 
     present: bool = False
     """True if the rank has come to the newest incarnation."""
@@ -46,17 +46,18 @@ class RankState(msgspec.Struct):
     ended_process: int | None = None
     """Process id of the rank's last process whose incarnation is over. That process may hang."""
     host: str = ""
-    """Name of its machine; empty before it has first come."""
+    """Name of the rank's machine; empty before the rank has first reported it."""
     since: float | None = None
-    """Time at which it came."""
+    """Unix seconds at which the rank last reported a new process; None before the first."""
     heartbeat: float | None = None
-    """Time of its last heartbeat; None before the first one."""
+    """Seconds on the loop's clock at the last heartbeat. None before the first one, and after the rank has left or its
+    incarnation has ended."""
     fetched: bool = False
     """True if it has all parts of its shard of the running step."""
     saved: bool = False
     """True if it has done all of its work and waits for the end of the run."""
     left: bool = False
-    """True if it has left in order, or was lost after another rank had."""
+    """True if the rank has left in order, or was lost after another rank had left."""
 
 
 class Incarnations:
@@ -130,10 +131,10 @@ class Incarnations:
         self.ranks[rank].process = self.ranks[rank].heartbeat = None
 
     def ranks_lost(self, ranks: Iterable[int]) -> bool:
-        """Handle the loss of ranks of this incarnation. Returns True if the loss ends the incarnation.
+        """Note that ranks of this incarnation are lost. Returns True if this has ended the incarnation, for all ranks.
 
-        After the first goodbye a loss does not end it: all ranks have saved everything by then, so a lost rank counts
-        as a rank that has left.
+        The caller then ends the requests of the ranks, or the run. After the first rank has left, a loss ends nothing:
+        a rank leaves only after all ranks have saved everything, so a lost rank counts as left.
         """
         if any(rank.left for rank in self.ranks):
             for number in ranks:
@@ -196,7 +197,8 @@ class TrainerRanks:
         self._progress, self._metrics = context.progress, context.metrics
         self._history = context.persistence.history
         self._restart_obstacle = "" if self._history is None else why_no_retraining(self._config)
-        """Reason why the loss of an incarnation ends the run, perhaps empty. None: the ranks start again."""
+        """Reason why the loss of an incarnation ends the run; empty in a run without a history, which needs no reason.
+        None: the ranks start again instead."""
         self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
         self._start: TrainerStart | None = start
         """Starting point of the newest incarnation; None until it is chosen."""
@@ -207,13 +209,15 @@ class TrainerRanks:
         self._causes: set[tuple[int, int]] = set()
         """Processes that caused the end of the last incarnation that ended, each as (node, process id)."""
         self._missing = ""
-        """Sentence that names the ranks which never came to that incarnation; empty if all had come."""
+        """Sentence that names the ranks which never came to the last incarnation that ended. Empty if all had come, or
+        if the end of a rank's connection ended that incarnation."""
         self._calls: set[anyio.CancelScope] = set()
         """Running requests of the ranks; cancelled at the end of the incarnation."""
         self._changes = 0
         """Counter of changes of the rank processes."""
         self._lost_at = self._now() if self.incarnations.recovering else None
-        """Unix seconds since when no ranks hold the run's version; None while they do."""
+        """Unix seconds at which the ranks were lost, or at which this hub began with ranks that are behind the run.
+        None before a loss, and once the ranks have published the run's version again."""
 
     @property
     def done(self) -> bool:
@@ -334,7 +338,10 @@ class TrainerRanks:
     # -- the end of an incarnation -----------------------------------------------------------------------------------
 
     def disconnected(self, rank: int) -> None:
-        """Handle the end of a rank's connection. It ends the incarnation, unless a rank has said goodbye before."""
+        """End the incarnation because the connection of one of its ranks has ended, unless a rank has left before.
+
+        A rank that has not come to the newest incarnation is ignored.
+        """
         if rank not in self.incarnations.present:
             return
         self._progress.send("run")
@@ -353,10 +360,10 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
 
     async def watch(self) -> None:
-        """End an incarnation in which a rank is silent. The deadline of a stage would end it only much later.
+        """End an incarnation if one of its ranks is silent. The deadline of a stage would end it, too, but much later.
 
-        Consumes heartbeats. Waits for the next moment at which a rank could have been silent for too long. Produces the
-        end of the incarnation.
+        Sleeps until the next moment at which the last heartbeat of a rank could be too old. Before it ends the
+        incarnation, it waits `waits.SECOND_LOOK_S` for a heartbeat that may be late.
         """
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
@@ -370,9 +377,9 @@ class TrainerRanks:
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
         """End the run with the error of a peer, or end the incarnation if a collective failed.
 
-        A failed collective, or an error without a known class, may only be a consequence of the loss of another rank.
-        The hub waits `waits.echo_s` for that loss and, if it comes, ignores this error. `describe_wait` returns a
-        phrase for what the run waits for.
+        A failed collective, or an error without a known class, may only follow from the loss of another rank. So the
+        hub first waits `waits.echo_s`, and ignores this error if the incarnation has ended meanwhile. `describe_wait`
+        returns a phrase for what the run waits for.
         """
         error = error_of(request.error, request.message)
         if error is None or isinstance(error, CollectiveError):

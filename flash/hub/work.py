@@ -1,4 +1,4 @@
-"""The tasks that nodes run: leases go out, results come in.
+"""Grant leases of tasks to nodes, and book the results that come back.
 
 On the road of a sample: `NodeWork.lease` answers a node with leases from the sample buffer; the node runs them
 (`flash.rollout.scheduler`); `NodeWork.deliver` books the results in the buffer, where they complete groups. When the
@@ -76,7 +76,7 @@ class LeaseClaims:
 
 
 class NodeWork:
-    """Grants leases to nodes and books their results. `holders` knows which node has which lease.
+    """Grants leases to nodes and books their results.
 
     Args:
         context: the shared objects of the hub.
@@ -93,25 +93,30 @@ class NodeWork:
         rollout = self._config.rollout
         unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._dealer = LeaseDealer(self._available_tasks, self._lease_next, unit)
+        # `holders` records which node has which lease; `shares` decides how many of the tasks each node gets.
         self.holders, self.shares = self._dealer.holders, self._dealer.shares
         self.claims = LeaseClaims(self._samples.leases, survives)
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)
         self._openings = 0
-        """Value of `admission.openings` when leases were last dealt after a delivery."""
+        """Value of `admission.openings`, which counts the events that may have made a lease possible, at the last deal
+        after a delivery. If the counter has changed since then, leases are dealt again."""
         self._evaluation_start: float | None = None
         """Unix seconds of the first lease of the running evaluation; None while none runs."""
 
     # -- leases go out -----------------------------------------------------------------------------------------------
 
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
-        """Answer a node with its share of the tasks that can run now. Waits for one, for at most one long poll.
+        """Reply to a node with leases: its share of the tasks that can run now (`flash.hub.dealing`).
 
-        Unblocked by `deal`, which fills the reply, and by the end of the run.
+        If there is none, waits for at most `waits.long_poll_s`; the reply may be empty then. `deal` appends leases to
+        the list `reply` and wakes this request. The end of the run wakes it, too, and so does the end of the time for
+        which tasks were kept for other nodes.
         """
         if request.node in self._leaving:
-            # The node asked before it stopped itself. Without this wait it would ask again in a busy loop.
+            # A node that leaves asks for leases until it has the reply to `Leave`. If it got an empty reply at once, it
+            # would ask again and again.
             await anyio.sleep(self._poll_s)
             return p.LeaseReply([], done=self._progress.done)
         reply = self._dealer.open_reply(request.node, request.capacity)
@@ -125,7 +130,10 @@ class NodeWork:
         return p.LeaseReply(reply, done=self._progress.done)
 
     async def _wait_for_leases(self, node: int, reply: list[Lease]) -> None:
-        """Wait until the reply has leases, or until no share is kept for another node any more; then deal again."""
+        """Wait until the reply has leases, the run is over, or the time for which shares are kept was changed.
+
+        If that time passes first, deal again: the tasks that were kept for other nodes are free then.
+        """
         kept, now = self.shares.kept_until, self._now()
         with anyio.move_on_after(kept - now if kept > now else math.inf):
             await self._progress.until(
@@ -146,7 +154,7 @@ class NodeWork:
         """Return the number of tasks that a node with the newest version could get, perhaps too many."""
         newest = self._progress.newest
         tasks = self._evaluations.available(newest)
-        if newest >= 0 and self._progress.stopping is None and not self._evaluations.measuring_start:
+        if newest >= 0 and self._progress.stopping is None and not self._evaluations.evaluates_untrained:
             tasks += self._buffer.available(newest)
         return tasks
 
@@ -157,12 +165,19 @@ class NodeWork:
         return able - self._leaving if self._leaving else able
 
     def _lease_next(self, node: int) -> list[Lease]:
-        """Lease the next task, or the next whole group, to a node. Evaluation tasks come before training tasks."""
+        """Grant a node the next task; without `rollout.replicate_prompts`, all members of the next training group.
+
+        Evaluation tasks come first, one at a time. Returns an empty list if there is no task for this node: no engine
+        of the node has a version, the run stops, the untrained policy is being evaluated, or no task is admitted. An
+        error of the buffer ends the run.
+        """
         versions = self._fleet.versions(node)
         if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
             self._evaluation_start = self._now() if self._evaluation_start is None else self._evaluation_start
             return [lease]
-        if max(versions, default=-1) < 0 or self._progress.stopping is not None or self._evaluations.measuring_start:
+        # No training task goes out while the untrained policy is evaluated.
+        untrained = self._evaluations.evaluates_untrained
+        if max(versions, default=-1) < 0 or self._progress.stopping is not None or untrained:
             return []
         try:
             lease = self._buffer.lease(versions, node, nodes=self._able_nodes)
@@ -179,9 +194,10 @@ class NodeWork:
     # -- results come in ---------------------------------------------------------------------------------------------
 
     async def deliver(self, request: p.DeliverRequest) -> p.Ack:
-        """Book results, in slices. Then deal the room that they free, and wake the ranks if a batch can be formed.
+        """Book results, in slices. Then deal leases that they make possible, and wake the ranks if they can go on.
 
-        Returns when the journal has the results, so that a node forgets nothing that the next hub would miss.
+        Returns when the journal has the results: only then may the node forget them, since the next hub recovers
+        results only from the journal.
         """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
@@ -237,8 +253,8 @@ class NodeWork:
     async def work_off_backlog(self) -> None:
         """Do the work that was put off and that no request waits for.
 
-        Consumes the buffer's backlog and the undealt rest of many tasks. Waits for more of it; unblocked by the signal
-        `backlog`. Produces leases and queued tasks; other tasks are served after each slice.
+        Such work is the backlog of the sample buffer, and tasks that one slice of `deal` has left. The signal `backlog`
+        wakes this loop. Other tasks of the event loop are served after each slice. The loop ends when the run fails.
         """
         while self._progress.error is None:
             if self._samples.backlog:
@@ -278,9 +294,9 @@ class NodeWork:
         return p.ClaimReply([lease.lease_id for lease in kept])
 
     async def expire_claims(self) -> None:
-        """Queue the leases of previous hubs again that no node has claimed in time.
+        """Queue the tasks of those leases again that previous hubs granted and that no node has claimed in time.
 
-        Waits once, for `flash.config.waits.claim_s`. Produces queued tasks.
+        Waits once, for `flash.config.waits.claim_s`; returns at once if there is nothing to claim.
         """
         if not self.claims:
             return
@@ -312,7 +328,7 @@ class NodeWork:
         self.deal()
 
     def node_lost(self, node: int) -> None:
-        """Queue all leases of a node again that is gone or silent."""
+        """Queue the tasks of all leases of a node again. The node is gone or silent."""
         self._fleet.lost(node)
         training: list[int] = []
         for lease in self._dealer.lost(node):

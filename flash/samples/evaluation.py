@@ -147,7 +147,7 @@ class Evaluations:
                 self._leases.put(Member(task))
 
     @property
-    def measuring_start(self) -> bool:
+    def evaluates_untrained(self) -> bool:
         """True while the untrained policy is evaluated; no training task goes out meanwhile."""
         return self._round is not None and self._round.version == 0
 
