@@ -374,7 +374,11 @@ class LeanAdamW(torch.optim.AdamW):
                     self._update(parameter, group, index)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        """Update one parameter; `index` is its place in the group."""
+        """Update one parameter with the arithmetic of AdamW, in parts of `at_once` numbers.
+
+        `index` is the parameter's place in its group. Moments in another memory are copied to the parameter's device
+        for the update, and back.
+        """
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)

@@ -109,6 +109,7 @@ def plan_step(
     counts = [count for part in parts for count in _count(part, critic_B, method.critics)]
     micros = [micro for part in parts for micro in part]
     sizes = [sum(len(one.input_P) for one in micros), sum(len(one.computed.place_U) for one in micros)]
+    # One row per data shard: fault, tokens, packed tokens, computed tokens, tokens by age, and `_count` by minibatch.
     row = torch.tensor([bool(fault), tokens, *sizes, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
     raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
