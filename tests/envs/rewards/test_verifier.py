@@ -13,6 +13,11 @@ from flash.errors import ConfigError, RewardError, SandboxLostError
 HERE = "tests.envs.rewards.verifiers"
 
 
+async def a_worker_has_started():
+    """Start the worker process before a short deadline, for anyio does not close one whose start is cancelled."""
+    assert await verify(f"{HERE}:length", "a", "", timeout=60) == 1.0
+
+
 @inline
 def own_process_id(completion, answer):
     return os.getpid()
@@ -64,6 +69,7 @@ async def test_a_failing_verifier_is_a_reward_error_and_never_a_zero(path, messa
 
 @pytest.mark.anyio
 async def test_a_hanging_verifier_ends_at_its_deadline_and_the_next_one_works():
+    await a_worker_has_started()
     with pytest.raises(RewardError, match=r"hangs: no answer within 0\.2 s"):
         await verify(f"{HERE}:hangs", "", "", timeout=0.2)
     assert await verify(f"{HERE}:length", "a", "", timeout=60) == 1.0
@@ -82,6 +88,7 @@ async def test_a_verifier_that_waits_without_end_is_no_fault_of_the_answer():
 
 @pytest.mark.anyio
 async def test_a_cancelled_verifier_does_not_hold_its_caller():
+    await a_worker_has_started()
     with anyio.move_on_after(0.2) as scope:
         await verify(f"{HERE}:hangs", "", "", timeout=3600)
     assert scope.cancelled_caught
