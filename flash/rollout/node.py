@@ -174,7 +174,7 @@ class RolloutNode:
             unknown = {lease.lease_id for lease in leases}.difference(reply.lease_ids)
             self._hub.forget(unknown)
             self._scheduler.cancel(unknown)
-        await link.hub.call(self._reports.take()(link.node), seconds)
+        await link.hub.call(self._reports.next_report()(link.node), seconds)
         self._hub.connected(link)
 
     async def close(self) -> None:

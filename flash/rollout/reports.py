@@ -1,4 +1,4 @@
-"""Reports of a node to its hub: what its engines did, how they died, and how the node is doing.
+"""Reports of a node to its hub: the activities and deaths of its engines, and the status of the node.
 
 `send` reports the engines after each swap, death and restart: the hub books the seconds and the restarts, and shows the
 notes to people. `run` also sends a status every few seconds; it is only for people, and nothing is decided by it.
@@ -29,12 +29,13 @@ from flash.rollout.scheduler import Scheduler
 
 
 class _Deaths(NamedTuple):
-    """The deaths of the engines in one place of the node."""
+    """The deaths of the engines in one place. A node has a fixed number of places, and one engine at a time in each."""
 
     number: int
     last: float
-    """When the last one died, in Unix seconds."""
+    """When the last engine died, in Unix seconds."""
     why: str
+    """How the last engine died."""
     returns: bool
     """True if another engine starts in the place."""
 
@@ -65,6 +66,7 @@ class NodeReports:
         self._now = now
         self._blocked_s = blocked_s
         self._numbers = count(1)
+        """Numbers of the reports. The hub ignores the engines of a report that arrives after a later one."""
         self._notes: list[str] = []
         self._restarts = 0
         """Restarts of engines since the last report."""
@@ -83,20 +85,26 @@ class NodeReports:
         self._notes.append(text)
 
     def add_death(self, place: int, why: str, *, returns: bool) -> None:
-        """Add the death of a place's engine to the next report; `returns`: another engine starts in the place."""
+        """Add the death of a place's engine to the next report; `returns` is True if another engine starts there."""
         before = self._deaths[place].number if place in self._deaths else 0
         self._deaths[place] = _Deaths(before + 1, self._now(), shortened(why, FAILURE_TEXT), returns)
         self._restarts += returns
         self.note(why)
 
     async def send(self) -> None:
-        """Send an engine report. Raises the same errors as `HubClient.call`."""
-        await self._hub.call(self.take())
+        """Send an engine report.
 
-    def take(self) -> Callable[[int], p.EngineReport]:
+        Raises:
+            FlashError: the hub refuses the report, or it is lost and no other hub follows it.
+        """
+        await self._hub.call(self.next_report())
+
+    def next_report(self) -> Callable[[int], p.EngineReport]:
         """Return a function that makes the next engine report, given the node's number at the hub.
 
-        The report has all that was gathered since the last one, which this forgets.
+        It is a function because the report goes to the next hub if this one is lost, and the node has another number
+        there. The report has the notes, restarts and seconds since the report before. They are in no later report, so a
+        report that is never sent loses them.
         """
         engines, activities = self._proxy.report()
         notes, self._notes = self._notes, []
@@ -111,7 +119,7 @@ class NodeReports:
     # -- status ------------------------------------------------------------------------------------------------------
 
     async def run(self, every_s: float | None) -> None:
-        """Send the node's status every so many seconds, until cancelled. None: nobody looks, and nothing is sent."""
+        """Send the node's status every `every_s` seconds, until cancelled. Send nothing if `every_s` is None."""
         while every_s is not None:
             # A status that cannot be sent is no reason to end anything.
             with suppress(TransportError):
@@ -119,7 +127,7 @@ class NodeReports:
             await anyio.sleep(every_s)
 
     def status(self) -> NodeStatus:
-        """Return the state of the node. Rates are means since the last call."""
+        """Return the state of the node. Its rates are averages over the time since the last call of this method."""
         now, records = self._now(), self._proxy.records
         seconds, self._last_status = now - self._last_status, now
         engines = [self._engine(record, seconds) for record in records]

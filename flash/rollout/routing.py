@@ -4,13 +4,13 @@ A request goes to the least loaded engine whose version is new enough. The engin
 preferred while it is not much fuller; among engines that are equally full, the one that served the group. A request
 that fits nowhere waits; the oldest tasks leave the queue first. When an engine has room and nothing waits for it, it is
 given its share of the requests that clearly fuller engines run. With bound groups all requests of a group go to one
-engine, and wait for it.
+engine, and wait for that engine.
 
 An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if engines have died
 under it `SUSPECTED` times and none of them had given a token of it; it is cleared when an engine gives one. An engine
-has at most one suspect at a time, so that its death convicts the right one.
+has at most one suspect at a time, so that its death shows which request was the cause.
 
-Invariant (work conservation): no engine that has room may serve a request that waits.
+Invariant (work conservation): no request waits while an engine that may serve it has room.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from flash.rollout.engine import ResponseRequest
 
 TASK_SLACK = 0.25
 """Share of its requests by which the engine that served a task before may be fuller than the emptiest one and still be
-preferred: its cache saves computing the whole context. The engine that served another sample of the group only saves
-the prompt, so that decides between equally full engines only."""
+preferred: it has the whole context of the task in its cache. The engine that served another sample of the group has
+only the prompt in its cache, so it is preferred only among engines that are equally full."""
 UNEVEN = 0.25
 """Share of its requests by which an engine must be fuller than another one to give some away: a moved request has to be
 prefilled again."""
 SUSPECTED = 2
-"""Deaths of engines that make a request a suspect. One may be chance, and suspects have to wait for each other."""
+"""Deaths of engines that make a request a suspect. A single death may be chance, and a suspect may have to wait for
+another one to leave its engine."""
 MAX_DEATHS = 3
-"""Engines that may die under a request before it is given to no other one, if none had given a token of it."""
+"""Engines that may die under a request before it is given to no other engine, if none of them had given a token of
+it."""
 REMEMBERED = 1 << 16
 """Tasks and groups whose engine is remembered: more than are alive on a node at once."""
 
 
 class RequestRecord:
-    """The router's own record of one request: where it waits, and what has become of it so far. Mutable."""
+    """The router's own record of one request: where it waits, and how engines have died under it. Mutable."""
 
     def __init__(self, request: ResponseRequest) -> None:
         self.request = request
@@ -58,17 +60,9 @@ class RequestRecord:
         self.proven = False
         """True if the engine that holds the request has given a token of it."""
         self.deaths = 0
-        """Engines that have died under the request since one of them gave a token of it."""
+        """Number of engines that have died under the request since an engine last gave a token of it."""
         self.death = ""
-        """Text that says how the last of these engines died."""
-
-    @property
-    def movable(self) -> bool:
-        """True if the request may move to balance the load.
-
-        With a seed it may not once it has tokens: it would go on with other draws, which no other run repeats.
-        """
-        return not (self.request.seed is not None and self.proven)
+        """How the engine died that was the last one to die under the request; empty if there was none."""
 
     @property
     def suspected(self) -> bool:
@@ -128,7 +122,10 @@ class EngineView:
         self.acquit(record)
 
     def acquit(self, record: RequestRecord) -> None:
-        """Note that a request does not kill this engine: it got a token, or has left. Another suspect may come."""
+        """Note that a request does not kill this engine: the engine gave a token of it, or no longer holds it.
+
+        The engine may then get another suspect.
+        """
         if self.suspect is record:
             self.suspect = None
 
@@ -193,7 +190,7 @@ class Router:
     def ask(self, record: RequestRecord) -> int | None:
         """Place a request and return its engine, or put it into the queue and return None."""
         if self.hopeless(record):
-            # The engine that could still serve it has died: those that have failed it get another chance.
+            # No engine is left that has not failed the request: let those that have failed it try again.
             record.barred = frozenset()
         # With bound groups the request waits for its engine, even if another one has room.
         bound = self._bound_view(record) if self._bind and self.alive else None
@@ -248,14 +245,26 @@ class Router:
         return list(gives.items())
 
     def movable(self, engine: int, records: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
-        """Return the first `count` of these requests, which a fuller engine runs, that may move to `engine`."""
-        fit = (each for each in records if each.movable and not each.suspected and engine not in each.barred)
-        return list(islice(fit, count))
+        """Return the first `count` of `records` that may move to `engine`, which balances the load.
+
+        `records`: requests that a fuller engine runs.
+        """
+
+        def may_move(record: RequestRecord) -> bool:
+            # With a seed, another engine would draw the rest of the response differently, and no other run would repeat
+            # that.
+            repeatable = record.request.seed is None or not record.proven
+            return repeatable and not record.suspected and engine not in record.barred
+
+        return list(islice(filter(may_move, records), count))
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
     def fail(self, engine: int) -> list[RequestRecord]:
-        """Note that an engine is gone. Returns the requests that only it could have served; they are to ask again."""
+        """Note that an engine is gone, and return the waiting requests that only this engine could have served.
+
+        The caller lets each of them `ask` again.
+        """
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
         return self._expel(lambda need: engine == need.engine or alive <= need.barred)
@@ -263,8 +272,8 @@ class Router:
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
         """Note that another engine has taken the place of one that is gone.
 
-        If it is the only one alive, returns all waiting requests, which are to ask again: they could not be bound to an
-        engine while there was none.
+        If it is the only one alive, returns all waiting requests, and the caller lets each of them `ask` again: they
+        could not be bound to an engine while none was alive.
         """
         first = not self.alive
         view = self.views[engine]
@@ -338,7 +347,7 @@ class Router:
             bound.bound += 1
 
     def withdraw(self, record: RequestRecord) -> None:
-        """Let a request wait no more. Its entry in the heap is removed when it comes to the top."""
+        """Take a request out of the queue. Its entry in the heap is removed later, when it comes to the top."""
         need = record.need
         assert need is not None, "only a waiting request can leave the queue"
         record.arrival = record.need = None

@@ -1,4 +1,4 @@
-"""Control tokens: tell those that the chat template writes from text that only looks like them.
+"""Control tokens: make them where the chat template writes them, and not where other text has the same characters.
 
 Law: a control token comes from the chat template alone. Text of a user, a data set, a tool or an agent stays text:
 `<|im_end|>` in it becomes some ordinary characters. `ChatTemplate` renders with this class, and `HfTokenizer` encodes
@@ -7,7 +7,7 @@ all text with it.
 Two steps keep the law:
 
 1. The template is compiled so that the characters of its own control tokens are written as lone surrogates, called
-   marks here. Text from outside cannot have any. The template still decides as it would without marks
+   marks here. Text from outside has none: it would be refused. The template still decides as it would without marks
    (`flash.foreign.chat_templates`).
 2. A copy of the tokenizer, in which control tokens have secret names, encodes the result: marked control tokens are
    replaced by their secret names, and all other marks by the characters that they stand for. The copy splits, pads and
@@ -66,7 +66,11 @@ class TemplateText(NamedTuple):
         return TemplateText(head, guarded) if found and found_guarded else None
 
     def without_prefix(self, prefix: TemplateText) -> TemplateText | None:
-        """Return the text after `prefix`; None if the text does not begin with `prefix`."""
+        """Return the text behind `prefix`; `ChatTemplate` cuts an answer from its prompt with this.
+
+        None if the text does not begin with that of `prefix`. If this text has a guarded copy, also None if `prefix`
+        has none, or one with which the copy does not begin.
+        """
         if not self.text.startswith(prefix.text):
             return None
         tail = self.text[len(prefix.text) :]
@@ -227,7 +231,7 @@ class ControlTokens:
 
 
 class _ControlTextFinder:
-    """Finds control tokens, and pieces from which a template may put one together, in the text of a template."""
+    """Finds control tokens in the text of a template, and pieces from which the template may put one together."""
 
     def __init__(self, contents: Mapping[str, int]) -> None:
         self._joined = "\0".join(contents)
@@ -263,8 +267,8 @@ def _five_letters(number: int) -> str:
 def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str) -> Any:
     """Return a copy of a tokenizer in which the tokens of `names` have other names and the same ids.
 
-    The old names become ordinary text, which no merge joins into a control token. `predecessor` is added as a further
-    token.
+    The old names become ordinary text: all merges that take or make one of them are removed. `predecessor` is added as
+    one more token.
     """
     from tokenizers import Tokenizer
 

@@ -1,8 +1,9 @@
 """VLLMEngine: a vLLM engine in the node loop, behind the `Engine` protocol.
 
-It is started, streams and aborts requests, and swaps weights: pause → load → resume → canary. vLLM's engine core is a
-child process and its workers are grandchildren; this object owns them. They end with `close` and with this process; if
-one of them dies, all requests of the engine fail.
+It starts, streams and aborts requests, and swaps weights: it pauses, loads the version, queues the canary and resumes.
+The canary is a few tokens whose log-probs must agree with the trainer's. vLLM's engine core is a child process and its
+workers are grandchildren; this object owns them. They end with `close` and with this process. If one of them dies, all
+requests of the engine fail.
 
 vLLM stamps each token with the version label that was set at the end of the last weight update. The label changes only
 while no step is running, so the stamps are exact.
@@ -51,13 +52,13 @@ from flash.waiting import deadline, unwrapped_group
 from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
 
 FIRST_VERSION = -1
-"""Version of an engine that has loaded none: it serves the weights of the model folder."""
+"""Version of an engine that has not loaded a version yet: it has the weights of the model folder."""
 CANARY_PRIORITY = -1
 """Priority of the canary in vLLM: before every sample (0), so that it never waits for a running sequence to end."""
 
 SECOND_LOOK_S = 1.0
-"""Seconds between the moment in which an engine seems to hang and the verdict. If the event loop was blocked, it has to
-read first what the engine has sent meanwhile."""
+"""Seconds after which an engine that seems to hang is looked at once more. If the event loop was blocked, it first has
+to read the reports of steps that the engine has sent meanwhile."""
 
 
 class VLLMEngine:
@@ -67,9 +68,9 @@ class VLLMEngine:
         config: the run.
         index: number of this engine among all engines of the run.
         gpus: GPUs of the engine, counted among those visible to this process; empty on the CPU.
-        remember: called in a thread with the process id of the engine's core, so that a later process can clean up
-            after it: again and again while it starts, since whatever kills it may kill this process too, and once it
-            serves.
+        remember: called in a thread with the process id of the engine's core, so that a later process can end the core
+            if this process dies. Called repeatedly while the engine starts, because whatever kills the engine may kill
+            this process too, and once when it has started.
         cpus: CPU cores of all engines, if they compute on cores; None: those of this process.
         ends: tokens that end a response, beside those that the model's files name.
     """
@@ -91,7 +92,8 @@ class VLLMEngine:
         self._llm: Any = None
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
-        """Version that will compute requests that come now; from the pause of a swap on, the swap's version."""
+        """Version whose weights a new request will meet. From the pause of a swap on, this is the version that is being
+        loaded."""
         self._joined: dict[str, Any] | None = None
         self._adapters = Adapters(config.adapters)
         # A single worker holds an adapter exactly as it was published.
@@ -123,7 +125,7 @@ class VLLMEngine:
         Raises:
             ConfigError: vLLM has no attention for this model on this machine.
             DeadlineError: the engine was not ready within deadlines.engine_start.
-            EngineDeadError: one of its processes was killed; another start may work.
+            EngineDeadError: a process of the engine was killed; another start may work.
             EngineError: vLLM refused its configuration or failed; the reason is in its log.
         """
         seconds = self._config.deadlines.engine_start
@@ -219,8 +221,8 @@ class VLLMEngine:
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`.
 
-        New requests never use the KV cache of older weights. After an error the engine's weights are undefined; if it
-        was paused, it stays so until it is closed or has loaded a version.
+        New requests never use the KV cache of older weights. After an error the engine's weights are undefined. An
+        engine that was paused then stays paused until it is closed or has loaded a version.
         """
         self._check_alive()
         version = published.version
@@ -249,14 +251,14 @@ class VLLMEngine:
         return gap
 
     async def _adopt(self, version: int) -> None:
-        """Give the weights that the engine has, at first those of the model folder, the number `version`."""
+        """Give the weights that the engine has now the number `version`, without loading any."""
         self._check_alive()
         await self._llm.update_weight_version(str(version))
         self._version = self._salt = version
 
     @contextmanager
     def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
-        """Bound the block, which waits for vLLM's answers, by a deadline and by the engine's death.
+        """End the block, which waits for vLLM's answers, at a deadline or when the engine dies.
 
         Raises:
             DeadlineError: vLLM took longer than `seconds`.
@@ -321,11 +323,11 @@ class VLLMEngine:
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
-            # The caller has left meanwhile: nobody else knows of these processes.
+            # The start was given up meanwhile, so nobody else ends these processes.
             self._llm.shutdown(timeout=0)
 
     def _stepped(self, stats: Any) -> None:
-        """Take the numbers of a step, which vLLM reports."""
+        """Keep the numbers that vLLM reports after each step, for the load of the engine and the watch for hangs."""
         self._gauge.read(**vllm.step_numbers(stats))
         self._steps.step(anyio.current_time())
 
@@ -355,8 +357,8 @@ class VLLMEngine:
         """Pause, load a version, resume.
 
         Returns the engine's log-probs of the canary tokens after the first, the fingerprint of each worker's weights,
-        and the adapter of the version. An adapter that is put beside others is loaded without a pause; it takes
-        requests only after the caller has verified it.
+        and the adapter of the version. If the engine holds several adapters, a new one is loaded without a pause, and
+        gets requests only after the caller has verified it.
         """
         llm, pauses = self._llm, not self._adapters.several
         adapter, dropped = await self._adapters.wait_and_add(version)
@@ -365,7 +367,7 @@ class VLLMEngine:
             # queue, and meet the new weights.
             self._salt, self._adapters.newest = version, adapter
             await vllm.pause(llm, keep_cache=keep_cache)
-        # Only now: the pause waits for the step in flight, which may hang.
+        # The watch for hangs stops only after the pause, because the pause waits for the running step, which may hang.
         self._steps.pause()
         if pauses and not keep_cache:
             self._gauge.excuse_preemptions()
@@ -410,7 +412,7 @@ class VLLMEngine:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
     def _typed(self, error: Exception) -> FlashError:
-        """Return the error of our own that stands for an error of vLLM's."""
+        """Return the `FlashError` for an error of vLLM; if the engine's core has died, mark the engine as dead."""
         if isinstance(error, FlashError):
             return error
         if vllm.is_core_death(error):
@@ -423,15 +425,20 @@ class VLLMEngine:
         return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
+        """Return the error to raise for an error in a swap to `version`."""
         typed = self._typed(error)
         if isinstance(typed, EngineDeadError):
             return typed
         return self._load_error(LoadFailure("failed", vllm.worker_error(error)), version)
 
     def _load_error(self, failure: LoadFailure, version: int) -> FlashError:
-        """Return the error of an engine whose worker reported `failure`; if it came too late, the engine dies of it."""
+        """Return the error to raise for a failure that a worker reported.
+
+        If the failure is `gone`, the engine is also marked as dead, so that its requests fail and it is restarted.
+        """
         if failure.kind == "gone":
-            # The engine was stopped for some time. The weights are not at fault, and a restart brings it up to date.
+            # The trainer holds only newer versions by now: the engine was too slow, for example because its processes
+            # were stopped for some time. The weights are not damaged, and a restart loads the newest version.
             return self._die(f"it came too late for version {version} ({failure.message})")
         message = f"engine {self._index} could not load version {version}: {failure.message}"
         # A damaged version is damaged for every engine, so it stops the run. Any other failure is this engine's own.
@@ -439,9 +446,9 @@ class VLLMEngine:
 
 
 class FixedEngine(VLLMEngine):
-    """A `VLLMEngine` that serves the weights of the model folder, for runs that train nothing."""
+    """A `VLLMEngine` that always serves the weights of the model folder, for runs that train nothing."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`. Takes the number of the version only."""
+        """See `Engine`. Takes over the number of the version, and loads no weights."""
         await self._adopt(published.version)
         return 0.0

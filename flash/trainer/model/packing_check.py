@@ -4,9 +4,9 @@
 from token to token does not stay within them: a recurrent state, a convolution over tokens, or a window or chunk that
 exists only in the model's own mask. Training on such a packed row would use log-probs that no policy has, without any
 error. So some sequences of random tokens go through the model once in one row, and once each alone with the model's
-own attention. One sequence is longer than every window that `model.max_length` lets matter. A few sequences are also
-trained on both ways, since the gradient of packed attention is our own code and a wrong call of a kernel raises no
-error.
+own attention. One sequence is longer than the longest attention window that still fits into a row, if one fits
+(`_random_sequences`). The gradients of a few sequences are compared in the same way, because the backward pass of
+packed attention is our own code, and a wrong call of a kernel raises no error.
 
 A model that fails any of this is trained on one sequence at a time, with its own attention. `flash.trainer.step` calls
 `check_packing` once for each model. Every rank calls it together, on the same tokens.
@@ -46,9 +46,9 @@ from flash.trainer.optimizer import global_norm
 LENGTHS = (9, 24, 5, 16)
 """Tokens of the short sequences. Each sequence but the first has other sequences before it in the row."""
 BEYOND = 16
-"""Tokens by which the longest sequence exceeds the longest window."""
+"""Tokens by which the long sequence exceeds the longest attention window that fits into a row."""
 LONGEST = 16_384
-"""Most tokens of a sequence. Longer windows are not checked: attention over them alone could fill the memory."""
+"""Most tokens of a sequence. Longer windows are not checked: attention over one such window could fill the memory."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference of log-probs, in nats, that counts as rounding, by the dtype of the forward pass. A leak between
 sequences makes a difference of 1 to 5."""
@@ -83,8 +83,9 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             while rows are divided over several ranks.
     """
     sequences = _random_sequences(model, config)
-    # Each forked sequence has the first half of one sequence and continues like the next one. So it shares a prefix in
-    # the packed row, and its log-probs in that half must not depend on what follows.
+    # Each forked sequence has the first half of one sequence, and then the beginning of the next one. So it shares a
+    # prefix with the first of them in the packed row. In this half both must get the same log-probs, because a log-prob
+    # may not depend on later tokens.
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
         _check_logits(model)
@@ -156,7 +157,9 @@ def _is_outside_fault(error: Exception) -> bool:
 
 
 def _check_logits(model: PreTrainedModel) -> None:
-    """Check that the model changes logits exactly as its output layer assumes, by giving it logits in their place.
+    """Check that the model changes logits exactly as its output layer assumes.
+
+    The output of the output layer is replaced by known logits, and the model must return `apply_change` of them.
 
     Raises:
         ConfigError: the model changes them in another way.
@@ -186,7 +189,7 @@ def _why_not_packed(
     forked: Sequence[Tensor],
     alone: Sequence[Tensor],
 ) -> str | None:
-    """Return why sequences cannot share a row of this model, as a phrase after its name. None: they can."""
+    """Return a phrase, to follow the model's name, that says why sequences cannot share a row; None if they can."""
     if not takes_packed_rows(model):
         return "does not use transformers' attention interface"
     try:
@@ -213,17 +216,21 @@ def _why_not_packed(
 
 
 def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
-    """Return True on all ranks if `found` is True on any of them, so that all go on alike. A collective."""
+    """Return True on all ranks if `found` is True on any of them, so that all take the same path. A collective."""
     flag = torch.tensor([float(found)], device=device_of(model))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 
 
 def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
-    """Return sequences of random tokens, the same on every rank: short ones, and one beyond the longest window."""
-    longest = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
-    lengths = [min(length, longest) for length in LENGTHS]
-    beyond = [window + BEYOND for window in windows(model) if window + BEYOND <= longest]
+    """Return sequences of random tokens, the same on every rank.
+
+    The first are those of `LENGTHS`, cut if they do not fit into a row. If an attention window and `BEYOND` more tokens
+    fit into a row, one more sequence follows, which has that length for the longest such window.
+    """
+    limit = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
+    lengths = [min(length, limit) for length in LENGTHS]
+    beyond = [window + BEYOND for window in windows(model) if window + BEYOND <= limit]
     lengths += [max(beyond)] if beyond else []
     choose = random.Random("packing").choices
     vocabulary = range(int(model.config.get_text_config().vocab_size))
@@ -231,7 +238,7 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
-    """Return the log-probs of `_logprobs` in a pass without a backward pass."""
+    """Return the log-probs of `_logprobs`, and free gathered parameters, since no backward pass follows."""
     logp_T = _logprobs(model, sequences)
     reshard(model)
     return logp_T
@@ -276,18 +283,19 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
 def _max_gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
     """Return the largest difference that two neighbouring tokens both reach, in nats; infinite for NaN.
 
-    Rounding that sends a token to another expert changes that token alone, while a leak between sequences reaches its
-    neighbours too.
+    Rounding that sends a token to another expert changes the log-prob of that token alone, while a leak between
+    sequences also reaches the neighbouring tokens. So a difference counts only as far as two neighbours share it.
     """
     gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
     return max((float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps if len(gap_T) > 1), default=0.0)
 
 
 def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[str, float]:
-    """Return the kind of parameters whose gradient differs most, packed and alone, and the share of its norm.
+    """Return the kind of parameters whose gradient differs most if sequences are packed, and by how much.
 
-    Only parameters of attention are compared if the model names any: rounding that sends a token to another expert
-    changes the gradients of both experts.
+    A kind is the parameters with one name in all layers. The difference is a norm, relative to the norm of the gradient
+    without packing. An empty name and 0 are returned if there is nothing to compare. Only parameters of attention are
+    compared if the model names any: rounding that sends a token to another expert changes the gradient of both experts.
     """
     kinds: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -335,7 +343,11 @@ def _gradient(
 
 
 def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
-    """Return the first innermost module whose outputs differ though its inputs are equal, as a phrase for a message."""
+    """Return a phrase that names the first module whose output differs for packed sequences, while its input does not.
+
+    Modules finish from the inside outwards, so the phrase names the smallest such module. A module that is called
+    several times in a pass is left out, because its calls cannot be assigned to sequences. None if there is no module.
+    """
     packed = _trace(model, lambda: _packed_logprobs(model, sequences))
     alone = _trace(model, lambda: _alone_logprobs(model, sequences))
     kinds = {name: class_name(module) for name, module in model.named_modules()}
@@ -350,7 +362,12 @@ def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> st
 
 
 def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
-    """Return input and output of each call of each module during `run`, in the order in which modules finished."""
+    """Return, by the name of a module, an (input, output) pair for each call of it during `run`.
+
+    Of each input and output only the first floating-point tensor is kept, as a copy; None if there is none. The names
+    are in the order in which the first calls ended, so inner modules come before outer ones. The model itself is left
+    out.
+    """
     seen: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
 
     def remember(name: str) -> Callable[..., None]:
@@ -363,7 +380,7 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
         module.register_forward_hook(remember(name), with_kwargs=True) for name, module in model.named_modules() if name
     ]
     try:
-        # Compiled code would ignore hooks that are set inside a layer, or keep them after they are removed.
+        # A compiled layer may ignore hooks that its parts get later, and may go on to call hooks that were removed.
         with torch.compiler.set_stance("force_eager"):
             run()
     finally:
@@ -373,7 +390,7 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """Return a copy of the first floating-point tensor among a module's inputs or outputs."""
+    """Return a copy of the first floating-point tensor among a module's inputs or outputs; None if there is none."""
     values = value if isinstance(value, tuple | list) else (value,)
     found = next((one for one in values if isinstance(one, Tensor) and one.is_floating_point()), None)
     return None if found is None else found.detach().float().clone()
