@@ -1,9 +1,11 @@
 """The cluster at one moment: its nodes, engines and trainer ranks, the samples on their way, and what has failed.
 
-Nodes tell the hub of themselves (`NodeStatus`), the hub adds what it alone knows (`HubNow`), and the recorder what
-people were told; the whole is `cluster.json`, which each next one replaces. Times are Unix seconds.
+Each node reports its status to the hub (`NodeStatus`). The hub adds its own state (`HubNow`), and the recorder adds
+failures and the lines printed for people. The result is `cluster.json`, which is replaced every two seconds. `flash
+view`, `flash watch` and Prometheus read it. Times are Unix seconds.
 
-Invariant: it is bounded, whatever a run does: by its nodes and engines, by the `MOST_…` below, and by lengths of texts.
+Invariant: the size of the file is bounded by the number of nodes and engines, the `MOST_…` constants below, and the
+lengths of texts.
 """
 
 from __future__ import annotations
@@ -26,87 +28,91 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.types import Stock
 
 EVERY_S = 2.0
-"""Between two pictures, and between two of a node's reports: as often as the page asks."""
+"""Seconds between two writes of the file, and between two reports of a node. The web page asks as often."""
 MOST_GONE = 32
-"""Nodes that are gone and still shown, the last ones."""
+"""Largest number of nodes that are gone and still shown: the last ones."""
 MOST_LEASES = 12
-"""Samples on their way that are shown one by one, the oldest."""
+"""Largest number of leased samples that are shown one by one: the oldest ones."""
 MOST_EVENTS = 100
+"""Largest number of events in the file: the last ones."""
 MOST_KINDS = 32
+"""Largest number of kinds of failures. Failures of further kinds count as `other`."""
 MOST_BYTES = 64 << 20
-"""Of a picture that is read: ours are a thousandth of it."""
+"""Largest number of bytes of the file that are read. A real file has about a thousandth of it."""
 EVENT_TEXT, FAILURE_TEXT = 2_000, 20_000
-"""Characters of a text that are kept: an environment's error may hold a whole web page."""
+"""Largest number of characters of an event and of a failure's message. An environment's error may contain a whole web
+page."""
 
-WITHOUT_A_WORD = "the hub before this one ended without a word: its process was killed, or its machine is gone"
+HUB_VANISHED = "the previous hub ended without a last report: its process was killed, or its machine failed"
+"""Message of the failure `hub_lost`."""
 
 NodeState = Literal["starting", "here", "silent", "leaving", "gone"]
 EngineState = Literal["starting", "serving", "loading", "returning", "gone"]
 
 
 class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as its node sees it."""
+    """State of an engine, as its node reports it."""
 
     number: int
     state: EngineState
-    """`loading`: it swaps weights; `returning`: it died and starts again; `gone`: it died for good."""
+    """`loading`: the engine swaps weights. `returning`: it died and is started again. `gone`: it died for good."""
     version: int
-    """−1: it has none yet."""
+    """Policy version of the engine's weights; −1 if it has none yet."""
     loaded_at: float | None
-    """When it had its version."""
+    """Time when the engine had loaded this version."""
     figures: dict[str, float] = {}
-    """What else it tells, by the names of `ENGINE` in `flash.observe.columns.table`."""
+    """Numbers of the engine, by the names of `ENGINE` in `flash.observe.columns.table`."""
     deaths: int = 0
     died_at: float | None = None
     why: str = ""
-    """It died the last time."""
+    """Reason of the last death."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """What a node tells of itself."""
+    """Status that a node reports to the hub."""
 
     host: str
     process: int
     since: float
     engines: list[EngineNow]
     episodes: int
-    """Alive, each with its environment."""
+    """Number of live episodes, each with its environment."""
     asking: int
-    """Of their responses, those that an engine samples."""
+    """Number of responses that engines sample now."""
     waiting: int
-    """Those that wait for an engine."""
+    """Number of requests that wait for an engine."""
     stocks: list[Stock]
 
 
 class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
-    """One node, as the hub sees it."""
+    """State of a node, as the hub sees it."""
 
     node: int
     state: NodeState
     heard_at: float | None
-    """When it told `status`; None: it has told nothing yet."""
+    """Time of the last report `status`; None if the node has not reported yet."""
     status: NodeStatus | None
     leases: int = 0
-    """Samples that it works on."""
+    """Number of samples that the node works on."""
     oldest_lease: float | None = None
-    """Since when it has had the oldest of them."""
+    """Time when the node got the oldest of these samples."""
     gone_at: float | None = None
     why: str = ""
 
 
 class RankNow(msgspec.Struct, frozen=True):
-    """One trainer rank; `process` is None where it is not there."""
+    """State of a trainer rank. `process` is None if the rank does not run."""
 
     rank: int
     node: int
     process: int | None
     since: float | None
     host: str = ""
-    """Empty: it has not been there yet."""
+    """Name of the rank's machine; empty if the rank has not run yet."""
 
 
 class LeaseNow(msgspec.Struct, frozen=True):
-    """One sample on its way."""
+    """Sample that a node works on."""
 
     node: int
     group_id: int
@@ -117,83 +123,83 @@ class LeaseNow(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples between their issue and their step."""
+    """Counts of samples between their issue and the step that trains them."""
 
     in_flight: int
     most: int
-    """That the age contract lets be on their way."""
+    """Largest number of samples that the limit on ages allows in flight."""
     queued: int
-    """That wait for a node."""
+    """Number of samples that wait for a node."""
     leased: int
-    """That nodes work on."""
+    """Number of samples that nodes work on."""
     evaluating: int
-    """Answers of an evaluation that nodes work on or that wait for one."""
+    """Number of answers of an evaluation that nodes work on or that wait for a node."""
     ready_groups: int
-    """Complete groups that wait for their step."""
+    """Number of complete groups that wait to be trained."""
     groups_per_batch: int
 
 
 class HubNow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the hub knows."""
+    """State of the run, as the hub knows it."""
 
     at: float
     doing: str
     version: int
-    """That the run has reached."""
+    """Policy version that the run has reached."""
     published: int
-    """That engines should have; −1: none yet."""
+    """Policy version that engines should have; −1 if there is none yet."""
     nodes: list[NodeNow]
     ranks: list[RankNow]
     trainer_restarts: int
-    """Times that the trainer ranks have come back under this hub."""
+    """Number of restarts of the trainer ranks since this hub started."""
     flow: Flow
     leases: list[LeaseNow]
-    """The oldest."""
+    """Oldest leased samples, at most MOST_LEASES."""
 
 
 class FailureKind(msgspec.Struct, frozen=True):
-    """Failures of one kind, over all incarnations of the run."""
+    """Failures of one kind in the whole run, restarts included."""
 
     kind: str
     count: int
     first: float
     last: float
     message: str
-    """The last one."""
+    """Message of the last failure."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What people were told."""
+    """Line that was printed for people."""
 
     at: float
     text: str
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The file."""
+    """Content of `cluster.json`."""
 
     at: float
     hub: HubNow | None
-    """None: nothing was heard of it yet."""
+    """State of the run; None until the hub has reported it."""
     host: str
     process: int
-    """Of the hub."""
+    """Process id of the hub."""
     since: float
-    """When this hub began."""
+    """Time when this hub started."""
     lives: int
-    """How many hubs the run has had."""
+    """Number of hub processes that the run has had."""
     failures: list[FailureKind]
-    """Over all of these, the newest first."""
+    """Failures over all hub processes, the newest kind first."""
     events: list[Event]
-    """The oldest first."""
+    """Last events, the oldest first."""
     ended: Literal["", "finished", "interrupted", "failed"] = ""
-    """Empty: it goes on, or was killed."""
+    """End of the run. Empty if the run goes on or was killed."""
     error: str = ""
-    """What it failed with."""
+    """Error that ended the run."""
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters, and how many are left out."""
+    """Return at most `most` characters of a text, and a note about the number of characters that are left out."""
     return text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} characters more"
 
 
@@ -201,8 +207,8 @@ class FailureTally:
     """Failures by kind, and the last events. Pure state.
 
     Args:
-        failures: of earlier incarnations.
-        events: theirs.
+        failures: failures under earlier hubs of the run.
+        events: events under earlier hubs of the run.
     """
 
     def __init__(self, failures: Iterable[FailureKind] = (), events: Iterable[Event] = ()) -> None:
@@ -210,37 +216,37 @@ class FailureTally:
         self._events = deque(events, maxlen=MOST_EVENTS)
 
     def failed(self, kind: str, message: str, now: float) -> None:
-        """Something has failed."""
+        """Count a failure. `now` is in Unix seconds."""
         kind = kind if kind in self._kinds or len(self._kinds) < MOST_KINDS else "other"
         before = self._kinds.get(kind)
         count, first = (before.count, before.first) if before is not None else (0, now)
         self._kinds[kind] = FailureKind(kind, count + 1, first, now, shortened(message, FAILURE_TEXT))
 
     def told(self, text: str, now: float) -> None:
-        """People were told this."""
+        """Add a line that was printed for people. `now` is in Unix seconds."""
         self._events.append(Event(now, shortened(text, EVENT_TEXT)))
 
     @property
     def failures(self) -> list[FailureKind]:
-        """The newest first."""
+        """Failures by kind, the kind of the newest failure first."""
         return sorted(self._kinds.values(), key=lambda each: -each.last)
 
     @property
     def events(self) -> list[Event]:
-        """The oldest first."""
+        """Last events, the oldest first."""
         return list(self._events)
 
 
 class ClusterFile:
-    """`cluster.json`: the newest picture, and what has failed in all incarnations of the run.
+    """Writes `cluster.json`: the newest state of the cluster, and the failures of the whole run.
 
-    A thread of its owner's writes it, never more than one picture at a time: one that comes while another is still to
-    be written is left out, as the next one says more. That it cannot be written ends no run.
+    A thread of the owner writes the file, one state at a time. A state that comes while another is being written is
+    skipped, since the next one follows soon. A write error does not end the run.
 
     Args:
-        directory: the run's; a picture that is there is that of an earlier incarnation.
-        writer: writes.
-        now: Unix seconds, for any thread.
+        directory: directory of the run. A `cluster.json` in it is from an earlier hub.
+        writer: executor that writes the file.
+        now: gives Unix seconds, in any thread.
     """
 
     def __init__(self, directory: RunDirectory, writer: Executor, now: Callable[[], float] = time.time) -> None:
@@ -252,23 +258,23 @@ class ClusterFile:
         self._writing: Future[None] | None = None
         self._warned = False
         earlier: Cluster | None = None
-        with suppress(RunDirectoryError):  # that no picture can be kept is told when one is written
+        with suppress(RunDirectoryError):  # `show` warns of it when it cannot write either
             earlier = read_cluster(directory)
         self._incarnations = 1 if earlier is None else earlier.lives + 1
         self._tally = FailureTally() if earlier is None else FailureTally(earlier.failures, earlier.events)
         if earlier is not None and not earlier.ended:
-            self._tally.failed("hub_lost", WITHOUT_A_WORD, self._since)
+            self._tally.failed("hub_lost", HUB_VANISHED, self._since)
 
     def failed(self, kind: str, message: str) -> None:
-        """Something has failed."""
+        """Count a failure."""
         self._tally.failed(kind, message, self._now())
 
     def told(self, text: str) -> None:
-        """People were told this."""
+        """Add a line that was printed for people."""
         self._tally.told(text, self._now())
 
     def show(self, hub: HubNow) -> str:
-        """Have a picture written, unless one still is; a warning, where that has failed for the first time."""
+        """Write a new state, unless one is being written. Returns a warning at the first write that failed, else ''."""
         self._hub = hub
         if self._writing is not None and not self._writing.done():
             return ""
@@ -277,15 +283,15 @@ class ClusterFile:
         if failed is None or self._warned:
             return ""
         self._warned = True
-        return f"the page of the cluster is not kept: {failed}"
+        return f"the state of the cluster cannot be written: {failed}"
 
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
-        """Write the last picture, here and now."""
+        """Write the last state, and wait until it is written."""
         if error:
             self.failed("run_failed", error)
         if self._writing is not None:
-            self._writing.exception()  # waits: it must not come after the last one
-        with suppress(RunDirectoryError):  # what the run itself leaves behind meets the same disk, and says so
+            self._writing.exception()  # waits, so that an older state cannot replace the last one
+        with suppress(RunDirectoryError):  # the run's other files are on the same disk: their writers report it
             _write(self._path, self._picture(ended, error))
 
     def _picture(self, ended: Literal["", "finished", "interrupted", "failed"] = "", error: str = "") -> Cluster:
@@ -304,10 +310,10 @@ class ClusterFile:
 
 
 def read_cluster(directory: RunDirectory) -> Cluster | None:
-    """The newest picture; None where there is none, or none that can be read.
+    """Return the newest state of a run's cluster; None if there is none that can be read.
 
     Raises:
-        RunDirectoryError: what is in its place is no file.
+        RunDirectoryError: `cluster.json` is no regular file.
     """
     try:
         with opened(directory.cluster) as file:
@@ -317,5 +323,5 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
 
 
 def _write(path: Path, picture: Cluster) -> None:
-    """Not forced to the disk: after a crash of the machine it is old in any case."""
+    """Write the file without forcing it to the disk: after a crash of the machine it is out of date in any case."""
     write_atomically(path, msgspec.json.encode(picture), durably=False)

@@ -1,4 +1,5 @@
-"""A cluster in a few numbers: the page's tiles, Prometheus, Grafana and the terminal are made from this table."""
+"""A few numbers that describe a cluster, as one table. The web page's tiles, Prometheus, Grafana and `flash watch` are
+made from it."""
 
 from __future__ import annotations
 
@@ -12,29 +13,30 @@ from flash.observe.columns.table import columns
 from flash.observe.text import short
 
 KIND = "kind"
-"""How monitoring systems call what tells the numbers of one name apart, unless there is a word for it."""
+"""Label in monitoring systems for the kinds of a number, if there is no better word."""
 
 
 class Count(NamedTuple):
-    """One number of a cluster, or several of a kind each."""
+    """Number of a cluster, or several numbers, one of each kind."""
 
     name: str
     title: str
     means: str
     worry: str
     of: Callable[[Cluster], Mapping[str, float]]
-    """By kind; under the empty one where there are none. Nothing where there is no such thing."""
+    """Computes the numbers by kind. A single number has the empty kind. No entry: there is nothing to count."""
     unit: str = ""
-    """`share` of 1; otherwise what the title says."""
+    """`share` for a share of 1; otherwise the title names the unit."""
     label: str = KIND
-    """Of the kinds, for monitoring systems."""
+    """Label of the kinds in monitoring systems."""
     listed: bool = False
-    """Each kind is told elsewhere with more of it, so that people read the sum here."""
+    """True if people see only the sum here, since each kind is shown elsewhere with details."""
     of_the_run: bool = False
-    """Over all of it, so that it stands when the run is over; what was true at its end would be taken for now."""
+    """True if the number counts the whole run. It is then also shown after the end of the run, where a momentary number
+    would be misleading."""
 
     def text(self, cluster: Cluster) -> str:
-        """As people read it; empty where there is nothing."""
+        """Return the numbers as people read them; empty if there is nothing to count."""
         values = self.of(cluster)
         if self.listed:
             return short(sum(values.values()))
@@ -42,12 +44,12 @@ class Count(NamedTuple):
         return (", ".join(parts) or "0") if values else ""
 
     def holds(self, cluster: Cluster) -> bool:
-        """Whether it is true now."""
+        """Return True if the number may be shown: it counts the whole run, or the run has not ended."""
         return self.of_the_run or not cluster.ended
 
 
 def engines_of(cluster: Cluster) -> list[EngineNow]:
-    """Those of the nodes that are there."""
+    """Return the engines of all nodes that are not gone."""
     return [] if cluster.hub is None else _engines(cluster.hub)
 
 
@@ -101,79 +103,83 @@ COUNTS = (
     Count(
         "nodes",
         "Nodes",
-        "Processes that roll out samples or train, by their state; those that are gone were of the run.",
-        "one is silent or gone: the cluster page says since when, and why.",
+        "Processes that roll out samples or train, by their state. `gone` counts nodes that have left the run.",
+        "a node is silent or gone: the cluster page says since when, and why.",
         _of_hub(lambda hub: Counter(node.state for node in hub.nodes)),
     ),
     Count(
         "engines",
         "Engines",
-        "Engines of the nodes that are there, by their state.",
-        "one returns again and again, or is gone; none serves: nothing is sampled.",
+        "Engines of all nodes that are not gone, by their state.",
+        "an engine returns again and again, or is gone. If no engine serves, nothing is sampled.",
         _of_hub(lambda hub: Counter(engine.state for engine in _engines(hub))),
     ),
     Count(
         "trainer_ranks",
         "Trainer ranks",
         "The processes that train.",
-        "one is not there: the ranks start again, and train again what was done since the last checkpoint.",
+        "a rank is not there: all ranks start again, and repeat the steps since the last checkpoint.",
         _of_hub(_ranks),
     ),
     Count(
         "requests",
         "Requests",
-        "Responses that engines sample now, and those that wait for an engine.",
-        "many wait, and the trainers do as well: add engines. None run: the page says what the run waits for.",
+        "Responses that engines sample now, and requests that wait for an engine.",
+        "many requests wait, and the trainers wait as well: add engines. If none is running, the page says what the "
+        "run waits for.",
         _of_hub(_requests),
     ),
     Count(
         "tokens_per_second",
         "Tokens per second",
-        "Response tokens of all engines, over the last seconds.",
+        "Response tokens per second of all engines, over the last seconds.",
         "it falls far below the throughput of the steps: an engine is gone, or loads weights.",
         _of_hub(lambda hub: {"": sum(one.figures.get("tokens_per_second", 0.0) for one in _engines(hub))}),
     ),
     Count(
         "in_flight",
         "Samples on their way",
-        "Issued, not trained or given up yet; at most 1 + train.async_ratio batches of them, redundant ones on top.",
-        "it is at its bound while engines have no requests: trainers are too slow, or train.async_ratio too low.",
+        "Samples that are issued and not yet trained or given up. The limit is 1 + train.async_ratio batches, plus "
+        "redundant samples.",
+        "it is at its limit while engines have no requests: trainers are too slow, or train.async_ratio is too low.",
         _of_hub(lambda hub: {"issued": hub.flow.in_flight, "at most": hub.flow.most}),
     ),
     Count(
         "samples",
         "Samples with nodes",
-        "Samples that nodes work on, that wait for one, and answers of an evaluation that are still to come.",
+        "Samples that nodes work on, samples that wait for a node, and unfinished answers of an evaluation.",
         "many are queued: nodes are full, or their engines are too old for them.",
         _of_hub(_samples),
     ),
     Count(
         "groups",
         "Groups ready",
-        "Complete groups that wait for their step, beside those that a step takes.",
-        "it stays at a few: the trainers wait. It is many times a step: the engines are ahead, and samples grow old.",
+        "Complete groups that wait to be trained, and the number of groups that a step takes.",
+        "it stays at a few: the trainers wait. If it is many times that of a step, the engines are ahead, and samples "
+        "grow old.",
         _of_hub(lambda hub: {"ready": hub.flow.ready_groups, "make a step": hub.flow.groups_per_batch}),
     ),
     Count(
         "episodes",
         "Environment sessions",
-        "Episodes alive, and those of them that do not ask for a response: their environments work, or they wait for "
-        "a sandbox.",
-        "most are in environments, and engines idle: environments are slow, or rollout.max_concurrent is too low.",
+        "Live episodes, and how many of them have no request at an engine: their environment works, or they wait for a "
+        "sandbox.",
+        "most are in the environment while engines are idle: environments are slow, or rollout.max_concurrent is too "
+        "low.",
         _of_hub(_episodes),
     ),
     Count(
         "sandboxes",
         "Sandboxes",
-        "Sandboxes of all nodes that are in use, warm, and waited for.",
-        "some are waited for all the time: raise the pool's parallel, or judge less at once.",
+        "Sandboxes of all nodes: in use, warm (ready to be used), and requested but not there yet.",
+        "sandboxes are waited for all the time: raise the pool's parallel, or judge fewer samples at once.",
         _of_hub(_sandboxes),
     ),
     Count(
         "failures",
         "Failures",
         "Attempts at samples, engines, nodes and trainer ranks that failed, by kind, over the whole run.",
-        "one grows with each step: `flash watch` and the cluster page have the last message of each.",
+        "a kind grows with each step: `flash watch` and the cluster page show the last message of each kind.",
         lambda cluster: {each.kind: each.count for each in cluster.failures},
         listed=True,
         of_the_run=True,
@@ -181,13 +187,13 @@ COUNTS = (
     Count(
         "restarts",
         "Restarts",
-        "Of the whole run, of its trainer ranks since then, and of engines.",
-        "any of them goes on growing: what dies again and again is too large for its memory, or broken.",
+        "Restarts of the whole run, of the trainer ranks since then, and of engines.",
+        "one of them keeps growing: a part that dies again and again is broken, or too large for its memory.",
         _restarts,
         of_the_run=True,
     ),
 )
-"""In the order in which they are shown."""
+"""All numbers, in the order in which they are shown."""
 
 
 def _each_engine(column: Column) -> Count:
@@ -201,4 +207,4 @@ def _each_engine(column: Column) -> Count:
 
 
 EACH_ENGINE = tuple(map(_each_engine, columns("engine")))
-"""What each engine tells, by its number."""
+"""Numbers that each engine reports, with the engine's number as the kind."""

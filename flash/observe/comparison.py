@@ -1,4 +1,4 @@
-"""Runs side by side: what they came to, how far apart their last evaluations are, and how they were configured."""
+"""Comparison of runs for `flash compare`: results, differences of the last evaluations, and settings that differ."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ Row = tuple[str, list[str]]
 """A title, and a text for each run."""
 
 UNLIKE = ("run.name", "run.output_dir", "run.resume", "env.folders")
-"""Keys that say nothing of what a run does."""
+"""Configuration keys that do not change the work of a run, and are not compared."""
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One run, as far as it has come."""
+    """Settings and results of a run so far."""
 
     path: Path
     settings: dict[str, Any]
-    """By dotted keys."""
+    """Settings by dotted keys."""
     first: Mapping[str, Any]
-    """Row of its first evaluation; empty without one."""
+    """Row of the first evaluation; empty if there is none."""
     last: Mapping[str, Any]
-    """The same of the last."""
+    """Row of the last evaluation; empty if there is none."""
     summary: Summary | None
-    """None: the run is not over."""
+    """Summary of the run; None if the run has not ended."""
 
 
 def read_run(path: Path) -> Compared:
-    """What a run has left. Raises ConfigError: there is none, or another version of Flash wrote it."""
+    """Read settings and results from a run directory.
+
+    Raises:
+        ConfigError: there is no run, or another version of Flash wrote it.
+    """
     directory = RunDirectory(path)
     if not directory.config.is_file():
         raise ConfigError(f"{path} is no run directory: it holds no config.toml")
@@ -56,7 +60,7 @@ def read_run(path: Path) -> Compared:
 
 
 def results(runs: Sequence[Compared]) -> list[Row]:
-    """What the runs came to: rows that all have in the same order."""
+    """Return rows with the results of the runs. Each row has a text for each run."""
     measure = "accuracy" if all(number(run.last, "binary") == 1 for run in runs) else "reward"
     rows: list[Row] = [
         ("state", [_state(run.summary) for run in runs]),
@@ -76,14 +80,14 @@ def results(runs: Sequence[Compared]) -> list[Row]:
 
 
 def differences(runs: Sequence[Compared]) -> list[Row]:
-    """The keys that the runs have otherwise."""
+    """Return a row for each configuration key whose value differs between the runs."""
     keys = sorted(set().union(*(run.settings for run in runs)) - {*UNLIKE})
     rows = [(key, [str(run.settings.get(key, BLANK)) for run in runs]) for key in keys]
     return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines with columns of equal width; the last one ends where its text does."""
+    """Return rows as lines with aligned columns, without spaces at their ends."""
     lines = [[one_line(text) for text in (title, *texts)] for title, texts in rows]
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(_filled, line, widths)).rstrip() for line in lines]
@@ -123,7 +127,10 @@ def _best_of_k(row: Mapping[str, Any]) -> str:
 
 
 def _apart(one: Compared, other: Compared) -> str:
-    """How far the last evaluation is from the first run's: more than chance alone, where 0 is not in the interval."""
+    """Return the difference of two runs' last evaluations with its interval.
+
+    If 0 is not in the interval, the difference is more than chance.
+    """
     first, second = _interval(one.last), _interval(other.last)
     if first is None or second is None:
         return BLANK

@@ -25,13 +25,13 @@ from flash.text import one_line
 Row = Mapping[str, Any]
 
 HEADER_EVERY = 20
-"""Step lines between two headers."""
+"""Number of step lines between two headers."""
 RECENT_STEPS = 10
-"""Steps whose pace predicts the time left."""
+"""Number of last steps whose pace predicts the remaining time."""
 
 
 class LineCell(NamedTuple):
-    """A place in the line of a step: one column, or two with a slash between them."""
+    """Cell in the line of a step: one column, or two with a slash between them."""
 
     columns: tuple[Column, ...]
     width: int
@@ -63,7 +63,7 @@ LINE = (
     LineCell((named("trainer_wait_share"),), 5),
     LineCell((named("learning_rate"),), 7),
 )
-"""The numbers people look for, in the order in which they stand there."""
+"""Numbers in the line of a step, in their order."""
 HELD_OUT_NLL = named("held_out_nll", "evaluation")
 SFT_LINE = (
     LineCell((named("step"),), 5),
@@ -76,11 +76,11 @@ SFT_LINE = (
     LineCell((named("trainer_wait_share"),), 5),
     LineCell((named("learning_rate"),), 7),
 )
-"""The same of `flash sft`."""
+"""Numbers in the line of a step of `flash sft`."""
 
 
 class Console:
-    """What a person sees of a run; see the module's docstring.
+    """Terminal output of a run; see the module's docstring.
 
     `finish` prints the closing table. `close` gives the terminal back; it may be called more than once.
     """
@@ -93,7 +93,7 @@ class Console:
         self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
         self._accuracy: float | None = None
-        """Of an evaluation that no step line has shown yet."""
+        """Mean reward of an evaluation that no step line has shown yet."""
         self._lines = 0
         self._walls: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
@@ -106,7 +106,7 @@ class Console:
         self._print(f"warning: {text}", "yellow")
 
     def stage(self, text: str) -> None:
-        """Say what the run is doing now. Without a terminal each stage is printed the first time only."""
+        """Show what the run is doing now. Without a terminal, each stage is printed only once."""
         if self._live is not None:
             self._live.update(stage=one_line(text))
         elif text not in self._stages:
@@ -114,7 +114,7 @@ class Console:
             self._print(f"[{text}]", "dim")
 
     def step(self, row: Row) -> None:
-        """Print the line of a committed step, the titles above every page of them, and move the bar on."""
+        """Print the line of a committed step, with a header every HEADER_EVERY lines, and advance the progress bar."""
         if self._lines % HEADER_EVERY == 0:
             self._print(" ".join(cell.title for cell in self._line), "bold")
         self._lines += 1
@@ -135,14 +135,14 @@ class Console:
             )
 
     def evaluation(self, row: Row) -> None:
-        """Print one held-out evaluation; its mean also stands in the next step line."""
+        """Print a held-out evaluation. Its mean is also in the next step line."""
         self._accuracy = number(row, self._held_out.name)
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
             self._live.update(accuracy=fixed(row, self._held_out.name, 3))
 
     def finish(self, summary: Summary) -> None:
-        """Print the closing table; of a run without a step, that there was none."""
+        """Print the closing table, or, for a run without a step, a line that says so."""
         self.close()
         if not summary.steps:
             self._print(f"the run ended before its first step, in {self._config.run_dir}", "default")
@@ -154,7 +154,7 @@ class Console:
             self._print(f"{title.ljust(width)}  {text}", "bold" if title in ("accuracy", "reward") else "default")
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
 
@@ -178,7 +178,7 @@ class Console:
 
 
 def evaluation_line(row: Row) -> str:
-    """What an evaluation found. A mean of rewards is an accuracy only where each of them is 0 or 1."""
+    """Return the result of an evaluation as a line. A mean reward is called accuracy only if each reward is 0 or 1."""
     if HELD_OUT_NLL.name in row:
         return f"{HELD_OUT_NLL.name} {fixed(row, HELD_OUT_NLL.name, 4)}, {_whole(row, 'problems')} rows"
     binary = number(row, "binary") == 1
@@ -199,14 +199,14 @@ def evaluation_line(row: Row) -> str:
 
 
 def environment_lines(row: Row) -> list[str]:
-    """What the environment measured itself: the mean of each."""
+    """Return a line for each of the environment's own metrics, with its mean."""
     names = [name for name in row if name.startswith("env/")]
     width = max(map(len, names), default=0)
     return [f"{name.ljust(width)}  {fixed(row, name, 3)}" for name in names]
 
 
 def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
-    """The best of k answers for each k: pass@k where each reward is 0 or 1."""
+    """Return a line for each k with the best of k answers. It is called pass@k if each reward is 0 or 1."""
     names = [f"{'pass@' if binary else 'best of '}{one.k}" for one in found]
     width = max(map(len, names))
     return [
@@ -216,7 +216,7 @@ def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
 
 
 def domain_line(row: Row) -> str:
-    """The mean reward of each domain, and its share of what is trained; empty where there are none."""
+    """Return the mean reward and the share of each domain as a line; empty if there are no domains."""
     parts: list[str] = []
     for name in domains_of(row):
         share = number(row, f"domain/{name}/share")
@@ -226,7 +226,7 @@ def domain_line(row: Row) -> str:
 
 
 class _Live:
-    """The progress line of rich, and printing above it."""
+    """Live progress line, drawn by rich, and printing above it."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         from rich.console import Console as RichConsole
@@ -265,7 +265,7 @@ class _Live:
 
 
 def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
-    """What the run came to, as (title, text) lines."""
+    """Return the closing table of a run, as (title, text) lines."""
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
@@ -286,7 +286,7 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _held_out(summary: Summary) -> str:
-    """What evaluations have found, from the first to the last; a single one with its step."""
+    """Return the rewards of the first and last evaluation; if there is only one, its reward and step."""
     if summary.final_reward is None:
         return "no held-out evaluation"
     last = f"{summary.final_reward:.3f}"
@@ -296,7 +296,7 @@ def _held_out(summary: Summary) -> str:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """The numbers of a run that is over, but for its evaluations, as (title, text) lines."""
+    """Return the numbers of a run that has ended, without its evaluations, as (title, text) lines."""
     return [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
         ("steps", str(summary.steps)),

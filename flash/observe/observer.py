@@ -1,4 +1,7 @@
-"""What the hub tells about a run while it goes on. The fake that only remembers ships beside the protocol."""
+"""Events that the hub reports while a run goes on.
+
+`flash.observe.recorder.Recorder` observes a real run. `MemoryObserver` is for tests.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +11,42 @@ from typing import Literal, Protocol
 from flash.types import Activity, Batch, TrainedSample, Trajectory
 
 Wish = Literal["checkpoint", "stop"]
-"""What an observer may want after a step: a checkpoint after the next one, or an early end, which leaves one too."""
+"""Wish of an observer after a step: a checkpoint after the next step, or an early end of the run with a checkpoint."""
 
 
 class Observer(Protocol):
     """Receives the events of a run, in order. Calls must return at once."""
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """One committed step and its metrics; what is wanted because of them."""
+        """Receive the metrics of a committed step, and return a wish or None."""
         ...
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """One finished evaluation and its metrics."""
+        """Receive the metrics of a finished evaluation."""
         ...
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        """Who was busy when."""
+        """Receive activities of workers with their times."""
         ...
 
     def batch(self, batch: Batch) -> None:
-        """What a step trains on."""
+        """Receive the batch that a step trains on."""
         ...
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """What a step that is committed now found at single tokens of its batch."""
+        """Receive the trainer's values of single tokens, when the step is committed."""
         ...
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """The ledger's totals, as of a checkpoint."""
+        """Receive the ledger's totals at a checkpoint."""
         ...
 
     def note(self, text: str) -> None:
-        """One line for people."""
+        """Receive a line for people."""
         ...
 
     def failure(self, kind: str, message: str) -> None:
-        """Something has failed, and the run goes on: an attempt at a sample, or a part of the cluster."""
+        """Receive a failure after which the run goes on: of an attempt at a sample, or of a part of the cluster."""
         ...
 
 
@@ -52,7 +55,7 @@ class MemoryObserver:
 
     def __init__(self) -> None:
         self.wish: Wish | None = None
-        """What is wanted after each step."""
+        """Wish that `step` returns."""
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.bars: list[Activity] = []

@@ -1,6 +1,7 @@
-"""What was seen of the rhythm of attention, as a file keeps it and as a terminal shows it.
+"""Results of `flash rhythm`: their form in a file, and their lines in the terminal.
 
-Texts of tokens come from models and files: what would command a terminal is shown escaped.
+Texts of tokens come from models and files. Their control characters are escaped, so that they cannot control a
+terminal.
 """
 
 from __future__ import annotations
@@ -17,70 +18,70 @@ from flash.observe.text import width
 from flash.text import one_line
 
 PLAN, ANCHOR = "^", "*"
-"""Mark tokens that plan, beside their change, and that anchor, beside their FAI."""
+"""Marks of plan tokens, beside their change of WAAD, and of anchor tokens, beside their FAI."""
 LONGEST_TEXT = 14
-"""Columns of a token's text in the table."""
+"""Largest number of columns of a token's text in the table."""
 SPACE = "␣"
 LABEL = 11
-"""Columns before a row of the table."""
+"""Columns for the name of a row in the table."""
 GAP = 2
 """Columns between two tokens."""
 DECIMALS = 6
-"""What is smaller is shown as 0: sums of numbers that are equal leave less."""
+"""Digits after the point that are shown. Rounding errors of sums are smaller, and so are shown as 0."""
 
 
 class HeadSeen(msgspec.Struct, frozen=True):
-    """A head of the layers that were looked at."""
+    """Attention head of a measured layer."""
 
     layer: int
     head: int
     span: float
-    """Tokens that it looks back, in the mean over all rows of the responses."""
+    """Mean number of tokens that the head looks back, over all queries in the responses."""
     kind: str
     """`local`, `global`, or neither."""
 
 
 class ResponseSeen(msgspec.Struct, frozen=True):
-    """One response; [R] each, but for the tokens."""
+    """Signals of a response of R tokens. Each list but `tokens` has R entries."""
 
     name: str
     tokens: list[str]
     """The text of each token of the whole sequence."""
     places: list[int]
-    """Which of them the response is."""
+    """Places of the response's tokens in the sequence."""
     waad: list[float]
     change: list[float]
-    """Δ."""
+    """Δ: change of WAAD at each token."""
     fai: list[float]
     entropy: list[float]
-    """Of the distribution that the token was drawn from, in nats."""
+    """Entropy of the distribution that the token was drawn from, in nats."""
     multiplier: list[float]
-    """γ, for an advantage of a sign that is multiplied."""
+    """γ: factor of the token's advantage, if advantages of its sign are multiplied."""
     plan: list[bool]
-    """Whether Δ is among the top share."""
+    """True if Δ is among the top share: a plan token."""
     anchor: list[bool]
-    """Whether FAI is."""
+    """True if FAI is among the top share: an anchor token."""
 
 
 class RhythmSeen(msgspec.Struct, frozen=True):
-    """What `flash rhythm` has looked at, and found."""
+    """All inputs and results of `flash rhythm`."""
 
     weights: str
     options: Rhythm
     temperatures: list[float]
-    """At which the responses were sampled, and entropies are."""
+    """Temperatures at which the responses were sampled. Entropies are for the same temperatures."""
     heads: list[HeadSeen]
     responses: list[ResponseSeen]
     couplings: list[Coupling]
 
 
 def visible(token: str) -> str:
-    """A token's text, escaped, with a mark for each space."""
+    """Return a token's text with control characters escaped and a mark for each space."""
     return one_line(token).replace(" ", SPACE)
 
 
 def shortened(text: str, columns: int) -> str:
-    """At most so many columns of a visible text, the last of them an ellipsis where it goes on."""
+    """Cut a text to at most `columns` terminal columns. A cut text ends with an ellipsis."""
     if width(text) <= columns:
         return text
     ends = accumulate(width(one) for one in text)
@@ -88,7 +89,7 @@ def shortened(text: str, columns: int) -> str:
 
 
 def head_lines(heads: Sequence[HeadSeen], columns: int) -> Iterator[str]:
-    """Which heads are of which kind, as layer.head with their spans, those of neither last."""
+    """Yield lines with the heads of each kind, as layer.head (span). Heads of neither kind come last."""
     for kind in ("local", "global", ""):
         cells = [f"{one.layer}.{one.head} ({one.span:.1f})" for one in heads if one.kind == kind]
         widths = [len(cell) + GAP for cell in cells]
@@ -97,7 +98,7 @@ def head_lines(heads: Sequence[HeadSeen], columns: int) -> Iterator[str]:
 
 
 def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
-    """A table: the means, their difference, and what chance gives."""
+    """Yield a table of the means at marked and other tokens, their difference, and the difference by chance."""
     names = max(len(one.name) for one in couplings)
     titles = f"{'tokens':>7} {'mean':>9} {'others':>9} {'more by':>9} {'by chance, 95 % of shifts':>32} {'p':>6}"
     yield f"{'':{names}} {titles}"
@@ -109,7 +110,7 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
 
 
 def response_lines(response: ResponseSeen, columns: int) -> Iterator[str]:
-    """The tokens, and their signals beneath them, in as many blocks as the width asks for."""
+    """Yield the tokens with their signals beneath them, in blocks that fit into `columns`."""
     rows = {
         "WAAD": [f"{value:.2f}" for value in response.waad],
         "change": [f"{value:.2f}{PLAN if peak else ' '}" for value, peak in _marked(response.change, response.plan)],
@@ -132,7 +133,7 @@ def _marked(values: Sequence[float], marks: Sequence[bool]) -> Iterator[tuple[fl
 
 
 def _blocks(widths: Sequence[int], columns: int) -> Iterator[slice]:
-    """Neighbours that fit into one line; one at least."""
+    """Yield ranges of neighbouring cells that fit into one line, at least one cell each."""
     begin, used = 0, 0
     for place, one in enumerate(widths):
         if used + one > columns and place > begin:
@@ -148,7 +149,7 @@ def _row(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, whatever its size: FAI shrinks as a response grows."""
+    """Return a number with three significant digits, since FAI gets smaller in a longer response."""
     return "-" if math.isnan(value) else f"{round(value, DECIMALS):.3g}"
 
 

@@ -1,4 +1,4 @@
-"""The book of busy and idle time: how long something was in each of its states. Pure: its owner tells the time."""
+"""Seconds that something, such as an engine, has spent in each of its states. Pure: the owner passes the time."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import defaultdict
 
 
 class StateTimes:
-    """Seconds by state of one thing, on its owner's clock.
+    """Seconds spent in each state, on the owner's clock.
 
     Conservation: from the first state on, the seconds of all states add up to the time that has passed.
     """
 
     def __init__(self) -> None:
         self.state: str | None = None
-        """None: nothing counts yet."""
+        """State now; None before the first state."""
         self.begun = 0.0
-        """When it got its first state."""
+        """Time of the first state, in seconds of the owner's clock."""
         self._since = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, state: str, now: float) -> float:
-        """It is in this state from now on. Returns the seconds since the last call."""
+        """Change to a state at the time `now`. Returns the seconds since the last call."""
         if self.state is None:
             self.begun = self._since = now
         passed = now - self._since
@@ -31,12 +31,12 @@ class StateTimes:
         return passed
 
     def forget(self) -> None:
-        """Count anew from the last call of `enter`."""
+        """Set all seconds to 0, and count from the last call of `enter` on."""
         self.begun = self._since
         self._seconds.clear()
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Seconds of each state that it has been in, up to now."""
+        """Return the seconds spent in each state until `now`."""
         seconds = dict(self._seconds)
         if self.state is not None and now > self._since:
             seconds[self.state] = seconds.get(self.state, 0.0) + now - self._since

@@ -1,4 +1,4 @@
-"""What evaluations come to, with confidence intervals. Pure functions.
+"""Means and best-of-k of evaluations, with confidence intervals. Pure functions.
 
 Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
 """
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def difference(one: Interval, other: Interval) -> Interval:
-    """other − one, of two independent means with their intervals.
+    """Return other − one for two independent means with their intervals.
 
     The limits are combined by the square-and-add method of Newcombe (1998, "Interval estimation for the difference
     between independent proportions", method 10), which holds for means too (Zou & Donner 2008).
@@ -35,21 +35,21 @@ def difference(one: Interval, other: Interval) -> Interval:
 
 
 class BestOf(NamedTuple):
-    """The best of k answers to a problem, in the mean over problems."""
+    """Best reward among k answers to a problem, in the mean over problems."""
 
     k: int
     interval: Interval
 
 
 def best_of(values: Sequence[float], k: int) -> float:
-    """The best of k answers, estimated without bias from n ≥ k: the mean over all choices of k among them.
+    """Return the unbiased estimate of the best of k answers from n ≥ k answers: the mean over all choices of k of them.
 
-    Of 0/1 values, c of them 1, it is pass@k = 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language
-    Models Trained on Code", equation 1).
+    For 0/1 values, of which c are 1, it is pass@k = 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large
+    Language Models Trained on Code", equation 1).
     """
     n = len(values)
     assert 1 <= k <= n, "k of n answers"
-    best, weight = 0.0, k / n  # the share of the choices in which the greatest value is the best one: all that have it
+    best, weight = 0.0, k / n  # share of the choices whose best value is the greatest one
     for below, value in zip(range(n - 1, -1, -1), sorted(values, reverse=True), strict=True):
         best += weight * value
         weight *= (below - k + 1) / below if below else 0.0
@@ -57,7 +57,10 @@ def best_of(values: Sequence[float], k: int) -> float:
 
 
 def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
-    """`best_of` for k = 1, 2, 4, … and as many as there are at most, each over the problems with so many answers."""
+    """Return `best_of` for k = 1, 2, 4, … and the largest number of answers.
+
+    Each k is a mean over the problems with at least k answers.
+    """
     most = max(map(len, answers), default=0)
     binary = all(value in (0, 1) for values in answers for value in values)
     found: list[BestOf] = []
@@ -70,7 +73,7 @@ def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
 
 
 def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None) -> Interval:
-    """The mean of `values` with its 95 % confidence interval.
+    """Return the mean of `values` with its 95 % confidence interval.
 
     `problems[i]` names the problem that sample i answers; answers to one problem are not independent, so the
     interval is that of a cluster sample. None: each value has its own problem. 0/1 values get Wilson's score
@@ -99,7 +102,7 @@ def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None
 
 
 def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:
-    """Independent samples that would give this variance; between G and n.
+    """Return the number of independent samples that would have this variance; between G and n.
 
     When all values agree the variance is 0 and says nothing: each problem then counts once.
     """
@@ -117,7 +120,7 @@ def _wilson(p: float, n: float) -> Interval:
 
 
 def _t_quantile(degrees: int) -> float:
-    """Student's t, 97.5 % quantile; above the table, Abramowitz & Stegun 26.7.5 with an error below 1e-3."""
+    """Return Student's t, 97.5 % quantile; above the table, Abramowitz & Stegun 26.7.5 with an error below 1e-3."""
     if degrees <= len(_T):
         return _T[degrees - 1]
     first = (_Z**3 + _Z) / 4

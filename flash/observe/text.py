@@ -1,4 +1,4 @@
-"""Numbers and texts as the terminal shows them."""
+"""Formats of numbers and texts for the terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 BLANK = "-"
-"""Stands for a number that the row does not have."""
+"""Text in place of a number that the row does not have."""
 
 
 def width(text: str) -> int:
-    """Columns of a terminal: wide characters take two, those that combine with another none."""
+    """Return the terminal columns of a text: wide characters take two, combining characters none."""
     return sum(
         0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
     )
@@ -23,13 +23,13 @@ def plain(value: float | None, form: str) -> str:
 
 
 def fixed(row: Mapping[str, Any], key: str, digits: int) -> str:
-    """The number under `key`; `nan` and `inf` are shown as such, because a person must see them."""
+    """Return the number under `key` with fixed digits. `nan` and `inf` are shown, because a person must see them."""
     value = row.get(key)
     return f"{value:.{digits}f}" if isinstance(value, (int, float)) else BLANK
 
 
 def short(value: float | None) -> str:
-    """Three digits and a unit, such as 9.81k."""
+    """Return a number with three digits and a suffix, such as 9.81k."""
     if value is None:
         return BLANK
     for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
@@ -41,7 +41,7 @@ def short(value: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `m:ss`, from an hour on as `h:mm:ss`."""
+    """Return seconds as `m:ss`; from an hour on as `h:mm:ss`."""
     if not math.isfinite(seconds):
         return BLANK
     minutes, second = divmod(round(seconds), 60)

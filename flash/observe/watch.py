@@ -1,4 +1,4 @@
-"""What a run is doing, on one screen of a terminal, from the files that it writes. It only reads them."""
+"""The screen of `flash watch`: the state of a run in a terminal. It only reads the files that the run writes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from flash.text import one_line
 Row = Mapping[str, Any]
 
 QUIET_S = 60.0
-"""A run that goes on has a step in this time, or the title says for how long it had none."""
+"""Seconds without a step from which on the title says how long ago the last step was."""
 SHOWN_ALARMS = 5
 MEAN_OF = 20
-"""Steps of the running mean."""
+"""Number of last steps that means are taken over."""
 BAR = 24
 """Characters of a bar."""
 VALUES, NARROWEST = 52, 8
-"""Columns of the table before the courses, and the fewest that are worth drawing one."""
+"""Terminal columns of the table without sparklines, and the smallest width of a sparkline that is drawn."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 OLD_S = 15.0
-"""A run that goes on writes a picture every two seconds."""
+"""Age in seconds from which on the state of the cluster is called old. A live run writes it every two seconds."""
 MOST_KINDS, MOST_NODES = 5, 3
-"""Kinds of failures, and nodes that are missing, that are shown, the last ones."""
+"""Largest number of kinds of failures, and of missing nodes, that are shown."""
 MESSAGE = 160
-"""Characters of a message that are shown: the page has all of it."""
+"""Largest number of characters of a message. The web page shows all of it."""
 
 
 HELD_OUT = named("mean_reward", "evaluation")
-"""The one that evaluations have, and not steps."""
+"""Column of evaluations. All other columns here are of steps."""
 NUMBERS = (
     named("reward_mean"),
     HELD_OUT,
@@ -61,7 +61,7 @@ COUNTERS = (
 
 
 class Watched:
-    """One run directory, followed while it is written."""
+    """State of a run directory that is followed while the run writes it."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -72,7 +72,7 @@ class Watched:
         self._begin()
 
     def _begin(self) -> None:
-        """A run that goes back writes its file anew: what was said of the old rows is forgotten."""
+        """Start with empty alarms. Called again if a resumed run replaced the rows: their alarms are forgotten."""
         try:
             with opened(self._directory.config):
                 pass
@@ -85,8 +85,12 @@ class Watched:
         self._life = self._steps.life
 
     def picture(self, now: float, width: int) -> Group:
-        """The screen at this time (Unix seconds), for a terminal of so many columns. Raises RunDirectoryError."""
-        self._facts = self._directory.facts()  # a run that goes on may have been given more steps
+        """Return the screen for a time in Unix seconds and a terminal width in columns.
+
+        Raises:
+            RunDirectoryError: a file of the run cannot be read.
+        """
+        self._facts = self._directory.facts()  # a resumed run may have more steps than before
         self._steps.read()
         self._evals.read()
         if self._steps.life != self._life:
@@ -140,7 +144,8 @@ class Watched:
 
 
 def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
-    """A line for each number that the run has: the last one, the mean of the last ones, and its course."""
+    """Return a table with a line for each measured number: its last value, the mean of the last ones, and a
+    sparkline."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("last", justify="right", no_wrap=True)
@@ -160,7 +165,7 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
 
 
 def waits(rows: Sequence[Row]) -> Iterator[Text]:
-    """Who waits for whom, as shares of the time of these steps."""
+    """Yield bars of the waiting trainer and the idle engines, as mean shares of the time of these steps."""
     for column in WAITS:
         values = [value for row in rows if (value := number(row, column.name)) is not None]
         if values:
@@ -169,7 +174,7 @@ def waits(rows: Sequence[Row]) -> Iterator[Text]:
 
 
 def counts(row: Row) -> Text:
-    """The counters of the last step, but for those that are zero from the third on."""
+    """Return the counters of the last step as a line. From the fourth on, counters that are zero are left out."""
     known = [(one, value) for one in COUNTERS if (value := number(row, one.name)) is not None]
     return Text(
         "  ".join(f"{one.label} {one.text(value)}" for place, (one, value) in enumerate(known) if value or place < 3)
@@ -177,15 +182,15 @@ def counts(row: Row) -> Text:
 
 
 def bar(share: float) -> str:
-    """A share of 1 as a bar."""
+    """Draw a share of 1 as a bar."""
     full = round(BAR * min(1.0, max(0.0, share)))
     return "█" * full + "░" * (BAR - full)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The course of these values in at most so many characters: means of neighbours, from the lowest to the highest.
+    """Draw values as a sparkline of at most `width` characters, scaled from the lowest to the highest.
 
-    A gap where there is none; `!` where one is not finite.
+    Each character is the mean of neighbouring values: a space if there is none, `!` if one is not finite.
     """
     count = min(width, len(values))
     cuts = [len(values) * place // count for place in range(count + 1)] if count else []
@@ -211,7 +216,7 @@ def _block(mean: float | None, low: float, high: float) -> str:
 
 
 def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
-    """The lines at this time, in Unix seconds."""
+    """Yield lines about a cluster. `now` is in Unix seconds."""
     if cluster.hub is not None and not cluster.ended:
         age = now - cluster.at
         if age > OLD_S:
@@ -233,7 +238,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
 
 
 def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
-    """What they tell, each figure in the mean, with the lowest and the highest where these differ."""
+    """Yield the mean of each number of the engines, with the lowest and the highest if they differ."""
     for column in columns("engine"):
         known = [value for engine in engines if (value := column.value_in(engine.figures)) is not None]
         if known:

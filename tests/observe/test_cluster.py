@@ -11,9 +11,9 @@ import pytest
 
 from flash.observe.cluster import (
     FAILURE_TEXT,
+    HUB_VANISHED,
     MOST_EVENTS,
     MOST_KINDS,
-    WITHOUT_A_WORD,
     ClusterFile,
     FailureTally,
     read_cluster,
@@ -118,7 +118,7 @@ def test_failures_of_all_incarnations_are_kept_and_a_death_without_a_word_is_one
         kept = read_cluster(directory)
         assert kept is not None
         assert [(each.kind, each.message) for each in kept.failures] == [
-            ("hub_lost", WITHOUT_A_WORD),
+            ("hub_lost", HUB_VANISHED),
             ("env_error", "boom"),
         ]
         second.end("failed", "PeerLostError: trainer rank 1 is gone")

@@ -68,7 +68,7 @@ class Alarm(NamedTuple):
 
 
 class Column(msgspec.Struct, frozen=True, dict=True):
-    """One column of a row, or a family of columns: a word of `PLACEHOLDERS` in its name stands for several names."""
+    """Column of a row, or a family of columns: a word of `PLACEHOLDERS` in its name stands for several names."""
 
     name: str
     means: str

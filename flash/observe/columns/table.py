@@ -132,7 +132,7 @@ GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """One picture of `flash view`. It draws the columns that name it, and takes its texts from them."""
+    """Chart of `flash view`. It draws the columns that name it, and takes its texts from them."""
 
     id: str
     title: str

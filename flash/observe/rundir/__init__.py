@@ -1,1 +1,1 @@
-"""What a run leaves on disk. `rundir` is the only door to it; `recording` and `sample_files` are its larger files."""
+"""Files of a run: `rundir` writes and reads the run directory, `recording` and `sample_files` its larger files."""

@@ -1,7 +1,7 @@
-"""The readable samples of a run on disk: an Arrow file per step, of which any reader of Arrow makes a table.
+"""The readable samples of a run on disk: an Arrow file per step, which any reader of Arrow can open as a table.
 
-A column is read without the others: to find samples takes none of their tokens. Files are written aside and renamed.
-Where they come to more than a run may keep, every second one goes, so that what is left is spread over the whole run.
+Columns are read one by one, so searching samples does not read their tokens. Files are replaced atomically. If all
+files are larger than `run.log_samples_mb`, every second file is deleted, so the rest is spread over the whole run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from flash.types import Outcome
 
 SUFFIX = ".arrow"
 WORTH_COMPRESSING = 64 << 10
-"""Bytes of a step's samples from which on they are compressed: to make ready for it takes longer than to write less."""
+"""Bytes of a step's samples from which on they are compressed. For less, starting to compress takes longer than it
+saves."""
 COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
-"""How they are then."""
+"""Options for writing compressed files."""
 TOKENS_AT_ONCE = 8192
-"""Of samples that are written together, unless one has more."""
+"""Largest number of tokens of samples that are written together. A larger sample is written alone."""
 KEPT_AT_LEAST = 2
-"""Files: the first and the last."""
+"""Smallest number of files that are kept: the first and the last."""
 
 T = TypeVar("T")
 
@@ -72,11 +73,11 @@ _TOKENS: list[tuple[str, Any]] = [
 ]
 _COLUMNS = [*_GLANCE, *_TOKENS]
 SCHEMA = pa.schema(_COLUMNS)
-"""The columns: those of `Glance` first, then those of the tokens."""
+"""Columns of a file: first those of `Glance`, then those of the tokens."""
 
 
 class Glance(msgspec.Struct, frozen=True):
-    """A sample without its tokens."""
+    """Readable sample without its tokens, for lists and searches."""
 
     step: int
     group_id: int
@@ -89,9 +90,9 @@ class Glance(msgspec.Struct, frozen=True):
 
 
 def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample]) -> Path:
-    """Write the readable samples of a step; a step done again replaces its file.
+    """Write the readable samples of a step, and return the file. A step that is made again replaces its file.
 
-    Best made as they are asked for: to free many at once would keep other threads waiting.
+    `samples` should be a generator: freeing many samples at once would block other threads.
 
     Raises:
         RunDirectoryError: the disk is full, or the folder cannot be written.
@@ -108,34 +109,40 @@ def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample])
 
 
 def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
-    """The readable samples of a step, or those of one group; none where there are none, or the file is damaged.
+    """Return the readable samples of a step, or of one group of it; empty if the file is missing or damaged.
 
     Raises:
-        RunDirectoryError: it may not be read.
+        RunDirectoryError: the file may not be read.
     """
     rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
     return [found for row in rows if (found := _sample(row)) is not None]
 
 
 def read_glances(directory: RunDirectory, step: int) -> list[Glance]:
-    """The readable samples of a step without their tokens; as `read_samples`."""
+    """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
+
+    Raises:
+        RunDirectoryError: the file may not be read.
+    """
     rows = _read(samples_of(directory, step), list(Glance.__struct_fields__))
     return [found for row in rows if (found := _converted(row, Glance)) is not None]
 
 
 def samples_of(directory: RunDirectory, step: int) -> Path:
-    """The file of a step's readable samples."""
+    """Return the path of the file with a step's readable samples."""
     return directory.trajectories / f"step-{step:06d}{SUFFIX}"
 
 
 def sampled_steps(directory: RunDirectory) -> list[int]:
-    """The steps that have readable samples, in order."""
+    """Return the steps that have readable samples, in order."""
     named = (step_named(file.stem) for file in directory.trajectories.glob(f"*{SUFFIX}"))
     return sorted(step for step in named if step is not None)
 
 
 def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
-    """Delete every second file, but neither the first nor the last, until the rest is within the budget. Its bytes.
+    """Delete every second file until the rest has at most `most_bytes`, and return the bytes of the rest.
+
+    The first and the last file are always kept.
 
     Raises:
         RunDirectoryError: a file cannot be deleted.
@@ -152,7 +159,7 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
 
 
 def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Samples that are written together. A column of them is made in one piece, while other threads wait."""
+    """Yield samples that are written together. Parts are small, since making a column of one blocks other threads."""
     part, tokens = list[Sample](), 0
     for sample in samples:
         if part and tokens + len(sample.tokens) > TOKENS_AT_ONCE:
@@ -184,7 +191,7 @@ def _cell(sample: Sample, name: str) -> Any:
 
 
 def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> list[dict[str, Any]]:
-    """Rows of these columns; none of what is missing, damaged, or of another version of Flash."""
+    """Return the rows of these columns; empty if the file is missing, damaged, or of another version of Flash."""
     if not file.is_file():
         return []
     options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])

@@ -1,4 +1,4 @@
-"""Trained samples as a person reads them."""
+"""Trained samples in readable form, for `flash view`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash.types import Outcome, Span, TrainedSample, Trajectory, VersionRun
 
 
 class SampleTurn(msgspec.Struct, frozen=True):
-    """One turn of a sample as a person reads it."""
+    """Turn of a sample in readable form."""
 
     observation: str
     action: str
@@ -23,28 +23,28 @@ class SampleTurn(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     note: str = ""
     branch: int = 0
-    """Which branch of the episode it is in."""
+    """Number of the turn's branch in its episode."""
     start: float = 0.0
-    """Unix seconds at which the response was asked for."""
+    """Time when the response was requested, in Unix seconds."""
 
 
 class TokenValues(msgspec.Struct, frozen=True):
-    """A number per action token, in the order of the tokens."""
+    """Values of the action tokens: each list has a number per action token, in the order of the tokens."""
 
     sampled_logprobs: list[float]
-    """Log-prob with which the engine sampled it."""
+    """Log-prob with which the engine sampled the token, in nats."""
     logprobs: list[float] = []
-    """Log-prob before the step that trained it, as the trainer has it. This and the following are empty where no
-    trainer has told them, and NaN as `TrainedSample` says."""
+    """Log-prob of the token that the trainer computed before its step, in nats. This and the following lists are empty
+    if no trainer reported values, and NaN where `TrainedSample` says so."""
     entropies: list[float] = []
-    """Nats."""
+    """Entropy of the trainer's distribution at the token, in nats."""
     advantages: list[float] = []
     uses: list[int] = []
-    """A `TokenUse` each."""
+    """`TokenUse` of each token, as an integer."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One trained sample as a person reads it."""
+    """Trained sample in readable form."""
 
     step: int
     task_id: int
@@ -52,23 +52,23 @@ class Sample(msgspec.Struct, frozen=True):
     sample_index: int
     seed: int
     environment: str
-    """Its name in a mixture of several, or empty."""
+    """Name of the environment in a run with several; otherwise empty."""
     outcome: Outcome
     reward: float
     turns: list[SampleTurn]
     tokens: list[str]
-    """Text of each token, observations and responses, branch by branch."""
+    """Text of each token of observations and responses, branch by branch."""
     branches: list[int]
-    """Where in the tokens each branch begins."""
+    """Index of the first token of each branch."""
     action_spans: list[Span]
-    """Which of the tokens the policy sampled: one [start, stop) per turn."""
+    """Tokens that the policy sampled: one [start, stop) per turn."""
     versions: list[VersionRun]
-    """Policy version of the action tokens in the order of the tokens, run-length."""
+    """Policy version of the action tokens, run-length encoded in the order of the tokens."""
     ages: dict[int, int]
-    """Action tokens by age: how many versions the trainer was ahead when it trained them."""
+    """Number of action tokens of each age, in versions between sampling and training."""
     values: TokenValues
     group_rewards: list[float]
-    """Of all members of its group in the batch."""
+    """Rewards of all samples of the group in the batch."""
 
 
 def readable(
@@ -79,12 +79,12 @@ def readable(
     group_rewards: Sequence[float] = (),
     seen: TrainedSample | None = None,
 ) -> Sample:
-    """Describe a trajectory that was trained at `step`.
+    """Return the readable form of a trajectory that was trained at `step`.
 
     Args:
-        tokens: the text of each of its T tokens.
-        group_rewards: of all members of its group in the batch.
-        seen: what the trainer found at its action tokens.
+        tokens: text of each of the trajectory's T tokens.
+        group_rewards: rewards of all samples of the group in the batch.
+        seen: the trainer's values of the action tokens; None if there are none.
     """
     assert len(tokens) == trajectory.length, "one text per token"
     ages: dict[int, int] = {}

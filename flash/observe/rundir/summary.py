@@ -1,4 +1,4 @@
-"""What a run comes down to: computed from the rows it recorded, so that any reader can compute it again."""
+"""Summary of a run, computed from its recorded rows, so that any reader can compute it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash.config.tree import Config
 Row = Mapping[str, Any]
 
 DOMAIN = re.compile(r"domain/(.+)/(?:reward|share)")
-"""Metrics of a domain, by which its name is known."""
+"""Column names that contain the name of a domain."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,16 +27,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     initial_step: int | None
     """Step before which the first held-out evaluation was made."""
     final_step: int | None
-    """The same of the last one; equal where there is only one."""
+    """Step before which the last held-out evaluation was made. Equal to `initial_step` if there is only one."""
     binary: bool
-    """Whether every held-out reward was 0 or 1: then these two are means."""
+    """True if every held-out reward was 0 or 1. The mean rewards are then accuracies."""
     steps: int
     samples: int
     """Samples of which a token was trained, as in the ledger."""
     trained_tokens: int
     """Response tokens that entered the loss, as in the ledger."""
     stale_share: float | None
-    """Share of the response tokens that were too old to be trained; the rest was trained."""
+    """Share of too old tokens among all response tokens that were trained or were too old."""
     failures: int
     """Attempts at a training sample that failed, tried again or given up."""
     wall_seconds: float
@@ -46,23 +46,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_wait_share: float | None
     """Share of the trainer's time spent waiting for batches."""
     engine_idle_share: float | None
-    """Share of their time the engines had no request, in the steps."""
+    """Share of the engines' time in which they had no request, while steps were made."""
     max_age: float | None
     """Age of the oldest token that was trained, in versions."""
     ledger: dict[str, Any]
     restarts: int
-    """Of the hub, with the engines of the first node."""
+    """Restarts of the hub. The engines of the first node restart with it."""
     trainer_restarts: int
-    """Of the trainer ranks, while the run went on."""
+    """Restarts of the trainer ranks while the hub went on."""
     engine_restarts: int
-    """How often an engine that had died was started again."""
+    """Number of times that an engine died and was started again."""
     seed: int
     model: str
     objective: str
     canary_error: float | None
-    """Largest difference between an engine's log-probs and the trainer's after a swap."""
+    """Largest mean difference in nats between an engine's log-probs and the trainer's, after a swap of weights."""
     error: str = ""
-    """What ended it, where an error did."""
+    """Error that ended the run; empty if none did."""
 
 
 def summarise(
@@ -75,9 +75,9 @@ def summarise(
     restarts: int,
     error: str = "",
 ) -> Summary:
-    """Sum up a run from its rows; missing keys count as not measured.
+    """Compute the summary of a run from its rows. Missing keys count as not measured.
 
-    `undone` are rows of steps that were done again: their restarts have happened all the same.
+    `undone` are rows of steps that were made again. Only their restarts count.
     """
     held_out = [row for row in by_step(evaluations) if number(row, "mean_reward") is not None] or [{}]
     first, last = held_out[0], held_out[-1]
@@ -125,25 +125,25 @@ def _stale_share(ledger: Row) -> float | None:
 
 
 def domains_of(*rows: Mapping[str, Any]) -> list[str]:
-    """The names of the domains that these rows tell of, in order."""
+    """Return the names of the domains in these rows, in alphabetical order."""
     found = {match[1] for row in rows for key in row if (match := DOMAIN.fullmatch(key)) is not None}
     return sorted(found)
 
 
 def number(row: Row, key: str) -> float | None:
-    """The finite number under `key`, or None; an integer that no float can hold is none."""
+    """Return the finite number under `key`, or None. An integer that is too large for a float counts as not finite."""
     value = row.get(key)
     return value if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else None
 
 
 def by_step(rows: Sequence[Row]) -> list[Row]:
-    """Rows in the order of their steps; of a step that was recorded twice, the later record."""
+    """Return rows in the order of their steps. Of a step that was recorded twice, only the later row."""
     latest = {row["step"]: row for row in rows if number(row, "step") is not None}
     return [latest[step] for step in sorted(latest)]
 
 
 def _step_seconds(row: Row) -> float:
-    """Wall time one step stands for: recorded, or from its token count and rate; 0 when unknown."""
+    """Return the wall seconds of a step: recorded, or computed from its tokens and rate; 0 if unknown."""
     if (seconds := number(row, "interval_s")) is not None:
         return seconds
     tokens, rate = number(row, "tokens"), number(row, "tokens_per_second")
@@ -151,14 +151,17 @@ def _step_seconds(row: Row) -> float:
 
 
 def _over_time(metrics: Sequence[Row], key: str) -> float | None:
-    """The rows' rates or shares, weighted by time: start-up, restarts and the last evaluation do not dilute it."""
+    """Return the mean of a rate or share, weighted by the steps' seconds; None if it was not measured.
+
+    So start-up, restarts and the last evaluation, which have no steps, do not lower it.
+    """
     known = [(rate, _step_seconds(row)) for row in metrics if (rate := number(row, key)) is not None]
     seconds = sum(step for _, step in known)
     return sum(rate * step for rate, step in known) / seconds if seconds else None
 
 
 def _wait_share(metrics: Sequence[Row]) -> float | None:
-    """As of each row, over all of them: of the time from step to step, the part in which the trainer waited."""
+    """Return the share of the time from step to step in which the trainer waited, over all rows."""
     known = [
         (wait, seconds)
         for row in metrics

@@ -57,7 +57,7 @@ _INVALID = re.compile(r"[^\w.-]")
 
 
 class TrackerPlace(msgspec.Struct, frozen=True):
-    """How far a tracker has received the rows of a run: the content of `track/NAME.json`."""
+    """Last rows of a run that a tracker has received: the content of `track/NAME.json`."""
 
     id: str | None = None
     """Id of the run in the tracker; None if the tracker does not know the run yet."""
