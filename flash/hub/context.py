@@ -1,8 +1,8 @@
-"""The state that all parts of the hub share: how far the run has come, and the objects of the run.
+"""The state that all parts of the hub share: the progress of the run, and the objects of the run.
 
-`RunProgress` is also the hub's only means of waiting: a request waits for a signal, and a change sends the signals of
-what it may have changed. A thousand engines wait for their next version while results come in by the thousand, so each
-signal wakes only the few waiters that it concerns.
+Waiting in the hub always uses `RunProgress`: a request waits for a signal, and a change sends the signals of the things
+that it may have changed. A thousand engines may wait for their next version while thousands of results arrive, so there
+are several signals, and each wakes only the few waiters that it concerns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | 
 - `batches`: a batch may be formed or fetched now, or the start of an incarnation is known.
 - `engines`: the versions of engines.
 - `versions`: the published version.
-- `backlog`: work was put off that `NodeWork.work_off_backlog` does.
+- `backlog`: work was postponed that `NodeWork.work_off_backlog` does.
 - `ranks`: the processes of the trainer ranks.
-- `("leases", node)`: the leases dealt to a node. `("cancels", node)`: the leases that a node must cancel.
+- `("leases", node)`: the leases in the reply to a node. `("cancels", node)`: the leases that a node must cancel.
 """
 
 
@@ -47,22 +47,22 @@ class RunEnd(msgspec.Struct, frozen=True):
     ledger: dict[str, int]
     """Totals of samples and tokens."""
     unfinished: str = ""
-    """Work, in words, that did not end within `deadlines.shutdown` of an interrupt; empty if all ended."""
+    """Phrase for the work that did not end within `deadlines.shutdown` after an interrupt; empty if all work ended."""
 
 
 class RunProgress:
-    """The versions of the run, its end, and the signals of changes.
+    """State of the run: its versions, its end, and the signals of changes.
 
-    Signals are not remembered: whoever waits checks its condition first, without awaiting in between.
+    Signals are not remembered, so a waiter must check its condition first and must not await between check and wait.
 
     Args:
-        version: the version that the run has reached. The trainer ranks may still be on their way to it.
+        version: the version that the run has reached. The trainer ranks may hold an older version and train up to it.
         newest: the version that engines should have, perhaps published by a previous hub; -1 if there is none.
     """
 
     def __init__(self, version: int, newest: int = -1) -> None:
         self.version = version
-        """Version that the run has reached: the number of steps that are booked."""
+        """Version that the run has reached: the number of committed steps."""
         self.trainer_version = version
         """Version that the trainer ranks hold; lower than `version` while they train earlier steps again."""
         self.newest = newest
@@ -84,7 +84,7 @@ class RunProgress:
         self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
-        """Wait, under the caller's deadline, until the condition is true. Raises the error that ended the run.
+        """Wait until the condition is true. Raises the error that ended the run. Sets no deadline; the caller may.
 
         Every change that may make the condition true has to send the signal.
         """
@@ -94,7 +94,7 @@ class RunProgress:
             await self.wait(signal)
 
     async def wait(self, signal: Signal) -> None:
-        """Wait, under the caller's deadline, until the signal is sent the next time."""
+        """Wait until the signal is sent the next time. Sets no deadline; the caller may."""
         event = self._events.get(signal)
         if event is None:
             event = self._events[signal] = anyio.Event()
@@ -113,7 +113,7 @@ class RunProgress:
 
     @property
     def trainers_behind(self) -> bool:
-        """True if the trainer ranks have to train steps again that the run has booked."""
+        """True if the trainer ranks have to train steps again that the run has already committed."""
         return self.trainer_version < self.version
 
     @property
@@ -127,7 +127,7 @@ class RunProgress:
         return self.done or self.stopping == "interrupted"
 
     def refuse_if_failed(self) -> None:
-        """Raise PeerLostError if the run has failed: a peer that comes now has to wait for the next hub."""
+        """Raise PeerLostError if the run has failed. A peer that connects now then waits for the next hub."""
         if self.error is not None:
             raise PeerLostError("this hub is about to end")
 

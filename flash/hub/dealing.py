@@ -1,19 +1,19 @@
-"""The choice of the node that gets the next leases. Pure state.
+"""The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes. Pure state.
 
 `NodeShares` decides how many of the available tasks each waiting node gets. `LeaseDealer` fills the nodes' replies by
-these shares. `flash.hub.work.NodeWork` owns both, calls `deal` whenever tasks or room may have appeared, and wakes the
-nodes whose replies got something.
+these shares. `flash.hub.work.NodeWork` owns both. It calls `deal` whenever tasks may have become available or nodes may
+have room, and wakes the nodes whose replies have got leases.
 
 The load of a node is its leases divided by the leases that it has room for, and shares make the loads equal. So the
 engines of many nodes are filled like those of one node: a node with more engines gets more, and a node with slow
 engines holds its leases longer and gets fewer.
 
-Work conserving: all available tasks go to the nodes that wait, as far as these have room. A node that does not wait, or
-cannot run the tasks, takes nothing from the others. The one exception is a node that is about to ask: its share is kept
-for it for at most `KEPT_S`, because it is loading the version that admits the tasks, or because its last reply was too
-short for its whole share.
+Work conservation: all available tasks go to the nodes that wait, as far as these have room. A node that does not wait,
+or cannot run the tasks, gets no share. There is one exception: a node that will soon ask keeps its share for at most
+`KEPT_S`. This is a node that is loading the version which admits the tasks, or whose last reply was too short for its
+whole share.
 
-Many tasks are dealt in slices; the owner asks for the next slice after it has served other tasks.
+Many tasks are dealt in slices. The owner calls `deal` for the next slice after it has served other tasks.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from flash.samples.leases import Holders
 from flash.types import Lease
 
 KEPT_S = 5.0
-"""Seconds for which a share is kept for a node that is about to ask. Nodes may differ by so much in loading a version,
-and without it the first to have loaded it would take all the tasks that it admits. A node that hangs keeps its share
-from the others no longer than this."""
+"""Seconds for which a share is kept for a node that will soon ask. Nodes may differ by this much in the time to load a
+version. Without it, the first node that has loaded a version would take all tasks which the version admits. The limit
+also bounds how long a node that hangs keeps its share from other nodes."""
 LEASES_AT_ONCE = 256
-"""Largest number of leases in one reply. Each takes some ten microseconds, and the node asks again at once."""
+"""Largest number of leases in one reply. Each lease takes some ten microseconds, and the node asks again at once."""
 SLICE = 128
 """Number of leases after which a slice ends; the last reply of the slice is filled first."""
 
 
 class _NodeRoom(msgspec.Struct):
-    """Room of one node, and the reasons to keep a share for it. Times are seconds on the caller's clock."""
+    """Room of one node, and the reasons to keep a share for the node. Times are seconds on the caller's clock."""
 
     room: int = 0
     """Leases that the node can hold at once, as it last reported."""
     asked: int = 0
-    """Number of tasks that it waits for."""
+    """Number of tasks that the node waits for."""
     waits: bool = False
-    """True if its request waits for tasks."""
+    """True if a request of the node waits for tasks."""
     no_engine: bool = False
-    """True if it has no engine now, and will report when it has one with a version."""
+    """True if the node has no engine now. It will report when an engine has loaded a version."""
     loads_until: float = -math.inf
-    """A share is kept for it until this time, or until it has the newest version."""
+    """A share is kept for the node until this time, or until the node has the newest version."""
     asks_until: float = -math.inf
-    """A share is kept for it until this time, or until it asks again."""
+    """A share is kept for the node until this time, or until the node asks again."""
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
 
 class NodeShares:
-    """The shares of the nodes in the available tasks. Times are seconds on the caller's clock.
+    """Decides how many of the available tasks each node gets. Times are seconds on the caller's clock.
 
     Args:
         held: returns the number of leases that a node holds.
@@ -79,7 +79,7 @@ class NodeShares:
         self._unit = unit
         self._nodes: dict[int, _NodeRoom] = {}
         self.kept_until = -math.inf
-        """Time at which the last share that is kept for a node goes to the others."""
+        """Time until which a share may be kept for a node. After it, all shares go to the waiting nodes."""
 
     def waits(self, node: int, capacity: int) -> None:
         """Note that a node waits for tasks, and could start `capacity` of them now."""
@@ -88,7 +88,7 @@ class NodeShares:
         known.waits, known.asks_until = True, -math.inf
 
     def set_capacity(self, node: int, capacity: int) -> None:
-        """Update the room of a node that could start `capacity` tasks now; never below the number it waits for."""
+        """Update the room of a node that could start `capacity` tasks now, at least as many as it waits for."""
         if (known := self._nodes.get(node)) is not None:
             known.room = self._held(node) + max(capacity, known.asked if known.waits else 0)
 
@@ -113,13 +113,13 @@ class NodeShares:
             self._nodes[node].loads_until, self._nodes[node].no_engine = -math.inf, False
 
     def engines_died(self, node: int) -> None:
-        """Note that the node has no engine: nothing is kept for it until one has loaded a version."""
+        """Note that the node has no engine. No share is kept for it until an engine has loaded a version."""
         if node in self._nodes:
             known = self._nodes[node]
             known.loads_until, known.asks_until, known.no_engine = -math.inf, -math.inf, True
 
     def reply_full(self, node: int, now: float) -> None:
-        """Keep the rest of a node's share, for which its reply had no space, until it asks again."""
+        """Keep the part of a node's share for which its reply had no space, until the node asks again."""
         self.kept_until = now + KEPT_S
         known = self._nodes[node]
         known.waits, known.asks_until = False, self.kept_until
@@ -157,7 +157,8 @@ class NodeShares:
 def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
     """Return the number of tasks that each node gets, so that the loads become as equal as they can.
 
-    Tasks are given in whole units, all of them as long as there is room. The last unit of a node may exceed its room.
+    Tasks are given in whole units. All tasks are given as long as there is room. The last unit of a node may exceed its
+    room.
     """
     level = _common_level(loads, tasks)
     shares = [max(0, math.floor((level * load.room - load.held) / unit)) * unit for load in loads]
@@ -209,7 +210,7 @@ class LeaseDealer:
         """Leases that each node holds."""
         self.shares = NodeShares(self.holders.held, unit)
         self._replies: dict[int, list[Lease]] = {}
-        """Replies of the nodes that wait, as far as they are filled."""
+        """Unfinished replies of the nodes that wait."""
         self._kept = self.shares.kept_until
         self.unfinished = False
         """True if the last slice has left tasks to deal."""
@@ -233,11 +234,11 @@ class LeaseDealer:
         return self.holders.lost(node)
 
     def deal(self, now: float) -> list[int]:
-        """Deal one slice of leases to the nodes that wait. `unfinished` says if the next slice has something to deal.
+        """Deal one slice of leases to the nodes that wait. Sets `unfinished` if tasks are left for another slice.
 
         Returns:
-            The nodes to wake: they have got something, or shares are kept for others from now on, so that they have to
-            wait for another moment.
+            The nodes to wake: nodes that have got leases. If the time has changed until which shares are kept for other
+            nodes, all waiting nodes, since they have to wait for another moment.
         """
         self.unfinished = not self._deal_slice(now)
         if self.shares.kept_until != self._kept:

@@ -1,11 +1,11 @@
 """The rollout nodes and their engines as the hub knows them: numbers, versions, heartbeats, statuses. Pure state.
 
-`NodeRegistry` gives numbers to nodes and engines. `Fleet` knows which engine has which version. `Heartbeats` tells
-which nodes are silent. `NodeStatuses` keeps the nodes' reports about themselves, for people.
-`flash.hub.nodes` and `flash.hub.work` tell them what happens.
+`NodeRegistry` gives numbers to nodes and engines. `Fleet` knows which engine has which version. `Heartbeats` knows
+which nodes are silent. `NodeStatuses` keeps the nodes' reports about themselves, for people. `flash.hub.nodes` and
+`flash.hub.work` call these classes when something happens.
 
-Laws: no two living nodes have the same number, and no two engines. Engines are at most one version behind, because the
-next version is announced when `Fleet.up_to_date`.
+Laws: no two living nodes have the same number, and no two engines have the same number. Engines are at most one version
+behind, because the next version is announced only when `Fleet.up_to_date` is True.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HUB_NODE = 0
 
 
 class RunOrigin(msgspec.Struct, frozen=True):
-    """Place in which the run was started. Its relative paths and its imports start there."""
+    """Place in which the run was started. Relative paths and imports of the run start there."""
 
     folder: str = ""
     """Working directory of the first node."""
@@ -47,15 +47,16 @@ NO_ORIGIN = RunOrigin()
 
 
 def config_digest(config_text: str) -> str:
-    """Return a digest that tells this configuration, as TOML, from any other."""
+    """Return a digest of a configuration (TOML). Different configurations have different digests."""
     return sha256(config_text.encode()).hexdigest()[:16]
 
 
 class NodeRegistry:
-    """The nodes of the run, and the numbers of their engines.
+    """Registry of the nodes of the run, and of the numbers of their engines.
 
-    Node 0 is registered from the start, since it runs the hub. Every other node is registered when it joins, and its
-    numbers are free again once it has left. A node with trainer ranks keeps the number that it has in the job.
+    Node 0 is registered from the start, because it runs the hub. Every other node is registered when it joins. Its
+    number and the numbers of its engines are free again once it has left. A node with trainer ranks keeps the number
+    that it has in the job.
 
     Args:
         config: the run.
@@ -73,7 +74,7 @@ class NodeRegistry:
         return dump(self._config)
 
     def has_joined(self, node: int) -> bool:
-        """Return True if the node came through `join`: it may leave, and it may outlive the hub."""
+        """Return True if the node was registered by `join`. Such a node may leave, and may outlive the hub."""
         return node != HUB_NODE
 
     @property
@@ -145,7 +146,7 @@ class NodeRegistry:
             raise ConfigError(f"no node {node} has joined this run (those that have: {known})")
 
     def left(self, node: int) -> None:
-        """Free the numbers of a node that is gone. The hub's own node stays: it ends with the hub."""
+        """Free the numbers of a node that is gone. The hub's own node stays registered: it ends with the hub."""
         if self.has_joined(node):
             self._engines.pop(node, None)
 
@@ -154,7 +155,7 @@ class NodeRegistry:
 
 
 class _ReportedNode:
-    """The engines of a node in its newest report."""
+    """Engines of a node as in the node's newest report."""
 
     def __init__(self, report: p.EngineReport) -> None:
         self.number = report.number
@@ -164,10 +165,10 @@ class _ReportedNode:
 
 
 class Fleet:
-    """The engines of all nodes and the weight versions that they have.
+    """State of the engines of all nodes, with the weight version of each.
 
-    A node counts from the moment in which it is given its first version, not from its first report: the trainer ranks
-    have to keep that version until the node has loaded it.
+    A node counts as soon as it is given its first version, and not only from its first report, because the trainer
+    ranks have to keep that version until the node has loaded it.
     """
 
     def __init__(self) -> None:
@@ -181,11 +182,11 @@ class Fleet:
         """True once any engine has had a version."""
 
     def __bool__(self) -> bool:
-        """Return True if any node has engines, or is about to."""
+        """Return True if any node has engines or loads its first version."""
         return bool(self._nodes or self._joining)
 
     def others_have_engines(self, node: int) -> bool:
-        """Return True if a node other than `node` has engines, or is about to."""
+        """Return True if a node other than `node` has engines or loads its first version."""
         return any(other != node for other in (*self._nodes, *self._joining))
 
     def engines(self) -> Iterator[p.EngineStatus]:
@@ -199,7 +200,7 @@ class Fleet:
 
     @property
     def waits_for_engines(self) -> bool:
-        """True if all engines have died, while their nodes stay to start others."""
+        """True if all engines have died, while their nodes are present and can start new engines."""
         return bool(self._nodes) and next(self.engines(), None) is None
 
     def versions(self, node: int) -> list[int]:
@@ -208,9 +209,9 @@ class Fleet:
         return known.versions if known is not None else []
 
     def report(self, report: p.EngineReport) -> bool:
-        """Replace the engines of a node by those in its report.
+        """Replace the engines of a node by the engines in its report.
 
-        Returns False, and changes nothing, if a later report of the node has overtaken this one.
+        Returns False, and changes nothing, if a later report of the node has arrived before this one.
         """
         known = self._nodes.get(report.node)
         if known is not None and known.number >= report.number:
@@ -235,7 +236,7 @@ class Fleet:
         self._joining.discard(node)
 
     def up_to_date(self, newest: int) -> bool:
-        """Return True if every engine has version `newest`: none needs older weights of the trainers any more."""
+        """Return True if every engine has version `newest`, so that no engine needs older weights any more."""
         return not self._joining and all(node.oldest >= newest for node in self._nodes.values())
 
     def describe_behind(self, newest: int) -> str:
@@ -253,10 +254,11 @@ class Fleet:
 
 
 class Heartbeats:
-    """The nodes that are present, and those of them that are silent. Times are those of anyio's clock.
+    """Record of the nodes that are present, and of the silent nodes among them. Times are on anyio's clock.
 
-    A living node always has a `CancelRequest` waiting at the hub. A node that has not asked again some time after its
-    last answer is silent although its connection stands: its event loop is blocked, or its machine is stopped.
+    A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it has not sent the next
+    request some time after the last answer, although its connection is open: its event loop is blocked, or its machine
+    is stopped.
 
     Args:
         silence_s: seconds that a node may take from an answer to its next request.
@@ -267,7 +269,7 @@ class Heartbeats:
         self._present: set[int] = set()
         """Nodes that have sent a `CancelRequest`, which is the first request of a node."""
         self._answered: dict[int, float] = {}
-        """Time of the last answer to each node that has not asked again since."""
+        """Time of the last answer to each node that has sent no request since."""
 
     def __bool__(self) -> bool:
         """Return True if any node is present."""
@@ -279,7 +281,7 @@ class Heartbeats:
         self._answered.pop(node, None)
 
     def answered(self, node: int, now: float) -> None:
-        """Note that a node has got its answer, and should ask again."""
+        """Note that a node's request was answered, so that the node should send the next request soon."""
         self._answered[node] = now
 
     def silent(self, now: float) -> list[int]:
@@ -307,7 +309,7 @@ IN_ORDER = "it left in order"
 
 
 class NodeStatuses:
-    """The newest status of each node, and the last nodes that left. Times are Unix seconds."""
+    """Record of the newest status of each node, and of the nodes that left last. Times are Unix seconds."""
 
     def __init__(self) -> None:
         self._reported: dict[int, tuple[float, NodeStatus]] = {}

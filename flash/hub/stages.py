@@ -1,4 +1,4 @@
-"""The stages of a run: what it waits for at a moment, for how long at most, and where to look if it never comes.
+"""The stages of a run: what the run waits for, the deadline of the wait, and where to look if the deadline passes.
 
 `RunStages` finds the stage from the state of the other parts of the hub, and changes nothing. `Hub.run` watches that no
 stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step.
@@ -20,7 +20,7 @@ RANKS = "the trainer ranks"
 
 
 class Stage(Enum):
-    """A thing that a run waits for: words for it, where to look if it never comes, and its key in `[deadlines]`."""
+    """Event that a run waits for: a phrase, the place to look at if it never happens, and its key in `[deadlines]`."""
 
     FIRST_VERSION = (f"{RANKS} to publish their first version", f"{RANKS}, and deadlines.rendezvous", "rendezvous")
     RECOVERING = (
@@ -33,7 +33,7 @@ class Stage(Enum):
     """The ranks train steps again that were lost with an incarnation."""
     STARTING = ("an engine to start and to load its first version", "vLLM's output, and deadlines.engine_start")
     RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and engine.max_restarts")
-    """All engines have died, and others start in their places."""
+    """All engines have died, and new engines start in their places."""
     BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "batch")
     STEP = (f"{RANKS} to finish step {{step}}", RANKS, "step")
     LOADING = ("{behind} to load version {step}", "the output of that node, and deadlines.swap")
@@ -53,7 +53,7 @@ class Stage(Enum):
 
     def __init__(self, description: str, look_at: str, deadline: str = "") -> None:
         self.description = description
-        """Words for it, with placeholders that `RunStages.describe` fills."""
+        """Phrase for the event, with placeholders that `RunStages.describe` fills."""
         self.look_at = look_at
         """Place where people should look if the stage outlives its deadline."""
         self.deadline = deadline
@@ -69,7 +69,7 @@ class Stage(Enum):
         if self is Stage.STARTING:
             return waits.first_version_s(config)
         if self is Stage.RETURNING:
-            # The node reports before that why no engine will come back; the last part is for that report.
+            # If no engine can come back, the node reports the reason. The last summand is the time for that report.
             return waits.engine_return_s(config) + config.deadlines.request
         if self is Stage.LOADING:
             return waits.new_version_s(config)
@@ -80,9 +80,9 @@ class StartupPhase(NamedTuple):
     """A phase of a run before its first step, for people."""
 
     doing: str
-    """Words for the phase; a phase ends when they change."""
+    """Phrase for the phase. A phase ends when its phrase changes."""
     done: str = ""
-    """Part of it that is done, such as `3 of 8 groups`; empty if that cannot be said."""
+    """Part of the phase that is done, such as `3 of 8 groups`; empty if it cannot be measured."""
 
 
 STARTING_ENGINES = "starting engines"
@@ -116,7 +116,7 @@ class RunStages:
 
     @property
     def _working_stage(self) -> Stage:
-        """Stage of the run, as if it was not interrupted."""
+        """Stage that the run has, or would have if it was not interrupted."""
         if self._incarnations.recovering:
             return Stage.RECOVERING
         if self._progress.trainers_behind:
@@ -140,10 +140,11 @@ class RunStages:
 
     @property
     def _complete_groups(self) -> str:
+        """Phrase with the number of complete groups, and the number that a batch needs."""
         return f"{self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
 
     def describe(self, stage: Stage) -> str:
-        """Return the words for a stage of this moment: what the run waits for."""
+        """Return a phrase for what the run waits for in this stage, with the numbers of this moment."""
         progress = self._progress
         text = stage.description.format(
             step=progress.trainer_version if stage is Stage.REPEATING else progress.version,
@@ -158,7 +159,7 @@ class RunStages:
 
     @property
     def last_work(self) -> str:
-        """Words for the work that an interrupted run still does, or would do if it was interrupted now."""
+        """Phrase for the work that an interrupted run still does, or would do if it was interrupted now."""
         stage, step = self._working_stage, self._progress.version
         if stage is Stage.STEP:
             return f"finishing step {step} and writing a checkpoint"
@@ -186,6 +187,6 @@ class RunStages:
         return StartupPhase("first batch", f"{self._complete_groups} groups")
 
     async def phase_ended(self, doing: str) -> None:
-        """Wait, under the caller's deadline, until the startup phase is another one. Unblocked by the signal `run`."""
+        """Wait until the startup phase `doing` has ended. Sets no deadline. Unblocked by the signal `run`."""
         while (now := self.startup_phase()) is not None and now.doing == doing:
             await self._progress.wait("run")

@@ -1,13 +1,13 @@
 """Grant leases of tasks to nodes, and book the results that come back.
 
-On the road of a sample: `NodeWork.lease` answers a node with leases from the sample buffer; the node runs them
-(`flash.rollout.scheduler`); `NodeWork.deliver` books the results in the buffer, where they complete groups. When the
-buffer can form a batch, the waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` goes on.
+`NodeWork.lease` answers a node with leases from the sample buffer. The node runs them (`flash.rollout.scheduler`).
+`NodeWork.deliver` stores the results in the buffer, where they complete groups. When the buffer can form a batch, the
+waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` continues.
 
-The law of conservation, issued = trained + filtered + given_up + in_flight, is kept by the buffer. Here it means: every
-lease that the buffer has granted is finished, revoked or withdrawn exactly once, also when its node is lost.
-It owns no task: its methods run in the tasks of the nodes' requests; `work_off_backlog` and `expire_claims` run in
-tasks of `Hub.run`.
+The buffer keeps the law of conservation, issued = trained + filtered + given_up + in_flight. For this module the law
+means: every lease that the buffer has granted is finished, revoked or withdrawn exactly once, also when its node is
+lost. The module owns no anyio task: its methods run in the tasks of the nodes' requests, and `work_off_backlog` and
+`expire_claims` run in tasks of `Hub.run`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from flash.samples.leases import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
-"""Number of results that are booked before other tasks are served; each takes some 30 microseconds."""
+"""Number of results that are stored before other tasks are served. Each result takes some 30 microseconds."""
 
 
 class LeaseClaims:
-    """The leases that previous hubs granted and whose nodes have not come to this hub yet. Pure state.
+    """Set of the leases that previous hubs granted and that no node has presented to this hub yet. Pure state.
 
-    A node that outlives a hub works on, and presents its leases to the next hub. That hub knows from its recovered
-    state which leases are out: the node may keep these, and drops the rest. Leases that no node has claimed after some
-    time queue again.
+    A node that outlives a hub continues its work, and presents its leases to the next hub. That hub knows from its
+    recovered state which leases are out. The node may keep these leases and drops all others. The tasks of leases that
+    no node claims within some time queue again.
 
-    Law: each lease of a previous hub is claimed by one node, or revoked, or was ended before; exactly one of these, and
-    only once.
+    Law: exactly one of three things happens to each lease of a previous hub, and only once: a node claims it, or it is
+    revoked, or it had ended before.
 
     Args:
         leases: the training leases as the previous hub has left them.
@@ -58,11 +58,11 @@ class LeaseClaims:
         return bool(self._open)
 
     def take(self, presented: Iterable[Lease]) -> list[Lease]:
-        """Return those of the presented leases that the node may keep; no other node can claim them any more."""
+        """Return the presented leases that the node may keep. No other node can claim them any more."""
         kept: list[Lease] = []
         for lease in presented:
             member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
-            # A node may present anything: the lease counts only if it is word for word the one that was granted.
+            # A node may present anything, so a lease counts only if its task and version are those that were granted.
             if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
                 self._open.discard(lease.lease_id)
                 kept.append(lease)
@@ -89,7 +89,7 @@ class NodeWork:
         self._buffer, self._samples = context.buffer, context.buffer.samples
         self._evaluations, self._journal = context.evaluations, context.persistence.journal
         self._leaving: set[int] = set()
-        """Nodes that leave, and get no more leases."""
+        """Nodes that are leaving, and get no more leases."""
         rollout = self._config.rollout
         unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._dealer = LeaseDealer(self._available_tasks, self._lease_next, unit)
@@ -143,7 +143,10 @@ class NodeWork:
         self.deal()
 
     def deal(self) -> None:
-        """Deal a slice of the available tasks to the waiting nodes. Called whenever tasks or room may have appeared."""
+        """Lease a slice of the available tasks to the waiting nodes, by their shares.
+
+        Called whenever tasks may have become available, or a node may have room again.
+        """
         if self._progress.error is None:
             for node in self._dealer.deal(self._now()):
                 self._progress.send(("leases", node))
@@ -219,7 +222,7 @@ class NodeWork:
         return p.Ack()
 
     def _book(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        """Book one result: in the evaluation or in the sample buffer."""
+        """Store one result, in the evaluation or in the sample buffer."""
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
@@ -237,7 +240,7 @@ class NodeWork:
             self._progress.fail(error)
 
     async def tidy(self) -> None:
-        """Do all that the buffer has put off, in slices; other tasks are served after each."""
+        """Do all work in the buffer's backlog, in slices. Other tasks are served after each slice."""
         while self._samples.backlog:
             try:
                 self._buffer.tidy()
@@ -251,10 +254,11 @@ class NodeWork:
         self._progress.send("batches")
 
     async def work_off_backlog(self) -> None:
-        """Do the work that was put off and that no request waits for.
+        """Do the postponed work for which no request waits.
 
-        Such work is the backlog of the sample buffer, and tasks that one slice of `deal` has left. The signal `backlog`
-        wakes this loop. Other tasks of the event loop are served after each slice. The loop ends when the run fails.
+        Consumes the buffer's backlog, and tasks that `deal` has left for a further slice. Waits for more such work.
+        Unblocked by the signal `backlog`. Produces leases and queued tasks. Other tasks are served after each slice.
+        The loop ends when the run fails.
         """
         while self._progress.error is None:
             if self._samples.backlog:
@@ -266,7 +270,7 @@ class NodeWork:
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
-        """Hand the leases that the buffer has withdrawn to the cancel requests of their nodes, and show its notes."""
+        """Give withdrawn leases of the buffer to their nodes' cancel requests, and show the buffer's notes."""
         for node in self.holders.withdraw(self._samples.leases.withdrawn):
             self._progress.send(("cancels", node))
         self._samples.leases.withdrawn.clear()
@@ -286,7 +290,7 @@ class NodeWork:
     # -- leases of previous hubs -------------------------------------------------------------------------------------
 
     def claim(self, request: p.ClaimRequest) -> p.ClaimReply:
-        """Let a node that has outlived the previous hub keep those of its leases that are still out."""
+        """Let a node that has outlived the previous hub keep the leases that it presents and that are still out."""
         kept = self.claims.take(request.leases)
         if kept:
             self._metrics.sampling_began(self._now())
@@ -307,7 +311,7 @@ class NodeWork:
             self._progress.send("batches", "backlog")
             self.deal()
 
-    # -- leases come back --------------------------------------------------------------------------------------------
+    # -- leases of nodes that leave, hang or are lost ----------------------------------------------------------------
 
     def stop_dealing_to(self, node: int) -> None:
         """Give no more leases to a node that leaves, until `node_left`."""
@@ -320,7 +324,7 @@ class NodeWork:
         self._leaving.discard(node)
 
     def take_back(self, node: int, lease: Lease, message: str) -> None:
-        """End a lease that a node has held for too long. The node must cancel it, and the task failed there."""
+        """End a lease that a node has held for too long. The node must cancel it; the task counts as failed there."""
         self.holders.withdraw([lease.lease_id])
         self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)

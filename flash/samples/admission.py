@@ -1,11 +1,11 @@
-"""Admission: which task may go out to which engines, and when the next group is issued. Pure state.
+"""Admission: which task may be leased to which engines, and when the next group is issued. Pure state.
 
-`flash.samples.buffer` asks before each lease. The rule is the age contract's: a sample is leased only to a node with an
-engine whose version is new enough that the sample stays within the window of α, and whose tokens the next step could
-still train.
+`flash.samples.buffer` calls `Admission` before each lease. The rule comes from the age contract: a sample is leased
+only to a node with an engine whose version is new enough. The sample must stay within the window of α, and the next
+step must still be able to train its tokens.
 
-Groups are counted by their *places*: the order of issue, without groups that left untrained. Later places need newer
-versions, or the same ones. So a task that waits for a version holds back no task that could run now.
+Groups are counted by their *places*: the order of issue, without groups that left untrained. A later place needs an
+equal or newer version. So if the first task of the queue has to wait for a version, no later task could run now either.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from flash.types import Task
 class AgeContract(msgspec.Struct, frozen=True):
     """The age contract of a run: how far sampling may be ahead of training.
 
-    With α = async ratio and B = samples of a step, (1 + α)·B samples may be on their way. Every token trained by the
-    step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉; or ≥ n − `max_token_age`, if that is given. Then
-    long answers keep their beginnings, while admission still follows α. Redundant samples and groups come on top.
+    With α = async ratio and B = samples of a step, (1 + α)·B samples may be in flight. Every token trained by the step
+    that makes version n+1 was sampled by a version ≥ n − ⌈α⌉, or ≥ n − `max_token_age` if that is given. With
+    `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α. Redundant
+    samples and groups are not included in these numbers.
     """
 
     async_ratio: float
@@ -42,7 +43,7 @@ class AgeContract(msgspec.Struct, frozen=True):
     steps: int
     """Steps of the whole run."""
     extra_groups: int = 0
-    """Redundant groups on their way."""
+    """Number of redundant groups in flight."""
     max_token_age: int | None = None
     """Largest age of a trained token, in versions. None: ⌈α⌉."""
 
@@ -70,7 +71,7 @@ class AgeContract(msgspec.Struct, frozen=True):
         return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
 
     def places_admitted(self, version: int, sample_index: int) -> int:
-        """Return at how many places, from the first one on, a published version may start member `sample_index`."""
+        """Return the number of places, from the first, at which a published version admits member `sample_index`."""
         member = min(sample_index, self.group_size - 1)
         samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
         return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
@@ -87,8 +88,8 @@ class AgeContract(msgspec.Struct, frozen=True):
     def window_start(self, step: int) -> int:
         """Return the oldest version that may begin a sample for a step.
 
-        It follows α alone, and not `max_token_age`: at the end of this window finished members of a group stop waiting
-        for the others.
+        The window depends on α only, and not on `max_token_age`. At the end of this window, finished members of a group
+        stop waiting for unfinished ones.
         """
         return version_of(window(self.async_ratio), step)
 
@@ -141,10 +142,10 @@ class Admission:
         self._wave_left = 0
         """Groups that may still be issued in this wave, if groups start in waves."""
         self.next_step = next_step
-        """The step whose batch is formed next. No task goes out whose first token would be too old for it."""
+        """Step whose batch is formed next. No task is leased whose first token would be too old for this step."""
         self.openings = 0
-        """Counts events that may have made a lease possible: a task queued again, a place given back, a wave over.
-        The owner compares it with an earlier value to see whether to offer tasks to waiting nodes again."""
+        """Counter of events that may have made a lease possible: a task was queued again, a place was given back, or a
+        wave ended. The owner compares it with an earlier value to decide whether to offer tasks to waiting nodes."""
         self._sizes = rules.sizes(contract.group_size)
         """Members of a group by domain, redundant ones included."""
         self._largest = max(self._sizes.values())
@@ -152,13 +153,14 @@ class Admission:
         # whole, the step would wait for members that wait for the next version, and so for the step.
         whole = rules.whole_groups or rules.on_expire == "wait"
         self._first_counted = contract.group_size - 1 if whole else 0
-        """Index from which members count one by one. Where groups go out as a whole, it is the last one: all members
-        need the version that the last one needs."""
+        """Index from which each member needs a version of its own. If groups are leased as a whole, this is the last
+        index: all members need the version that the last member needs."""
 
     def available(self, newest: int) -> int:
-        """Return how many tasks could go out to nodes whose newest engine runs version `newest`.
+        """Return the number of tasks that could be leased to nodes whose newest engine runs version `newest`.
 
-        It is 0 only if there is none for any node. Some members of the last group may be counted that cannot go out.
+        The number may be too high, because it counts all members of the last group. It is 0 only if no node can get a
+        task.
         """
         queue = self._leases.queue
         if queue and not self.admits(queue.first, newest):
@@ -171,11 +173,11 @@ class Admission:
         return len(queue) + max(1, groups) * self._largest
 
     def admits(self, member: Member, newest: int) -> bool:
-        """Return True if a queued task may go out to a node whose newest engine runs version `newest`."""
+        """Return True if a queued task may be leased to a node whose newest engine runs version `newest`."""
         return self._needed(member) <= newest
 
     def floor(self, member: Member, versions: Sequence[int]) -> int:
-        """Return the oldest version of the given engines that may run a task. No token of it will be older.
+        """Return the oldest version of the given engines that may run a task. No token of the sample will be older.
 
         At least one of the engines must be allowed to run the task (`admits`).
         """
@@ -207,7 +209,7 @@ class Admission:
         """Return the oldest engine version that may run a queued task."""
         task, nominal = member.task, self._contract.group_size
         size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
-        # A group of another size counts as one of the run's size: its members begin in the same stretch of samples.
+        # A group of another size counts as a group of the run's size: its members share the same range of samples.
         index = task.sample_index * nominal // size
         return self._version(self.places.of(task.group_id), index)
 
@@ -243,7 +245,7 @@ class Places(msgspec.Struct):
         insort(self.returned, group_id)
 
     def forget(self, oldest: int) -> None:
-        """Shorten the list: no group before `oldest` will be asked for any more."""
+        """Shorten the list of returned groups. No place of a group before `oldest` may be requested after this."""
         gone = bisect_left(self.returned, oldest)
         self.before += gone
         del self.returned[:gone]

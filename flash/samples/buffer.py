@@ -2,7 +2,7 @@
 
 The hub calls `lease` when a node has room, `deliver` with each result, and `next_batch` when a trainer asks for a step;
 `commit` books the trained groups. Each call decides, records an event in the journal, and then applies it to the
-`SampleStore`, whose docstring says what becomes of tasks, and which law of conservation holds.
+`SampleStore`, whose docstring describes the states of tasks and the law of conservation.
 
 - *Admission* follows the age contract (`flash.samples.admission`).
 - *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. Groups that outgrow
@@ -12,8 +12,8 @@ The hub calls `lease` when a node has room, `deliver` with each result, and `nex
   would expire while another one of their group is on its way are trained before it. Late members join a later step, on
   top of its groups.
 
-No call takes longer the more samples are in flight. Work on many groups is put off; the owner calls `tidy` until it is
-done, and no batch is formed before.
+The time of a call does not grow with the number of samples in flight. Work on many groups goes into a backlog. The
+owner calls `tidy` until the backlog is empty; no batch is formed before that.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory
 
 MEMBERS_AT_ONCE = 512
-"""Members whose groups are worked on in one slice. Each takes a few microseconds, ten at most."""
+"""Number of members whose groups are processed in one slice. Each member takes at most ten microseconds."""
 
 
 class SampleBuffer:
-    """Decides who gets which task and what a step trains. See the module's docstring.
+    """Decides which node gets which task, and which groups a step trains. The module's docstring has the rules.
 
     Args:
         contract: the run's age contract.
         source: gives the next problem. Its cursor is that of `state`.
         rules: settings of the buffer.
         step: the version that the trainers hold.
-        state: the state that a previous incarnation left.
+        state: the state that a previous hub has left; None in a new run.
         lease_ids: numbers of new leases, which training and evaluation share.
         members_at_once: samples whose groups are worked on in one slice; at least one group.
         journal: records every event before it is applied.
@@ -98,14 +98,15 @@ class SampleBuffer:
     # -- leases ------------------------------------------------------------------------------------------------------
 
     def available(self, newest: int) -> int:
-        """Return how many tasks `lease` could hand out to nodes whose newest engine runs version `newest`.
+        """Return the number of tasks that `lease` could give to nodes whose newest engine runs version `newest`.
 
-        It is 0 only if there is none for any node. Some members of the last group may be counted that cannot go out.
+        The number may be too high, because it counts all members of the last group. It is 0 only if no node can get a
+        task.
         """
         return self.samples.admission.available(newest)
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """Lease the next task that a node may run: a queued one, or one of a new group. None: there is none.
+        """Lease the next task that a node may run, from the queue or from a new group. Returns None if there is none.
 
         Args:
             versions: versions that the node's engines run.
@@ -141,7 +142,7 @@ class SampleBuffer:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
-        """Take the result of a lease from a node. If the lease is no longer out, only the tokens are booked.
+        """Store the result of a lease from a node. If the lease is no longer out, only the tokens are counted.
 
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
@@ -167,8 +168,8 @@ class SampleBuffer:
     def next_batch(self, version: int) -> list[Group] | None:
         """Return the groups of the step that trains version `version`.
 
-        None while too few groups are complete, or while the chosen ones are still being collected: call `tidy`, then
-        ask again.
+        None while too few groups are complete, or while the chosen groups are still being collected. In the second case
+        the caller calls `tidy` and then this function again.
         """
         samples = self.samples
         if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
@@ -194,13 +195,13 @@ class SampleBuffer:
         limits = samples.domains.limits(samples.quarantined)
         chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
-            # Nothing more can come, since all places are taken: by groups that a previous incarnation began under other
-            # settings, for example. Waiting would never end.
+            # No further group can become complete, because all places are taken, for example by groups that a previous
+            # hub began under other settings. Waiting would never end.
             return choose(*groups, before=before, wait=False)
         return chosen
 
     def commit(self, version: int) -> None:
-        """Book the groups of the step that trained `version`.
+        """Count the groups of the step that trained `version` as trained.
 
         Raises:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
@@ -210,7 +211,7 @@ class SampleBuffer:
         self._record_and_apply(Committed(version, self.samples.books))
 
     def close(self) -> None:
-        """Withdraw and book all that is left after the last step."""
+        """Withdraw all groups that are left after the last step, and count their tokens as discarded."""
         self._record_and_apply(Closed())
 
 
@@ -224,21 +225,21 @@ def choose(
     wait: bool,
     limits: Mapping[str, int] | None = None,
 ) -> list[int] | None:
-    """Return the groups of a step, those with the oldest tokens first; None while the step has to wait.
+    """Return the groups of a step, groups with the oldest tokens first; None while the step has to wait.
 
-    A step waits for no straggler while enough groups are complete, with three exceptions: a window in the order of
-    issue (`before`), the bound on how far a domain may be ahead (`limits`), and `wait`. This runs after each result, so
-    it looks at versions, of which there are few, and not at groups.
+    While enough groups are complete, a step does not wait for slow groups. There are three exceptions: a window in the
+    order of issue (`before`), the bound on how far a domain may be ahead (`limits`), and `wait`. This function runs
+    after each result, so it must not loop over all groups; it loops over versions, of which there are few.
 
     Args:
         contract: the run's age contract.
         step: the version that is trained.
         eligible: the groups that may be trained.
-        begun: for each oldest version, how many groups are in flight and how many of them are not complete.
-        before: only groups issued before this one may be chosen. None: all.
-        wait: True if the step has to wait as long as taking the batch would leave a group that is on its way no later
-            step in which all its tokens can be trained.
-        limits: the most groups of a kind; kinds without an entry have no limit.
+        begun: for each oldest version, the number of groups in flight, and the number of these that are not complete.
+        before: number of a group; only groups issued before it may be chosen. None: all groups.
+        wait: True if the step has to wait whenever taking the batch now would leave some incomplete group without a
+            later step that can train all its tokens.
+        limits: largest number of groups of each kind; kinds without an entry have no limit.
     """
     chosen = eligible.first(contract.groups_per_batch, before, limits)
     if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
@@ -249,10 +250,11 @@ def choose(
 def _all_in_time(
     contract: AgeContract, step: int, begun: Mapping[int, Sequence[int]], chosen: Mapping[int, Sequence[int]]
 ) -> bool:
-    """Return True if all groups but the chosen can be trained from `step` on, each before its first token expires.
+    """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
 
-    Earliest deadline first: up to any step s there are s - step + 1 batches, so no more groups than these hold may
-    expire by s. A step that is overbooked by complete groups alone does not count: waiting would not change it.
+    The check is that of earliest deadline first: up to any step s there are s - step + 1 batches, so at most as many
+    groups as these batches hold may expire by s. If complete groups alone exceed this number, the step does not count,
+    because waiting would not change it.
     """
     total, waiting = 0, False
     for oldest in sorted(begun):

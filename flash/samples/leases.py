@@ -1,11 +1,12 @@
-"""Leases: which tasks wait and in which order, and which node holds the others. Pure state.
+"""Leases: the queue of tasks that wait for a node, and the nodes that hold the leased tasks. Pure state.
 
-`LeaseTable` holds the tasks of training, another one those of evaluation. Each task on its way is either in the table's
-queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is kept until its node
-reports the tokens that it had generated. `Holders` knows which node has which lease, for both tables.
+One `LeaseTable` holds the tasks of training, and another one holds the tasks of evaluation. Each unfinished task is
+either in the table's queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is kept
+until its node reports the number of tokens that it had generated. `Holders` knows which node has which lease, for both
+tables.
 
-The queue keeps one line for each set of nodes on which tasks have failed. To find a task that a node may run, it looks
-at the first task of each line. There are few lines, and there may be a hundred thousand tasks.
+The queue keeps one line for each set of nodes on which tasks have failed. To find a task that a node may run, only the
+first task of each line is checked. There are few lines, but there may be a hundred thousand tasks.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from flash.samples.groups import Member
 from flash.types import RETRIED, Lease, Outcome, Task
 
 QueuePlace = tuple[int, ...]
-"""Place of a task in the queue. Tasks with lower places go out first."""
+"""Place of a task in the queue. Tasks with lower places are leased first."""
 
 
 def as_issued(task: Task) -> QueuePlace:
-    """Return the place of a training task: the order of issue, so that a task that comes back keeps its place."""
+    """Return the place of a training task: the order of issue, so that a task that is queued again keeps its place."""
     return task.group_id, task.sample_index
 
 
 def failed_last(task: Task) -> QueuePlace:
-    """Return the place of an evaluation task: the order of issue, but tasks that have failed go last."""
+    """Return the place of an evaluation task: the order of issue, but tasks that have failed come last."""
     return task.attempt, task.group_id, task.sample_index
 
 
 class LeaseTable:
-    """The tasks on their way, each queued or leased.
+    """Table of the unfinished tasks, each of which is queued or leased.
 
     Args:
         ids: numbers of new leases. No other table may use the same numbers.
@@ -60,7 +61,7 @@ class LeaseTable:
         self.queue.put(member)
 
     def grant(self, member: Member, floor: int, number: int) -> Lease:
-        """Lease a queued task. No token of it may be older than version `floor`; `number` is the lease's own."""
+        """Lease a queued task as lease `number`. No token of the sample may be older than version `floor`."""
         self.queue.take(member)
         self.out[number] = member
         member.state, member.lease_id, member.floor = "leased", number, floor
@@ -100,12 +101,12 @@ class LeaseTable:
             self.withdrawn.append(member.lease_id)
 
     def take_reason(self, lease_id: int) -> Outcome:
-        """Return why a lease that is not out was withdrawn, and forget it: each lease reports once."""
+        """Return the reason why a lease that is not out was withdrawn, and forget it: a node reports once per lease."""
         return self.reasons.pop(lease_id, Outcome.CANCELLED)
 
 
 class Holders:
-    """Records which node holds which lease, and which leases each node is still to cancel."""
+    """Records which node holds which lease, and which leases each node has to cancel."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Lease, float]] = {}
@@ -134,7 +135,7 @@ class Holders:
         return list(islice(self._held.values(), most))
 
     def oldest_of(self, node: int) -> float | None:
-        """Return when the oldest lease of a node was lent; None if the node holds none."""
+        """Return the time at which the oldest lease of a node was lent; None if the node holds no lease."""
         first = next(iter(self._of_node.get(node, ())), None)
         return None if first is None else self._held[first][2]
 
@@ -144,7 +145,7 @@ class Holders:
             del self._of_node[held[0]][lease_id]
 
     def lost(self, node: int) -> list[Lease]:
-        """Forget a node that is gone, and what it was to cancel. Returns the leases that it held."""
+        """Forget a node that is gone, and the leases that it should have cancelled. Returns the leases that it held."""
         self._cancels.pop(node, None)
         leases = list(self._of_node.pop(node, {}).values())
         for lease in leases:
@@ -152,7 +153,7 @@ class Holders:
         return leases
 
     def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
-        """Record that leases have become pointless. Returns the nodes that have to cancel them."""
+        """Record that nodes have to cancel these leases, whose results are not needed. Returns these nodes."""
         nodes: set[int] = set()
         for lease_id in lease_ids:
             if lease_id in self._held:
@@ -171,10 +172,10 @@ class Holders:
 
 
 class TaskQueue:
-    """The tasks that wait for a node. The set of nodes that a task avoids does not change while it waits.
+    """Queue of the tasks that wait for a node. `Member.avoid` of a task must not change while the task waits.
 
     Args:
-        place: returns the place of a task. No two tasks have the same.
+        place: returns the place of a task. No two tasks have the same place.
     """
 
     def __init__(self, place: Callable[[Task], QueuePlace]) -> None:
@@ -187,11 +188,11 @@ class TaskQueue:
 
     @property
     def first(self) -> Member:
-        """The task that goes out next. The queue must not be empty."""
+        """Task with the lowest place. The queue must not be empty."""
         return min(line.first for line in self._lines.values())[1]
 
     def first_for(self, node: int, nodes: Collection[int]) -> Member | None:
-        """Return the next task for a node; None if there is none.
+        """Return the next task that a node may run; None if there is no such task.
 
         A task that has failed on the node is returned only if it has failed on all `nodes`.
         """
@@ -220,10 +221,11 @@ class _Line:
     def __init__(self) -> None:
         self.waiting: dict[QueuePlace, Member] = {}
         self.places: list[QueuePlace] = []
-        """A heap of places. Those of tasks that were taken stay in it until they come to the top."""
+        """Heap of places. Places of tasks that were taken stay in the heap until they reach its top."""
 
     @property
     def first(self) -> tuple[QueuePlace, Member]:
+        """Lowest place, and the task at it. Removes places of taken tasks from the top of the heap."""
         while self.places[0] not in self.waiting:
             heappop(self.places)
         return self.places[0], self.waiting[self.places[0]]

@@ -316,7 +316,7 @@ class SampleStore:
         return leases
 
     def _deliver(self, event: Delivered) -> None:
-        """Book the result of a lease and decide about its group. Raises as `apply` does."""
+        """Store the result of a lease and decide about its group. Raises the errors of `apply`."""
         member, result = self.leases.out.pop(event.lease_id, None), event.result
         if member is None:
             raise ContractError(f"a result was delivered for lease {event.lease_id}, which no node holds")
@@ -436,24 +436,25 @@ class SampleStore:
             self._age_groups()
 
     def _commit(self, event: Committed) -> None:
-        """Book the groups of a step as trained."""
+        """Count the groups of a step as trained in the ledger."""
         self.batches.step = None
         min_version = self.contract.min_token_version(event.step)
         self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
         self.check()
 
     def _book_trained(self, min_version: int, group_id: int) -> None:
-        """Book a group, or a part of it, whose tokens of `min_version` or newer were trained."""
+        """Count a group, or a part of it, whose tokens of `min_version` or newer were trained. Work of the backlog."""
         for trajectory in self.batches.trained(group_id).trajectories():
             self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
 
     def _close(self) -> None:
-        """Withdraw all that is left after the last step: redundant groups, and formed batches that stay untrained."""
+        """Withdraw all groups that are left after the last step: redundant groups, and batches that are not trained."""
         for step, groups in list(self.batches.formed.items()):
             self.backlog.add(partial(self._withdraw_formed, step), groups)
         self.backlog.add(self._withdraw_number, self.pool)
 
     def _withdraw_number(self, group_id: int) -> None:
+        """Withdraw the group with this number, if it is still in the pool. Work of the backlog."""
         if (group := self.pool.get(group_id)) is not None:
             self._withdraw(group)
 
@@ -470,7 +471,7 @@ class SampleStore:
     # -- members and groups that leave -------------------------------------------------------------------------------
 
     def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
-        """Remove a member for good. Its lease is withdrawn; tokens of a finished member are booked as discarded."""
+        """Remove a member for good. Its lease is withdrawn; tokens of a finished member count as discarded."""
         self.leases.remove(member, outcome)
         if member.trajectory is not None:
             self.ledger.discard(outcome, member.trajectory.action_count)
@@ -485,6 +486,7 @@ class SampleStore:
                 self._drop(member, state, outcome)
 
     def _drop_done(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        """Remove the finished members of a group."""
         for member in group.members:
             if member.state == "done":
                 self._drop(member, state, outcome)
@@ -520,13 +522,13 @@ class SampleStore:
     # -- age ---------------------------------------------------------------------------------------------------------
 
     def _age_groups(self) -> None:
-        """Deal with the age of all groups, after `admission.next_step` has changed or a run was resumed."""
+        """Call `_age_group` for all groups, after `admission.next_step` has changed or a run was resumed."""
         if (oldest := next(iter(self.pool), None)) is not None:
             self.admission.places.forget(oldest)
         self.backlog.add(self._age_group, self.pool)
 
     def _age_group(self, group_id: int) -> None:
-        """Deal with a group that may have become too old for the next step, or will be for the step after it."""
+        """Decide about a group that may be too old for the next step, or will be too old for the step after it."""
         group = self.pool.get(group_id)
         if group is None:
             return
@@ -535,7 +537,7 @@ class SampleStore:
             return  # nothing was sampled yet, or all of it is in the window of two more steps
         oldest = self.contract.min_token_version(step)
         if self._withdrawable and self._outgrown(group, oldest):
-            # Redundant groups stand in for those that have outgrown the window.
+            # A redundant group (`extra_groups`) replaces each group that is withdrawn here.
             self._withdrawable -= 1
             self._withdraw(group)
             return
@@ -551,7 +553,7 @@ class SampleStore:
             self._put_waiting(group)
 
     def _outgrown(self, group: Group, oldest: int) -> bool:
-        """Return True if a group that is on its way has begun tokens of a version before `oldest`."""
+        """Return True if a waiting group has a leased member that may have tokens of a version before `oldest`."""
         if self.pool.is_ready(group.group_id) or group.earlier:
             return False
         return any(member.state == "leased" and member.floor < oldest for member in group.members)
