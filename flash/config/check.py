@@ -228,7 +228,7 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
     for name, fault in sampling_faults(config.sampling):
         yield ConfigProblem(f"rollout.{name}", fault)
-    if (coarse := config.unknown_sets(config.sampling)) is not None:
+    if (coarse := config.why_kept_tokens_unknown(config.sampling)) is not None:
         yield ConfigProblem("rollout.top_k", coarse)
     if rollout.routing_replay and config.gpus_per_node == 0:
         message = "expected false without GPUs: vLLM's engine on the CPU does not tell which experts it chose"

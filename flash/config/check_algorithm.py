@@ -20,7 +20,7 @@ from algorithms.staleness import NoStaleness
 from flash.config.decode import ConfigProblem, show
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import examine_options, load_objective
-from flash.config.section import untaught
+from flash.config.section import faults_with_teacher
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -223,7 +223,7 @@ def _teacher(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("algorithm.teacher", "expected either path, of a model that the trainer holds, or url")
     if url is not None and not re.fullmatch(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url):
         yield ConfigProblem("algorithm.teacher.url", f"expected http://HOST:PORT of a vLLM server, got {show(url)}")
-    for name, fault in untaught(config.sampling, algorithm.teacher):
+    for name, fault in faults_with_teacher(config.sampling, algorithm.teacher):
         yield ConfigProblem(f"rollout.{name}", fault)
     if algorithm.teacher.reward:
         return

@@ -72,7 +72,7 @@ ABSENT: dict[str, str] = {
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
-    """What cannot be sampled, or not be trained as it is: the key and what is wrong with it."""
+    """Yield each key that has too many entries for an engine, or that the trainer cannot follow, and what is wrong."""
     for name, most in MOST_NAMED.items():
         if (named := len(getattr(sampling, name))) > most:
             yield name, f"an engine on a GPU would die of more than {most}: got {named}"
@@ -84,16 +84,23 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
             yield name, why
 
 
-def untaught(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
-    """What of this sampling the server of a teacher cannot follow: the key and why."""
+def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
+    """Yield each key that the server of a teacher (`algorithm.teacher.url`) cannot follow, and why."""
     if teacher is not None and teacher.url is not None:
         for name in ("temperature", "top_k"):
             if getattr(sampling, name) != getattr(PLAIN, name):
                 yield name, "is unknown to the server of a teacher, which counts all tokens, at 1: use its path"
 
 
-def unknown_sets(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
-    """Why it is not known which tokens are kept, of a model with these, or of engines that draft."""
+def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
+    """Return why the trainer cannot know which tokens `top_k` keeps; None if it can, or if all tokens are kept.
+
+    Args:
+        sampling: the sampling settings.
+        dtype: the data type of the model.
+        head_dtype: the data type of its output layer.
+        drafted: True if the engines decode speculatively, from drafts.
+    """
     if sampling.keeps and drafted:
         return "which tokens it keeps is not known of drafts: expected 0, or no engine.vllm.speculative_config"
     if not sampling.keeps or "float32" in (dtype, head_dtype):

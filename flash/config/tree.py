@@ -30,7 +30,7 @@ from flash.config.section import (
     TokenIds,
     TopK,
     TopP,
-    unknown_sets,
+    why_kept_tokens_unknown,
 )
 from flash.config.simulate import SimulateConfig
 from flash.sampling import Sampling
@@ -397,10 +397,10 @@ class Config(Section, frozen=True):
         """How a run samples where no domain has it otherwise."""
         return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
 
-    def unknown_sets(self, sampling: Sampling) -> str | None:
-        """Why it is not known which tokens this sampling keeps."""
+    def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:
+        """Return why the trainer cannot know which tokens `top_k` of these settings keeps; None if it can."""
         model, drafted = self.model, "speculative_config" in self.engine.vllm
-        return unknown_sets(sampling, dtype=model.dtype, head_dtype=model.head_dtype, drafted=drafted)
+        return why_kept_tokens_unknown(sampling, dtype=model.dtype, head_dtype=model.head_dtype, drafted=drafted)
 
     @property
     def adapters(self) -> int:

@@ -132,7 +132,7 @@ class RunProgress:
             raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
-        """Interrupt the run. A step whose batch was dealt is finished; no other step and no last evaluation begins."""
+        """Interrupt the run. A step whose batch was dealt or is being formed is finished; no other step begins."""
         self.stopping = "interrupted"
         self.send("run", "batches", "engines")
 

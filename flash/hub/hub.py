@@ -144,11 +144,11 @@ class Hub:
         return self._metrics.restarts
 
     def interrupt(self) -> str:
-        """Interrupt the run. A step whose batch was dealt is finished; no other step and no last evaluation begins.
+        """Interrupt the run. A step whose batch was dealt or is being formed is finished; no other step begins.
 
-        Then the ranks write a checkpoint, unless one of this version was written before. A run whose ranks are only
-        starting, or train earlier steps again, may end without a new one. Work that is not done within
-        `deadlines.shutdown` is given up.
+        No last evaluation begins. The ranks write a checkpoint, unless they have written one of this version before. A
+        run whose ranks are only starting, or train earlier steps again, may end without a new one. Work that is not
+        done within `deadlines.shutdown` is given up.
 
         Returns a phrase for the work that the run has yet to do before it ends, such as `writing a checkpoint of
         version 7`; empty if the run was over before.

@@ -5,12 +5,13 @@ The hub calls `lease` when a node has room, `deliver` with each result, and `nex
 `SampleStore`, whose docstring describes the states of tasks and the law of conservation.
 
 - *Admission* follows the age contract (`flash.samples.admission`).
-- *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. Groups that outgrow
-  the window are withdrawn as far as `extra_groups` stand in for them.
+- *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. In each step up to
+  `rollout.extra_groups` groups are withdrawn that have a running member whose first tokens may be too old for the step:
+  redundant groups take their places.
 - *Choice* (`choose`): a step takes complete groups, those with the oldest tokens first.
-- *Age*: too old tokens are left out of the loss and counted, or their sample starts again (`on_expire`). Members that
-  would expire while another one of their group is on its way are trained before it. Late members join a later step, on
-  top of its groups.
+- *Age*: too old tokens are left out of the loss and counted, or their sample starts again (`on_expire`). If finished
+  members would become too old before the rest of their group is done, they are trained without the rest. The rest is
+  trained in a later step, in addition to the groups of that step.
 
 The time of a call does not grow with the number of samples in flight. Work on many groups goes into a backlog. The
 owner calls `tidy` until the backlog is empty; no batch is formed before that.
@@ -132,7 +133,11 @@ class SampleBuffer:
         return self._lend(queued, versions, node) if queued else []
 
     def _lend(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
-        """Lease queued tasks of one group. No token will be older than the slowest engine that admission allows."""
+        """Lease queued tasks of one group to a node whose engines run `versions`.
+
+        Each lease carries its floor: the oldest version that a token of the task can have, which is the version of the
+        slowest engine of the node that may run the task.
+        """
         floor, ids = self.samples.admission.floor, self.samples.leases.ids
         numbered = [(next(ids), member.task.sample_index, floor(member, versions)) for member in members]
         lent = Lent(members[0].task.group_id, node, numbered)
@@ -183,7 +188,10 @@ class SampleBuffer:
         return list(samples.batches.training.values())
 
     def _choose(self, version: int) -> list[int] | None:
-        """Return the groups of a step; an empty list if its batch was formed before; None if the step has to wait."""
+        """Return the numbers of the groups of a step; None if the step has to wait.
+
+        The list is empty if a previous incarnation of the hub had formed the batch of the step: its groups are known.
+        """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:
             return []
@@ -225,20 +233,22 @@ def choose(
     wait: bool,
     limits: Mapping[str, int] | None = None,
 ) -> list[int] | None:
-    """Return the groups of a step, groups with the oldest tokens first; None while the step has to wait.
+    """Return the numbers of the groups of a step, those with the oldest tokens first; None while the step has to wait.
 
-    While enough groups are complete, a step does not wait for slow groups. There are three exceptions: a window in the
-    order of issue (`before`), the bound on how far a domain may be ahead (`limits`), and `wait`. This function runs
-    after each result, so it must not loop over all groups; it loops over versions, of which there are few.
+    If enough groups are eligible, the step takes them and does not wait for slower groups. It waits only if too few of
+    them have a number below `before`, if `limits` leaves too few of them, or if `wait` is True and another group would
+    be trained too late. This function runs after each result, so it must not loop over all groups; it loops over
+    versions, of which there are few.
 
     Args:
         contract: the run's age contract.
         step: the version that is trained.
         eligible: the groups that may be trained.
-        begun: for each oldest version, the number of groups in flight, and the number of these that are not complete.
-        before: number of a group; only groups issued before it may be chosen. None: all groups.
-        wait: True if the step has to wait whenever taking the batch now would leave some incomplete group without a
-            later step that can train all its tokens.
+        begun: by the oldest version of a group's tokens: the number of groups that have begun and that no step has
+            taken yet, complete ones included, and how many of these are not complete.
+        before: only groups with a smaller number may be chosen. None: all.
+        wait: if True, return None while taking this batch would cost another group tokens: the steps after this one
+            could not train that group before its oldest token is too old.
         limits: largest number of groups of each kind; kinds without an entry have no limit.
     """
     chosen = eligible.first(contract.groups_per_batch, before, limits)
@@ -252,9 +262,9 @@ def _all_in_time(
 ) -> bool:
     """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
 
-    The check is that of earliest deadline first: up to any step s there are s - step + 1 batches, so at most as many
-    groups as these batches hold may expire by s. If complete groups alone exceed this number, the step does not count,
-    because waiting would not change it.
+    The steps from `step` to s have room for s - step + 1 batches. So, for every s, the groups whose first token can be
+    trained in step s at the latest must be no more than this room. If complete groups alone exceed this room, that
+    step does not count: waiting would not change it.
     """
     total, waiting = 0, False
     for oldest in sorted(begun):

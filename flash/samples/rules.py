@@ -20,7 +20,7 @@ import msgspec
 
 from flash.ages import SLACK
 from flash.config.decode import examine
-from flash.config.section import sampling_faults, untaught
+from flash.config.section import faults_with_teacher, sampling_faults
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
@@ -34,13 +34,14 @@ FILTERED_BATCHES = 4
 are not replaced and count as trained for the domain's share. Otherwise a domain that is solved, or much too hard, would
 hold the other domains back."""
 FILTERED_GROUPS = 16
-"""Smallest such limit, in groups: for a small share of a small batch, `FILTERED_BATCHES` would give one or two."""
+"""Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
+`FILTERED_BATCHES` alone would give a limit of one or two groups."""
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one domain: those of the environment's `Domain`, completed by those of the run.
 
-    Fields with the same names as fields of `Domain` are filled from it.
+    A field that `Domain` has, too, gets the domain's value, or the run's value if that is None.
     """
 
     weight: float
@@ -61,7 +62,7 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Combine the settings of a domain with those of the run.
 
         Raises:
-            ConfigError: a value is not allowed, or tokens sampled like this cannot be trained.
+            ConfigError: a value is not allowed, or tokens that are drawn with these settings cannot be trained.
         """
         own = msgspec.structs.asdict(domain)
         combined = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
@@ -87,16 +88,21 @@ class Problems(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
-        """Combine the kinds and domains that an environment declares with the configuration.
+        """Return the problems of an environment: the kind of each, and the settings of each domain.
+
+        The settings of a domain are completed by those of the run. The hub and each node call this when they start.
 
         Raises:
-            ConfigError: tokens that are sampled like those of a domain cannot be trained.
+            ConfigError: a domain has a value that is not allowed, or tokens that are drawn with its sampling settings
+                cannot be trained.
         """
         settings = {name: DomainSettings.of(name, domain, config.rollout) for name, domain in domains.items()}
         for name, own in settings.items():
-            if (fault := config.unknown_sets(own.sampling)) is not None:
+            # With top_k the trainer must know which tokens were kept.
+            if (fault := config.why_kept_tokens_unknown(own.sampling)) is not None:
                 raise ConfigError(f"env.path: top_k of the domain {name!r}: {fault}")
-            for option, fault in untaught(own.sampling, config.algorithm.teacher):
+            # The server of a teacher gives log-probs at temperature 1, over all tokens.
+            for option, fault in faults_with_teacher(own.sampling, config.algorithm.teacher):
                 raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
         return cls(kind_of, settings)
 
@@ -210,7 +216,8 @@ class DomainShares:
     Law: within one step, and if no domain goes into quarantine, the replacing groups are about the same problems, in
     whatever order groups end. So a synchronous run can be repeated.
 
-    Conservation: a group is counted as alive from its issue until it leaves untrained. A trained group stays counted.
+    Conservation: a group counts as alive from its issue on. When it is trained, it counts as trained instead, for the
+    rest of the run. When it leaves untrained, it no longer counts, unless it is filtered out and counts as a turn.
 
     Args:
         settings: settings of each domain. Empty: there are no domains, and this class decides nothing.
@@ -286,7 +293,8 @@ class DomainShares:
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
         """Count a complete group that was filtered out, after `left`.
 
-        Returns the number of filtered groups in a row if from here on they count as turns of the domain, else 0.
+        Returns the number of groups filtered out in a row if it has just reached the limit, so that the next filtered
+        groups count as turns of the domain; else 0.
         """
         if (share := self._shares(quarantined).get(name)) is None:
             return 0
