@@ -1,9 +1,9 @@
 """Run one trainer rank: publish a version, fetch a shard from the hub, train it, commit it, and again.
 
-`flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. A rank that has restarted, or that trains again what
-was trained before, runs the same loop: the hub decides which shard comes next. Publishing, training and checkpoints
-are collectives, so all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits
-the steps, announces the versions, and asks for the hub's state.
+`flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. The loop is the same after a restart, when steps are
+trained a second time: the hub decides which shard comes next. Publishing, training and checkpoints are collectives, so
+all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits the steps, announces
+the versions, and asks the hub to save its state for a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ class TrainerLoop:
         self._tokenizer = tokenizer
         self._profiler = profiler
         self._meter = StepMeter(trainer.mesh)
-        # Activities since the last report to the hub: bars of the timeline.
+        # Blocks of work since the last report to the hub. The run's pages draw each as a bar of the timeline.
         self._activities: list[Activity] = []
         self._published_bytes = 0
         self._saved_version = -1
 
     def run(self) -> None:
-        """Train until the hub has no further shard for this rank.
+        """Train one shard after another, until the hub ends training for all ranks.
 
-        Consumes shards; produces versions, commits and checkpoints. Waits for the hub, which detects what is late and
-        gives up before this rank's own timeouts end. At the end it writes a checkpoint and, if the run is finished, the
-        Hugging Face export.
+        Each wait is for a reply of the hub. The hub notices a rank, node or engine that is late, and ends the wait. The
+        timeouts here are longer, and end only a wait for a hub that is gone. At the end the rank takes part in a
+        checkpoint of the last version, unless it has written one or the hub cannot take part (`keeps`). If the run has
+        trained all of its steps, the Hugging Face export follows.
         """
         config, trainer, hub = self._config, self._trainer, self._hub
         self._publish()
@@ -79,10 +80,12 @@ class TrainerLoop:
                     "trainer_step_s": trained[0],
                     "version_bytes": self._published_bytes,
                 }
+                # `shown` has the numbers of the few samples that the run's pages show.
                 hub.call(p.Commit(shard.step, metrics, trainer.shown), config.deadlines.hub)
             self._publish()
-            # The hub's part of a checkpoint belongs to the version that the run has reached. So it refuses to keep one
-            # (`keeps`) while ranks train earlier steps again. `saves` asks for a checkpoint out of turn.
+            # `keeps` is False while the ranks train earlier steps again: the hub's state belongs to a later version
+            # then, and the two parts of a checkpoint must be of one version. `saves` is True if the hub asks for a
+            # checkpoint after this step although none is due.
             if reply.keeps and (reply.saves or trainer.version % config.checkpoint.every == 0):
                 self._save_checkpoint()
 
@@ -91,15 +94,15 @@ class TrainerLoop:
         if reply.finished and config.checkpoint.export:
             checkpoint.export_hf(trainer.model, self._tokenizer, config.run_dir / "model")
         self._profiler.close()
-        # The hub answers after the last evaluation. Until then rank 0 serves the weights of the last version to engines
-        # that start.
+        # The hub replies when the last evaluation is over, or at once after an interrupt. Until then an engine may
+        # start and load the last version from rank 0.
         hub.call(p.Goodbye(self._rank, self._activities), waits.leaving_s(config))
 
     def _publish(self) -> None:
         """Gather the weights and publish them as a version, with the canary that engines are checked against.
 
-        A collective. Rank 0 announces the version to the hub, which answers once every engine has the version before:
-        so engines are at most one version behind.
+        A collective. Rank 0 announces the version to the hub, which replies once every engine has the version before.
+        So engines are at most one version behind. After an interrupt the hub replies at once.
         """
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):
@@ -131,7 +134,10 @@ class TrainerLoop:
 
     @contextmanager
     def _timed(self, name: str) -> Generator[list[float]]:
-        """Record the block as an activity of the timeline; the list holds its seconds afterwards."""
+        """Record the block as an activity of the timeline.
+
+        The list has one number, which is 0 during the block and then the duration of the block in seconds.
+        """
         seconds = [0.0]
         start, begun = time.time(), time.perf_counter()
         yield seconds

@@ -1,7 +1,8 @@
-"""Plan a step before its first forward pass: pack the batch, check the laws, and count its tokens over all ranks.
+"""Plan a step before its first forward pass: pack the batch, check its tokens, and count them over all ranks.
 
-`flash.trainer.step` calls `plan_step`. Its one collective makes the counts of all ranks known to all. From it follow
-the denominators of the loss and the number of micro-batches, so that all ranks run equally many passes.
+`flash.trainer.step` calls `plan_step`. One collective makes the counts of all ranks known to every rank. The
+denominators of the loss and the number of micro-batches are computed from these counts, so all ranks run equally many
+passes.
 
 Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = data shards.
 """
@@ -27,7 +28,7 @@ from flash.types import Shard
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """Input of one optimizer update: this rank's micro-batches, as many as on any other rank, and global counts."""
+    """Input of one optimizer update on this rank. All ranks have equally many micro-batches."""
 
     micro_batches: list[MicroBatch]
     shard_tokens: list[int]
@@ -52,9 +53,9 @@ class StepPlan:
     tokens: int
     """Tokens of prompts and responses, over all ranks."""
     shared_token_share: float
-    """Share of the tokens that are not computed, because another sequence of their micro-batch begins with them."""
+    """Share of the tokens that are not computed again, because several sequences of one micro-batch begin with them."""
     age_histogram: list[int]
-    """Trained tokens of age 0, 1, … over all ranks."""
+    """Number of trained tokens of age 0, 1, … over all ranks. The age is in versions."""
     critic_B: np.ndarray
     """int64: number of the critic that learns from each sample."""
 
@@ -72,19 +73,19 @@ class StepPlan:
 def plan_step(
     shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, share_rows: bool
 ) -> StepPlan:
-    """Pack this rank's shard, check the laws, and agree with the other ranks on counts, in one collective.
+    """Pack this rank's shard, check its tokens, and exchange counts with the other ranks, in one collective.
 
     Args:
         shard: the samples of this rank, and a description of the whole batch.
         config: the run's configuration.
-        method: the resolved method.
+        method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
         mesh: the trainer ranks.
         share_rows: True packs several sequences into a micro-batch.
 
     Raises:
-        ContractError: on every rank, if the batch of any rank breaks the age contract, is damaged, or has other totals
-            than the hub dealt.
+        ContractError: on every rank, if the shard of any rank has tokens that are too old, is damaged or lacks the
+            teacher's log-probs, or if all shards together have other totals than the hub dealt.
     """
     train, fault = config.train, ""
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
@@ -97,12 +98,13 @@ def plan_step(
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)
             for part in split_minibatches(shard, train.minibatches)
         ]
-        age_T = _check_laws(shard, version, [micro for part in parts for micro in part], config)
+        age_T = _checked_ages(shard, version, [micro for part in parts for micro in part], config)
         histogram = np.bincount(age_T, minlength=ages)
         ratio = max(train.async_ratio, train.max_token_age or 0)
         credit = assign_credit(shard, config.algorithm, method.estimator, ratio)
     except ContractError as error:
-        # Held back until all ranks know of it: this rank must still take part in the next collective.
+        # The error is raised later, on all ranks: this rank must still take part in the next collective, for which the
+        # others wait.
         fault = str(error)
 
     tokens = sum(sample.trajectory.length for sample in shard.samples)
@@ -137,14 +139,15 @@ def plan_step(
     return StepPlan(minibatches, credit, tokens, 1 - computed / max(packed, 1), aged, critic_B)
 
 
-def _check_laws(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:
-    """Check the age contract and the teacher's log-probs, and return the age of every trained token, int64.
+def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:
+    """Return the age of each trained token, in the order of the micro-batches, int64, once all tokens are checked.
 
-    The age contract: the step that trains version n may train tokens of the versions n − `train.max_age` … n only.
+    The age contract: the step that trains version n may train tokens of the versions n − `train.max_age` … n only. If
+    `algorithm.teacher.url` is set, each trained token must also have the log-prob that the server of the teacher gave.
 
     Raises:
-        ContractError: the batch is for another version, a token is too old or from the future, or a trained token has
-            no log-prob of a served teacher.
+        ContractError: the batch is for another version, a token is too old or newer than the trained version, or a
+            trained token comes without the log-prob of the teacher behind `algorithm.teacher.url`.
     """
     train, teacher = config.train, config.algorithm.teacher
     if shard.step != version:
@@ -166,7 +169,11 @@ def _check_laws(shard: Shard, version: int, micro_batches: Sequence[MicroBatch],
 
 
 def _count(part: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
-    """Return [3 + M]: micro-batches, trained tokens, sequences with one, and the trained tokens of each critic."""
+    """Count a part of the shard: [3 + M] numbers.
+
+    They are the numbers of micro-batches, of trained tokens, of sequences with a trained token, and of the trained
+    tokens that each of the M critics learns from.
+    """
     tokens = sum(int(micro.mask_T.sum()) for micro in part)
     sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in part)
     of_critic_M = np.zeros(critics, dtype=np.int64)

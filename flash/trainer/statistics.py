@@ -1,6 +1,7 @@
-"""Collect the metrics of a step, over all ranks and the same on each, and the tokens that the run's pages show.
+"""Collect the metrics of a step, and the tokens that the run's pages show.
 
-`flash.trainer.step` adds each micro-batch while it trains, and reduces everything once at the end of the step.
+`flash.trainer.step` adds each micro-batch while it trains, and reduces everything once at the end of the step. The
+metrics are over all ranks, and every rank gets the same numbers.
 
 Importance weights here are w = exp(start − behaviour), where `start` is the log-prob under the weights at the start of
 the step. They contain the mismatch of engine and trainer and the policy's drift since the token was sampled. If no pass
@@ -35,7 +36,8 @@ OLDEST = 32
 QUANTILES = (1, 50, 99)
 """Reported quantiles, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio up to which bins have the same width, 2 % of this number. Above it, a bin is 2 % of the log-ratio wide."""
+"""Log-ratio up to which all bins are about `BIN` · `NEAR_ZERO` wide. Above it, a bin is about 2 % of the log-ratio
+wide."""
 BIN = 0.02
 """Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
 LARGEST = 300.0
@@ -56,12 +58,15 @@ class StepTally:
         self._most: dict[str, Tensor] = {}
 
     def add(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
-        """Add the unmasked values to a sum. Masked slots may hold anything."""
+        """Add the values where `mask_T` is True to the sum under this name. Other values may be anything, also NaN."""
         total = value_T.detach().double().where(mask_T, 0.0).sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
-    def bound(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
-        """Keep the smallest and the largest of the unmasked values."""
+    def add_range(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
+        """Update the smallest and the largest value under this name, over the tokens where `mask_T` is True.
+
+        Before the first such token they are inf and -inf.
+        """
         value_T = value_T.detach().double()
         least, most = value_T.where(mask_T, math.inf).amin(), value_T.where(mask_T, -math.inf).amax()
         self._least[name] = least.minimum(self._least.get(name, least))
@@ -84,7 +89,8 @@ class StepTally:
 class RatioHistogram:
     """Histogram of log-ratios by age, in fixed bins.
 
-    Quantiles over all ranks follow from it without gathering tokens, and do not depend on how the batch was cut.
+    The quantiles over all ranks are computed from the summed counts. So no tokens are gathered, and the division of the
+    batch into micro-batches does not matter.
     """
 
     def __init__(self, mesh: TrainerMesh) -> None:
@@ -92,7 +98,7 @@ class RatioHistogram:
         self._counts_AN = torch.zeros(OLDEST + 1, 2 * HALF_BINS + 1, dtype=torch.int64, device=mesh.device)
 
     def add(self, log_ratio_T: Tensor, age_T: Tensor, mask_T: Tensor) -> None:
-        """Count the unmasked tokens."""
+        """Count the tokens where `mask_T` is True."""
         log_ratio_T = log_ratio_T.double().where(mask_T, 0.0).nan_to_num(0.0, LARGEST, -LARGEST)
         bin_T = ((log_ratio_T / NEAR_ZERO).asinh() / BIN).round().long().clamp(-HALF_BINS, HALF_BINS) + HALF_BINS
         place_T = age_T.where(mask_T, 0).clamp(0, OLDEST) * self._counts_AN.shape[1] + bin_T
@@ -117,7 +123,7 @@ class RatioHistogram:
 
 
 class StepStatistics:
-    """Statistics of all micro-batches of a step. Nothing here waits for a GPU before `metrics`."""
+    """Statistics of all micro-batches of a step. No method but `metrics` waits for a GPU."""
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
@@ -150,7 +156,7 @@ class StepStatistics:
             age_T: ages in versions.
             kinds_S: environment of each sequence in a mixture; empty names if there is one environment.
             loss: losses of the tokens.
-            share_T: what each token adds to the loss of its minibatch.
+            share_T: the amount that each token adds to the loss of its minibatch.
         """
         tally, mask_T = self._tally, tokens.mask_T
         current_T = mask_T & (age_T == 0)
@@ -162,7 +168,7 @@ class StepStatistics:
             tally.add(f"count {which}", chosen_T, chosen_T)
             tally.add(f"k1 {which}", -log_ratio_T, chosen_T)
             tally.add(f"k3 {which}", k3_T, chosen_T)
-            tally.bound(f"gap {which}", log_ratio_T.abs(), chosen_T)
+            tally.add_range(f"gap {which}", log_ratio_T.abs(), chosen_T)
         self._add_kinds(log_ratio_T, current_T, tokens.sequence_T, kinds_S)
         weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
         tally.add("weight", weight_T, mask_T)
@@ -180,7 +186,7 @@ class StepStatistics:
             tally.add("teacher", loss.above_teacher_T, loss.mask_T)
         for name, stat_T in loss.stats.items():
             tally.add(f"stat {name}", stat_T, loss.mask_T)
-            tally.bound(f"stat {name}", stat_T, loss.mask_T)
+            tally.add_range(f"stat {name}", stat_T, loss.mask_T)
 
     def end_minibatch(self, share: float) -> None:
         """End a minibatch; `share` is the part of its loss's denominator that no correction rejected."""
@@ -188,7 +194,7 @@ class StepStatistics:
         self._pending = torch.zeros_like(self._pending)
 
     def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
-        """Add the mismatch of the current version's tokens by environment."""
+        """Add the mismatch k3 of engine and trainer, by environment, over the tokens where `current_T` is True."""
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
         kinds = sorted({*kinds_S})
         kind_T = to_device(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
@@ -197,9 +203,9 @@ class StepStatistics:
             self._by_kind[kind] = self._by_kind[kind] + sums if kind in self._by_kind else sums
 
     def _kind_metrics(self) -> dict[str, float]:
-        """Return `mismatch_k3_age_0`, and the same by environment in a mixture. One collective.
+        """Return `mismatch_k3_age_0`, and `mismatch_k3_env_NAME` for each environment if there are several.
 
-        Without a token of age 0 there are none.
+        Empty without a token of age 0. One collective.
         """
         rows = self._mesh.gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
         rows = {kind: (count, total) for kind, (count, total) in rows.items() if count}
@@ -311,14 +317,17 @@ class ShownTokens:
             self._parts.append((index, place, rows_4T[:, begin:end]))
 
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
-        """Return the shown samples of all ranks on rank 0, and nothing elsewhere. A collective if any are shown."""
+        """Return the shown samples of all ranks on data shard 0, and an empty list on other shards.
+
+        A collective if the run shows samples and has several data shards.
+        """
         if self._count == 0:
             return []
         mine = [self._sample(index, trajectory) for index, trajectory in self._shown.items()]
         return sorted(itertools.chain(*mesh.gather_objects(mine)), key=lambda sample: sample.index)
 
     def _sample(self, index: int, trajectory: Trajectory) -> TrainedSample:
-        """Return one sample; a branch without a token to train has NaN."""
+        """Return one sample. Tokens of branches that are not trained have NaN for each number, and `TOO_OLD` as use."""
         rows_4L = np.full((ROWS, trajectory.action_count), np.nan, dtype="<f4")
         rows_4L[-1] = TokenUse.TOO_OLD
         for sample, begin, rows_4B in self._parts:
