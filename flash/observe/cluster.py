@@ -222,7 +222,7 @@ class FailureTally:
         count, first = (before.count, before.first) if before is not None else (0, now)
         self._kinds[kind] = FailureKind(kind, count + 1, first, now, shortened(message, FAILURE_TEXT))
 
-    def told(self, text: str, now: float) -> None:
+    def event(self, text: str, now: float) -> None:
         """Add a line that was printed for people. `now` is in Unix seconds."""
         self._events.append(Event(now, shortened(text, EVENT_TEXT)))
 
@@ -269,9 +269,9 @@ class ClusterFile:
         """Count a failure."""
         self._tally.failed(kind, message, self._now())
 
-    def told(self, text: str) -> None:
+    def event(self, text: str) -> None:
         """Add a line that was printed for people."""
-        self._tally.told(text, self._now())
+        self._tally.event(text, self._now())
 
     def show(self, hub: HubNow) -> str:
         """Write a new state, unless one is being written. Returns a warning at the first write that failed, else ''."""

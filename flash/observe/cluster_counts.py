@@ -198,12 +198,12 @@ COUNTS = (
 
 def _each_engine(column: Column) -> Count:
     def of(cluster: Cluster) -> Mapping[str, float]:
-        told = ((str(engine.number), column.value_in(engine.figures)) for engine in engines_of(cluster))
-        return {number: value for number, value in told if value is not None}
+        values = ((str(engine.number), column.value_in(engine.figures)) for engine in engines_of(cluster))
+        return {number: value for number, value in values if value is not None}
 
     worry = without_marks(". ".join(filter(None, (column.worry, capital(column.helps)))))
-    title, told = f"Each engine: {column.label}", f"{capital(without_marks(column.meaning))}."
-    return Count(f"engine_{column.name}", title, told, worry, of, column.unit, "engine")
+    title, means = f"Each engine: {column.label}", f"{capital(without_marks(column.meaning))}."
+    return Count(f"engine_{column.name}", title, means, worry, of, column.unit, "engine")
 
 
 EACH_ENGINE = tuple(map(_each_engine, columns("engine")))

@@ -74,9 +74,9 @@ def results(runs: Sequence[Compared]) -> list[Row]:
         rows.append(("  best of k", [_best_of_k(run.last) for run in runs]))
     if len(runs) > 1:
         rows.append(("  over the first", [BLANK, *(_apart(runs[0], run) for run in runs[1:])]))
-    told = [dict(summary_rows(run.summary)) if run.summary is not None else {} for run in runs]
-    titles = dict.fromkeys(title for texts in told for title in texts)
-    return rows + [(title, [texts.get(title, BLANK) for texts in told]) for title in titles]
+    summaries = [dict(summary_rows(run.summary)) if run.summary is not None else {} for run in runs]
+    titles = dict.fromkeys(title for texts in summaries for title in texts)
+    return rows + [(title, [texts.get(title, BLANK) for texts in summaries]) for title in titles]
 
 
 def differences(runs: Sequence[Compared]) -> list[Row]:

@@ -110,7 +110,7 @@ class Recorder:
                 self.stopped = AlarmError(f"{alarm.text}; alarms.stop names `{alarm.name}`, --resume goes on")
             elif alarm.name in wanted.checkpoint and not last:
                 wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
-            self._cluster.told(f"alarm: {alarm.text}{follows}")
+            self._cluster.event(f"alarm: {alarm.text}{follows}")
             self._console.warn(alarm.text + follows)
             self._receivers.alarm(alarm)
         return wish
@@ -162,7 +162,7 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """Print a line for people."""
-        self._cluster.told(text)
+        self._cluster.event(text)
         self._console.note(text)
 
     def failure(self, kind: str, message: str) -> None:

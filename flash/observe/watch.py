@@ -80,8 +80,8 @@ class Watched:
         except (ConfigError, FileNotFoundError):  # of another version of Flash
             config = None
         self._alarms = None if config is None else Alarms(config)
-        self._said: deque[str] = deque(maxlen=SHOWN_ALARMS)
-        self._looked_at = 0
+        self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
+        self._checked = 0
         self._life = self._steps.life
 
     def picture(self, now: float, width: int) -> Group:
@@ -96,11 +96,11 @@ class Watched:
         if self._steps.life != self._life:
             self._begin()
         rows, evals = self._steps.rows, self._evals.rows
-        for row in rows[self._looked_at :]:
+        for row in rows[self._checked :]:
             if self._alarms is not None:
                 step = f"step {number(row, 'step') or 0:.0f}"
-                self._said.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(row))
-        self._looked_at = len(rows)
+                self._raised.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(row))
+        self._checked = len(rows)
         cluster = read_cluster(self._directory)
         return Group(*self._parts(rows, evals, now, width), *(() if cluster is None else cluster_lines(cluster, now)))
 
@@ -119,12 +119,12 @@ class Watched:
         if evals:
             step = number(evals[-1], "step") or 0
             yield Text(one_line(f"evaluation at step {step:.0f}: {evaluation_line(evals[-1])}"), style="green")
-        for text in self._said:
+        for text in self._raised:
             yield Text(one_line(f"alarm at {text}"), style="yellow")
 
     def _title(self, rows: Sequence[Row], now: float) -> Text:
-        told = self._facts.get("steps", "")
-        steps = int(told) if told.isdecimal() else 0
+        setting = self._facts.get("steps", "")
+        steps = int(setting) if setting.isdecimal() else 0
         done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
         title = Text(one_line(self._directory.path.resolve().name), style="bold")
         title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
@@ -220,7 +220,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
     if cluster.hub is not None and not cluster.ended:
         age = now - cluster.at
         if age > OLD_S:
-            yield Text(f"nothing was heard of the cluster for {clock(age)}; this is how it was then", "bold yellow")
+            yield Text(f"the state of the cluster is {clock(age)} old", "bold yellow")
         yield Text(one_line(f"waits for {cluster.hub.doing}"), style="dim")
     for count in COUNTS:
         if not count.listed and count.holds(cluster) and (text := count.text(cluster)) not in ("", "0"):
@@ -233,8 +233,8 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
     for each in cluster.failures[:MOST_KINDS]:
         message = " ".join(each.message.split())
         cut = message if len(message) <= MESSAGE else f"{message[:MESSAGE]} …"
-        told = f"{each.kind} failed {each.count} times, the last one {clock(now - each.last)} ago: {cut}"
-        yield Text(one_line(told), style="yellow")
+        line = f"{each.kind} failed {each.count} times, the last one {clock(now - each.last)} ago: {cut}"
+        yield Text(one_line(line), style="yellow")
 
 
 def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def test_what_is_kept_is_bounded_whatever_fails() -> None:
     tally = FailureTally()
     for number in range(1000):
         tally.failed(f"kind {number}", FAILURE_TEXT * "xy", float(number))
-        tally.told(FAILURE_TEXT * "z", float(number))
+        tally.event(FAILURE_TEXT * "z", float(number))
     assert len(tally.failures) == MOST_KINDS + 1
     assert sum(each.count for each in tally.failures) == 1000
     assert max(len(each.message) for each in tally.failures) < FAILURE_TEXT + 100
@@ -109,7 +109,7 @@ def test_failures_of_all_incarnations_are_kept_and_a_death_without_a_word_is_one
     with ThreadPoolExecutor(1) as writer:
         first = ClusterFile(directory, writer, lambda: NOW)
         first.failed("env_error", "boom")
-        first.told("node 1 is gone")
+        first.event("node 1 is gone")
         first.show(hub_now(NOW))
         writer.submit(int).result()
         second = ClusterFile(directory, writer, lambda: NOW + 100)

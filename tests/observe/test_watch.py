@@ -183,7 +183,7 @@ def test_the_cluster_is_shown_with_what_is_missing_and_the_last_words_of_what_fa
     assert "\x1b" not in failed
     assert len(failed) < 230
     stale = shown(Watched(directory), now + 90, width=300)
-    assert "nothing was heard of the cluster for 1:31; this is how it was then" in stale
+    assert "the state of the cluster is 1:31 old" in stale
 
 
 def test_of_a_run_that_has_ended_only_failures_are_told(directory: RunDirectory) -> None:

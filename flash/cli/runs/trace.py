@@ -10,7 +10,7 @@ import msgspec
 
 from flash.cli.arguments import CommandParsers, check_writable, run_directory
 from flash.errors import ConfigError
-from flash.observe.plots.trace import trace
+from flash.observe.plots.timeline import trace
 from flash.observe.rundir.rundir import write_atomically
 
 

@@ -263,7 +263,7 @@ OFF_POLICY = ColumnGroup(
             helps=LOWER_ALPHA,
             alarm=Alarm(
                 "ess",
-                "is the effective share of the tokens, since the others have drifted too far from the policy",
+                "is the effective share of the tokens, since the other tokens are too far from the policy",
                 below=True,
             ),
         ),
@@ -366,7 +366,8 @@ LAG = ColumnGroup(
             helps=f"{LOWER_ALPHA}. The run goes on with smaller updates",
             alarm=Alarm(
                 "lag",
-                "of the learning rate is left by algorithm.lag, since the policy runs away from those that sampled",
+                "of the learning rate is left by algorithm.lag, since the policy moves too far from the policies that "
+                "sampled",
                 weight=steps,
                 below=True,
             ),

@@ -1,2 +1,2 @@
-"""Plots of a run: `plots` draws its numbers, `timeline` the activity of its workers, `rhythm_plot` the attention in a
-response. `trace` writes the timeline for other viewers."""
+"""Plots of a run: `plots` draws its numbers, `timeline` the activity of its workers (also as a trace), `rhythm_plot`
+the attention in a response."""

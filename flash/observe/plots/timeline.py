@@ -1,7 +1,8 @@
-"""The timeline of a run: a lane of activities for each worker, and the plot of all lanes.
+"""The timeline of a run: a lane of activities for each worker, the plot of all lanes, and the same lanes as a trace.
 
-`flash.observe.plots.plots` draws it, `flash view` and the simulator use its shares of time, and
-`flash.observe.plots.trace` writes the same lanes as a file for trace viewers.
+`flash.observe.plots.plots` draws it, `flash view` and the simulator use its shares of time. `flash trace` writes the
+trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A trace has Chrome's "Trace Event Format": complete
+events (`X`) with times in microseconds, on threads that metadata events (`M`) name, and counters (`C`).
 
 Legend: B bins of time. Times are Unix seconds.
 """
@@ -9,7 +10,7 @@ Legend: B bins of time. Times are Unix seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,12 @@ BINS = 400
 """Number of time bins in the view of the whole run: a bin is about two pixels wide."""
 MAX_LANES = 24
 """Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
+
+
+COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
+"""Columns of `metrics.jsonl` that are drawn above the lanes."""
+LANES, STEPS = 1, 2
+"""Numbers of the two processes in a trace. Process LANES has the workers' lanes, process STEPS the steps."""
 
 
 class TimelineLane(NamedTuple):
@@ -238,3 +245,92 @@ def _steps_named(steps: tuple[int, int] | None) -> str:
     if steps is None:
         return "the middle"
     return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+
+def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the content of the trace file. Its times count from `trace_begin`."""
+    begin = trace_begin(spans, metrics)
+    spans = [span for span in spans if span.stop > span.start]
+    ended = [row for row in metrics if number(row, "time") is not None]
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            _named("process_name", LANES, 0, "who was busy"),
+            _named("process_name", STEPS, 0, "steps"),
+            *_lane_events(spans, begin),
+            *_step_events(ended, begin),
+        ],
+    }
+
+
+def trace_begin(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the start of the first recorded span or step, in Unix seconds; 0 if nothing is recorded."""
+    begun = (span.start for span in spans if span.stop > span.start)
+    return min((*begun, *(_begun(row) for row in metrics if number(row, "time") is not None)), default=0.0)
+
+
+def _lane_events(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of each lane on a thread of its own.
+
+    A lane has more threads if activities overlap and neither lies inside the other: viewers cannot show these on one.
+    """
+    by_lane: dict[str, list[Activity]] = {}
+    for span in spans:
+        by_lane.setdefault(span.lane, []).append(span)
+    thread = 0
+    for name in sorted(by_lane, key=lane_order):
+        for place, track in enumerate(_tracks(by_lane[name])):
+            thread += 1
+            yield _named("thread_name", LANES, thread, name if place == 0 else f"{name} ({place + 1})")
+            yield {"ph": "M", "name": "thread_sort_index", "pid": LANES, "tid": thread, "args": {"sort_index": thread}}
+            for span in track:
+                yield _complete(span.name, LANES, thread, span.start - begin, span.stop - span.start)
+
+
+def _tracks(spans: Iterable[Activity]) -> list[list[Activity]]:
+    """Divide activities into tracks. Any two activities of a track do not overlap, or one lies inside the other."""
+    tracks: list[list[Activity]] = []
+    opened: list[list[Activity]] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
+        for track, inside in zip(tracks, opened, strict=True):
+            while inside and inside[-1].stop <= span.start:
+                inside.pop()
+            if not inside or span.stop <= inside[-1].stop:
+                track.append(span)
+                inside.append(span)
+                break
+        else:
+            tracks.append([span])
+            opened.append([span])
+    return tracks
+
+
+def _step_events(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        start, seconds = _begun(row), number(row, "interval_s") or 0.0
+        event = _complete(f"step {row.get('step')}", STEPS, 1, start - begin, seconds)
+        yield {**event, "args": {key: value for key in row if (value := number(row, key)) is not None}}
+        for key in COUNTERS:
+            if (value := number(row, key)) is not None:
+                at = _micros(row["time"] - begin)
+                yield {"ph": "C", "name": key, "pid": STEPS, "ts": at, "args": {key: value}}
+
+
+def _begun(row: Mapping[str, Any]) -> float:
+    """Return the start of a step, in Unix seconds: the row's time is the end of the step."""
+    return float(row["time"]) - (number(row, "interval_s") or 0.0)
+
+
+def _complete(name: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": _micros(start), "dur": _micros(seconds)}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
