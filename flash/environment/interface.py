@@ -177,6 +177,8 @@ class LastResponse(Protocol):
     def spoken(self, *, calling: bool = True) -> Spoken:
         """Return the last response as a message, read by the parsers of the run.
 
+        After plain text, all of the response is content: parsers read only responses to chat messages.
+
         `calling`: True if calls of functions are read; False if they stay part of the text.
         """
         ...

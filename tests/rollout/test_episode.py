@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from flash.environment import EpisodeView, Said, wrap
+from flash.environment.interface import Spoken
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import (
@@ -25,10 +26,10 @@ from flash.rollout.episode.episode import (
     response_seed,
 )
 from flash.rollout.episode.phases import LockStep, Phases
-from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.sampling import Kept, Sampling
 from flash.simulate.clock import run_virtual
-from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Tool, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Message, Outcome, Piece, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
 SETTINGS = EpisodeSettings(
@@ -529,6 +530,50 @@ def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
     env, proxy = Knowing(go("after"), go("on"), end(1.0)), Script(say("a"), say("b"), say("c"))
     succeed(env, proxy)
     assert [call.max_new_tokens for call in proxy.calls] == [8, 3, 8]
+
+
+class Parsing(CharTokenizer):
+    """A tokenizer whose parser of responses to chat messages makes all letters capital."""
+
+    def read_response(self, token_ids: Sequence[int], *_: Any, **__: Any) -> Spoken:
+        return Spoken(Message("assistant", self.decode(token_ids).upper()))
+
+    def start_reading(self, *_: Any, **__: Any) -> ResponseReader:
+        return ResponseReader(lambda token_ids: self.decode(token_ids).upper())
+
+
+class Reporting(Script):
+    """A proxy that reports the tokens of a response when it is done."""
+
+    async def generate(self, request: ResponseRequest) -> Completion:
+        completion = self._completions.pop(0)
+        assert isinstance(completion, Completion)
+        request.on_tokens(completion.token_ids)
+        return completion
+
+
+class Listening(Env):
+    """Listens to the first response, and reads it when it is done."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.episode = episode
+        self.pieces: list[Piece] = []
+        episode.listen(self.pieces.append)
+
+    async def step(self, action: str) -> Any:
+        self.spoken = self.episode.spoken()
+        return await super().step(action)
+
+
+@pytest.mark.parametrize(("first", "read"), [("start", "abc"), ([Message("user", "start")], "ABC")])
+def test_a_response_reads_like_its_pieces_and_parsers_read_responses_to_chat_messages_only(
+    first: Any, read: str
+) -> None:
+    env = Listening(end(1.0), first=first)
+    run = Episode(lambda kind: env, Parsing(), Reporting(say("abc")), SETTINGS, Phases(), now=lambda: 0.0)
+    run_virtual(lambda: run.run(LEASE, EpisodeProgress()))
+    assert "".join(piece.content for piece in env.pieces) == read
+    assert env.spoken == Spoken(Message("assistant", read))
 
 
 class Branching(Env):

@@ -53,12 +53,14 @@ THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 
 
 class _Part(NamedTuple):
-    """A part of a conversation that a chat template may leave out, and the conversation that tries it."""
+    """A part of a conversation that a chat template may leave out, and a conversation to find out whether it does."""
 
     words: str
     """The part as an error message names it."""
     messages: list[Message]
+    """Messages of the trial, which have the part."""
     tools: list[Tool]
+    """Tools that are offered in the trial."""
     expected: str
     """Text that the template writes if it shows the part."""
 
@@ -161,7 +163,7 @@ class ChatTemplate:
         while tools and results < len(messages) and messages[results].role == TOOL:
             results += 1
         responses = _responses_with_calls(messages[:results]) if results else [RESPONSE]
-        alone, tokens = self._behind_response(responses, messages, tools)
+        alone, tokens = self._tokens_after_stand_in(responses, messages, tools)
         # The tokens before `closing` are the same in both cases: they close the response. Later tokens show messages.
         closing = _common_prefix(alone, tokens)
         controls = [at for at in range(closing) if tokens[at] in self._control_ids]
@@ -183,7 +185,7 @@ class ChatTemplate:
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt before the last message, and the tokens of the last message as the answer.
+        """Return two lists of tokens: the prompt, which has all messages but the last; and the last message, as answer.
 
         The last message is an assistant's. The answer ends with a token that ends a turn, even if the template writes
         no such token or writes more text after it.
@@ -232,7 +234,7 @@ class ChatTemplate:
         call, two_calls = None, None
         try:
             call = self._last_control(_responses_with_calls([result]), [result], [TRIAL_TOOL])
-            two_calls = self._text_behind(
+            two_calls = self._text_after_stand_in(
                 _response_with_calls([result, result], marked=0), [], [TRIAL_TOOL], prompting=False
             )
         except EnvError:  # the template shows no calls, or refuses two calls at once
@@ -276,24 +278,27 @@ class ChatTemplate:
             log.warning("%s", text)
 
     def json_of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-        """Return messages and tools as JSON, which identifies them.
+        """Return messages and tools as JSON: equal conversations give equal bytes.
+
+        `HfTokenizer.render` uses the bytes as a key, under which it keeps the tokens of first observations. `follow`
+        and `prompt_and_answer` call this for its error alone; `prompt` need not, since `render` has called it.
 
         Raises:
-            EnvError: a text has a lone surrogate. These are characters that mark the template's own text, so that text
-                from outside must have none.
+            EnvError: a text has a lone surrogate, which is a character that UTF-8 cannot encode. Lone surrogates mark
+                the text that the template itself writes (`ControlTokens`), so text from outside must have none.
         """
         try:
             return msgspec.json.encode((messages, tools))
         except UnicodeEncodeError as error:
             raise EnvError(
                 f"the tokenizer of {self._path} cannot take {error.object[:80]!r}: it has a lone surrogate at "
-                f'{error.start}; show text.encode("utf-8", "replace").decode()'
+                f'{error.start}; let the environment show text.encode("utf-8", "replace").decode() instead'
             ) from None
 
     # -- parts that a template leaves out ----------------------------------------------------------------------------
 
     def _refuse_left_out(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Raise EnvError if the template leaves out a part of a conversation; only log it if that is reasoning."""
+        """Raise EnvError if the template leaves out a part of a conversation; log a warning if it is reasoning."""
         present = {message.role if message.role != TOOL else "results" for message in messages}
         present |= {"tools"} if tools else set()
         for message in messages:
@@ -335,10 +340,13 @@ class ChatTemplate:
         tools: Sequence[Tool],
         conversation: TemplateText,
     ) -> None:
-        """Raise EnvError if the template leaves out a call of the last message; only log it if it is the reasoning.
+        """Raise EnvError if the template leaves out a call of the last message; log a warning if it is the reasoning.
 
-        Some templates show these parts in one place and not in another, so that a trial cannot decide. `shown` are the
-        messages as the template takes them, `conversation` is the text of all of them.
+        Some templates show calls or reasoning only in some places of a conversation, so the trials of `PARTS` do not
+        decide it. Therefore this conversation is rendered again without the part: if the text stays the same, the
+        template does not show the part.
+
+        `shown`: the messages as the template takes them; `conversation`: the text of all of them.
         """
         last, calls = shown[-1], messages[-1].tool_calls
         if calls:
@@ -371,7 +379,7 @@ class ChatTemplate:
             )
         return shown
 
-    def _text_behind(
+    def _text_after_stand_in(
         self, response: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool
     ) -> TemplateText:
         """Return the text after the stand-in in `response`, if `messages` follow the response."""
@@ -388,17 +396,24 @@ class ChatTemplate:
             )
         return tail
 
-    def _behind_response(
+    def _tokens_after_stand_in(
         self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens after a response in two cases: it ends the conversation, or `messages` follow it.
+        """Return two lists of tokens that the template writes after `STAND_IN`, which stands for a response.
 
-        `responses`: messages that may stand for the response. The first message that the template accepts is used.
+        In the first, the response is the last message. In the second, `messages` follow it, and the policy speaks next.
+        The tokens with which both begin close the response.
+
+        `responses`: messages that may stand for the response. The first one for which the template writes both texts,
+        with the stand-in unchanged, is used.
+
+        Raises:
+            EnvError: there is no such message; the error is that of the last one.
         """
         for response in responses:
             try:
-                alone = self._text_behind(response, [], tools, prompting=False)
-                followed = self._text_behind(response, messages, tools, prompting=True)
+                alone = self._text_after_stand_in(response, [], tools, prompting=False)
+                followed = self._text_after_stand_in(response, messages, tools, prompting=True)
                 return self._controls.encode(alone, follows=True), self._controls.encode(followed, follows=True)
             except EnvError:
                 if response is responses[-1]:
@@ -409,7 +424,7 @@ class ChatTemplate:
         self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> int | None:
         """Return the last control token with which the template closes a response; None if there is no such token."""
-        alone, followed = self._behind_response(responses, messages, tools)
+        alone, followed = self._tokens_after_stand_in(responses, messages, tools)
         closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
         if closing:
             return closing[-1]

@@ -284,7 +284,9 @@ class HfTokenizer(Tokenizer):
         return self._template.follow(observation, end, tools)
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return the tokens of a prompt, and of the answer to it that is the last message, for supervised training.
+        """Return two lists of tokens for supervised training: the prompt, and the last message as the answer.
+
+        The prompt has all messages but the last.
 
         Raises:
             EnvError: the chat template cannot show the messages in a form that can be learned
@@ -329,25 +331,31 @@ class HfTokenizer(Tokenizer):
     def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
     ) -> Spoken:
-        """Return a response as a message, read by vLLM's parsers if the run names any.
+        """Return a response as a message, as `Tokenizer.read_response` does.
 
-        A call to which the model gives no id gets one that follows from its place in the conversation.
+        If the run names parsers of vLLM, they separate reasoning, content and calls. `Spoken.malformed` is True if the
+        response begins a call that they could not read. Without parsers all text is content, without special tokens.
         """
         if self._parsers is None:
             return Spoken(Message(ASSISTANT, self.decode(token_ids)))
-        # vLLM's server parses the same text: without the token that ended the response, and with all other tokens.
+        # Like the text that vLLM's server parses, it has special tokens, but not the token that ended the response.
         text = self._decode_all(token_ids[: len(token_ids) - stopped])
         found = self._parsers.parse(text, token_ids, prompt, tools, calling=calling)
         calls = tuple(
-            # Parsers decode `\ud800` in the JSON of a call to a character that cannot be encoded. `encodable` restores
-            # the characters that the model wrote; such JSON is refused later, so that the call counts as malformed.
+            # Some parsers make up a random id: an id counts only if the model wrote it. Otherwise the id is computed
+            # from the place of the call, so that each reading of the response gives the same id.
+            # A model may write the six characters `\ud800` in the JSON of a call. Parsers turn them into one character
+            # that UTF-8 cannot encode, and `encodable` turns it into the six characters again.
             ToolCall(id if id and id in text else _call_id(len(prompt), index), encodable(name), encodable(arguments))
             for index, (id, name, arguments) in enumerate(found.calls)
         )
         return Spoken(Message(ASSISTANT, encodable(found.content), encodable(found.reasoning), calls), found.malformed)
 
     def start_reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> ResponseReader:
-        """Return a reader of one response while it is sampled. The reader uses vLLM's parsers if the run names any."""
+        """Return a reader of one response while it is sampled.
+
+        The reader uses vLLM's parsers if the run names any. `Tokenizer.read_response` describes the arguments.
+        """
         if self._parsers is None:
             return ResponseReader(self.decode)
         return ResponseReader(self._decode_all, self._parsers.begin(prompt, tools, calling=calling))

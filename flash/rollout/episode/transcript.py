@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from flash.environment.interface import Spoken
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.sampling import Kept, Routes, join_kept, join_routes
 from flash.types import (
+    ASSISTANT,
     TOOL,
     Completion,
     Message,
@@ -97,6 +99,20 @@ class BranchFormat(NamedTuple):
         if self.chat:
             return self.tokenizer.start_reading(prompt, self.tools, calling=calling)
         return ResponseReader(self.tokenizer.decode)
+
+    def read_response(self, token_ids: Sequence[int], ended: bool, prompt: Sequence[int], *, calling: bool) -> Spoken:
+        """Return a response as a message. The pieces of `start_reading` together are the same text.
+
+        Args:
+            token_ids: the tokens of the response.
+            ended: True if the last of them is the token with which the model ended the response.
+            prompt: all tokens before the response.
+            calling: True if calls of functions are read; False if they stay part of the text.
+        """
+        if self.chat:
+            return self.tokenizer.read_response(token_ids, ended, prompt, self.tools, calling=calling)
+        # Parsers expect the form of an answer that a chat template begins: one would take plain text for reasoning.
+        return Spoken(Message(ASSISTANT, self.tokenizer.decode(token_ids)))
 
 
 class Branch:

@@ -37,7 +37,8 @@ class TranscriptView(Transcript):
         self.sampling = sampling
         self.rendering = rendering or anyio.Lock()
         self.ahead: ResponsesAhead | None = None
-        """Responses that are sampled ahead; None: nothing is sampled ahead in this episode."""
+        """Responses that are sampled ahead. None if nothing is: the environment has no `inform`, or `phases` makes
+        episodes wait for each other."""
         self._max_tokens = limits.max_length
         """Largest number of tokens of the next response, as the environment has set it."""
         self._stop: tuple[str, ...] = ()
@@ -45,7 +46,7 @@ class TranscriptView(Transcript):
         self._listener: tuple[Callable[[Piece], None], bool] | None = None
         """Function that gets the pieces of the next response; True if the pieces leave out calls of functions."""
         self._name = ""
-        """Name by which the environment may have announced the next observation; empty: it did not."""
+        """Name by which the environment has announced the next observation (`comes`); empty if it has not."""
 
     # -- the last response -------------------------------------------------------------------------------------------
 
@@ -62,15 +63,19 @@ class TranscriptView(Transcript):
         return list(zip(texts, branch.logprobs[-len(texts) :], strict=True))
 
     def spoken(self, *, calling: bool = True) -> Spoken:
-        """Return the last response as a message, read by the parsers of the run.
+        """Return the last response as a message. There must be a response.
+
+        In a branch of chat messages, vLLM's parsers that the run names (`model.tool_parser`, `model.reasoning_parser`)
+        find its calls and its reasoning. Without parsers, and in a branch of plain text, all of it is content.
 
         `calling`: True if calls of functions are read; False if they stay part of the text.
         """
         branch, span = self._last_response()
-        tokens, prompt, format = branch.tokens[span.start : span.stop], branch.tokens[: span.start], branch.format
-        return format.tokenizer.read_response(tokens, branch.ends[-1].ended, prompt, format.tools, calling=calling)
+        tokens, prompt = branch.tokens[span.start : span.stop], branch.tokens[: span.start]
+        return branch.format.read_response(tokens, branch.ends[-1].ended, prompt, calling=calling)
 
     def _last_response(self) -> tuple[Branch, Span]:
+        """Return the branch that got the last response, and the tokens of the response in it."""
         assert self.last_branch is not None, "there is no response yet"
         return self.last_branch, self.last_branch.spans[-1]
 
@@ -85,11 +90,11 @@ class TranscriptView(Transcript):
         self._stop = tuple(texts)
 
     def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
-        """Call `hear` with pieces of the next response while it is sampled."""
+        """Call `hear` with pieces of the next response while it is sampled; `calling`: without calls of functions."""
         self._listener = hear, calling
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the observation that was expected by this name."""
+        """Announce that the next observation may be the one that `expect` was called with under this name."""
         self._name = name
         if self.ahead is not None:
             self.ahead.announce(name)
@@ -100,7 +105,9 @@ class TranscriptView(Transcript):
             self.ahead.expect(expected)
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next, in a thread if it is large, so that `room` returns at once.
+        """Render an observation that may be shown next, in a thread if it is large.
+
+        Then `room`, which counts the tokens that this observation leaves for a response, returns at once.
 
         Raises:
             EnvError: the observation cannot be shown.
