@@ -4,9 +4,9 @@ The base weights W have the dtype of the run, to which the forward pass would ro
 gradients and their moments are float32. B begins as 0, so that version 0 equals the base bit for bit. With its adapters
 disabled the policy is its base, which makes a reference policy that costs no memory.
 
-Other modules see an adapted model as a model of which a part is trained
-(`flash.trainer.model.model.trained_parameters`). Each rank holds whole adapters but for their sharding by FSDP. Names
-and files are peft's.
+For other modules, an adapted model is a model of which only a part is trained
+(`flash.trainer.model.model.trained_parameters`). Adapters are sharded by FSDP and divided in no other way. Names and
+files are peft's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
 def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
     """Give a sharded policy the weights of a model from `load_plain`. A collective.
 
-    Of adapters, A is drawn with the seed from the distribution that peft uses, and B is 0.
+    In adapters, A is drawn with the seed, from the distribution that peft uses, and B is 0.
     """
     state: dict[str, Any] = plain.state_dict()
     if peft.described_in(model) is None:

@@ -4,11 +4,11 @@
 `flash.trainer.loop` publishes the canary of the current weights, and engines that load the version are checked against
 it (`flash.weights`).
 
-The text is the policy's own, sampled from the model in float32. At tokens that a model itself samples, rounding changes
-log-probs as much as it changes those of samples. Random tokens would not do: a model of 50,000 tokens gives them
-log-probs of −12 to −20, where logits in bfloat16 have steps of 0.125. The text's log-probs in float32 show the effect
-of the run's precision: trainer and engine are each about so far away from them. Every rank has the same text and the
-same tolerance.
+The text is sampled from the policy itself, in float32, so that rounding changes the text's log-probs as much as it
+changes the log-probs of samples. Random tokens are not suitable: a model of 50,000 tokens gives them log-probs of −12
+to −20, where logits in bfloat16 have steps of 0.125. The difference between the text's log-probs in the run's precision
+and in float32 is the rounding error of the trainer, and the engine's error is about as large. Every rank has the same
+text and the same tolerance.
 
 The text consists of several short texts, sampled side by side, one token of each at a time: for each token the ranks
 gather the whole model once.
@@ -46,8 +46,9 @@ MIN_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
 """Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained one."""
 
 MIN_SIZE = 1.0
-"""Smallest mean size of the first canary's log-probs, in nats, for the growth of the tolerance. Without it, a model
-that is certain of its text at first would let the tolerance grow by orders of magnitude once it no longer is."""
+"""Smallest mean size of the first canary's log-probs, in nats, from which the growth of the tolerance is measured. If
+the model is certain of its text at first, the tolerance would otherwise grow by orders of magnitude once the model is
+less certain."""
 
 SHORT = 8
 """Least tokens of each short text. The first tokens of a text show little of what the model has learned."""
@@ -102,7 +103,7 @@ def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
         output = model(input_ids=fed_BP, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         token_B1 = _draw_tokens(output.logits[:, -1].float().cpu(), generator).to(ids_BP)
-        # Rounding on another rank may have drawn other tokens; ranks that share a layer need the same ones.
+        # Because of rounding, another rank may have drawn other tokens, but ranks that share a layer need equal tokens.
         dist.broadcast(token_B1, src=0)
         ids_BP = torch.cat([ids_BP, token_B1], dim=1)
     ids_P = ids_BP.flatten()[:count]
@@ -161,6 +162,7 @@ class CanaryMaker:
 
 
 def _mean_size(logprobs: list[float]) -> float:
+    """Return the mean absolute value, in nats."""
     return sum(map(abs, logprobs)) / len(logprobs)
 
 

@@ -1,9 +1,9 @@
 """Context parallelism: a packed row divided over the ranks of a context group.
 
-Each rank holds a slice of the row for all work on single tokens. Attention needs all tokens, but each head alone. So
-for attention the ranks exchange all heads of their slices for some heads of the whole row, and exchange back afterwards
-(DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The log-prob of a token is computed by the rank that holds
-the token, and gathered to all ranks: what follows the forward pass runs on each of them as without a group.
+Each rank holds a slice of the row for all work on single tokens. Attention needs all tokens, but each head can be
+computed separately. So for attention the ranks exchange all heads of their slices for some heads of the whole row, and
+exchange back afterwards (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The rank that holds a token computes
+its log-prob, which is gathered to all ranks. After the forward pass, each rank continues as if it had the whole row.
 
 Conservation: only the rank that holds a slice has gradients for its tokens, while FSDP averages gradients over the
 ranks. So the gradient of a gathered answer is multiplied by the number of ranks in its backward pass.
@@ -32,7 +32,7 @@ from flash.foreign.torch import all_gather
 
 @dataclass(frozen=True)
 class RowSlice:
-    """The part of a row that this rank holds. The last slices may end with empty places behind the row's last token."""
+    """Part of a row that this rank holds. The last slices may end with empty places after the row's last token."""
 
     tokens: int
     """U."""

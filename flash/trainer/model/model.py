@@ -129,6 +129,7 @@ def _check_unquantized(config: ModelConfig) -> None:
 
 
 def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
+    """Return the error for a model that cannot be loaded."""
     return ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}")
 
 
@@ -168,9 +169,9 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
 
 
 class _StoredWeights:
-    """The weights at `model.path`, by the model's own names.
+    """Reader of the weights at `model.path`, by the model's own names.
 
-    They are read one tensor at a time. Where the files do not allow that, each rank loads all of them into memory.
+    It reads one tensor at a time. If the files do not allow that, each rank loads all weights into memory.
     """
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
@@ -208,7 +209,8 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
     for (own, tensor), name in zip(_named_weights(model), names, strict=True):
         whole = stored.read(name)
         if isinstance(tensor, DTensor):
-            # No rank sends: each cuts its own part, as a copy, so that no more than one tensor is whole at a time.
+            # No rank sends data: each rank cuts out its own part, as a copy, so that at most one tensor is whole at a
+            # time.
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             state[own] = local.to(device, torch.float32, copy=True)
         elif isinstance(tensor, nn.Parameter):
@@ -220,7 +222,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
 
 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a model's files hold: parameters, and buffers that cannot be computed anew."""
+    """Return the tensors that a model's files hold: parameters, and buffers that cannot be computed from the config."""
     return [*model.named_parameters(), *kept_buffers(model)]
 
 
@@ -375,7 +377,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a forward pass without a backward pass.
 
-    Otherwise they would stay gathered, and the next forward pass would not see an update of the sharded ones.
+    Otherwise the parameters would stay gathered, and the next forward pass would not use updated sharded parameters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -389,7 +391,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers that a model's files hold, such as a bias of the choice of experts. They are not trained."""
+    """Return the buffers that a model's files hold, such as a bias of the choice of experts. No buffer is trained."""
     kept = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
@@ -397,7 +399,7 @@ def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full float32 tensor of each parameter of a version, on every rank's device, one at a time.
 
-    A collective. A tied output layer is the input embedding and is not repeated.
+    A collective. If the output layer is tied to the input embedding, the tensor is yielded once.
     """
     for name, parameter in trained_parameters(model):
         value = parameter.detach()

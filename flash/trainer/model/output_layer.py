@@ -97,9 +97,9 @@ class KeptSets:
         return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.largest)
 
     def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
-        """Return the logits of the positions `rows` as sampling had them: `LEFT_OUT` outside of the kept set.
+        """Return the logits from which the positions `rows` were sampled: `LEFT_OUT` outside of the kept set.
 
-        They are in float32 or wider. The memory of `logits_CV` is reused if it has this dtype.
+        The result is in float32 or wider. The memory of `logits_CV` is reused if it has this dtype.
         """
         limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
         place_W = torch.arange(self.largest, device=self.count_T.device)
@@ -159,7 +159,7 @@ class OutputLayer(nn.Module):
 
     @contextmanager
     def answering(self, request: LogprobRequest) -> Generator[None]:
-        """Answer `request` in the model's forward pass inside this block. Outside of it the layer cannot be called."""
+        """Answer `request` in the model's forward pass inside this block. The layer cannot be called outside of it."""
         self._request = request
         try:
             yield

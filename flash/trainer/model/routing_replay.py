@@ -26,9 +26,9 @@ from flash.foreign.transformers import ExpertRouter, routers
 
 
 class RoutingReplay:
-    """The experts that the routers of one model have to choose.
+    """Hooks on the routers of one model, which make the routers choose given experts.
 
-    Its hooks stay with the model, so that a layer that is recomputed for its backward pass gets the same experts again.
+    The hooks stay on the model, so that a layer that is recomputed for its backward pass gets the same experts again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -92,7 +92,7 @@ class RoutingReplay:
 
 
 class _GivenTopK(TorchFunctionMode):
-    """Answers `torch.topk` over all experts with given ones; experts of −1 are left to `torch.topk`."""
+    """Replaces the result of `torch.topk` over all experts by given experts. Where −1 is given, the result is kept."""
 
     def __init__(self, routes_UK: Tensor | None, experts: int) -> None:
         super().__init__()
