@@ -230,7 +230,7 @@ def metrics_page(text: str) -> str:
 
 
 def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
-    """A table for each group."""
+    """Yield a table for each group of columns."""
     for group in groups:
         if group.about:
             yield f"{group.about}\n"
@@ -241,7 +241,7 @@ def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
 
 
 def _worries() -> Iterator[str]:
-    """Columns that say when to worry: those with the same words have a row together."""
+    """Yield a table of the columns that have a worry. Columns with the same words share a row."""
     together: dict[tuple[str, str], list[str]] = {}
     for column in (*columns("step"), *columns("evaluation")):
         if column.worry:
@@ -252,7 +252,7 @@ def _worries() -> Iterator[str]:
 
 
 def _alarms() -> Iterator[str]:
-    """What helps stands once: with the column's worry, where it has one."""
+    """Yield the table of alarms. Advice that is in the table of worries is not repeated."""
     yield "| alarm | looks at | default | what helps, if not as above |\n|---|---|---|---|"
     for column in columns("step"):
         if (alarm := column.alarm) is not None:
