@@ -100,7 +100,7 @@ class Incarnations:
 
     @property
     def saved(self) -> bool:
-        """True if all ranks have done all of their work."""
+        """True if all ranks have done all of their work and wait for the end of the run."""
         return all(rank.saved for rank in self.ranks)
 
     @property
@@ -113,7 +113,7 @@ class Incarnations:
         return number == self.number and not self._over
 
     def rank_arrived(self, rank: int) -> int:
-        """Add a rank that has connected. Returns the number of the incarnation that it belongs to."""
+        """Add a rank that has connected. Returns the number of its incarnation: the next one if the newest is over."""
         if self._over:
             self._over = False
             self.number += 1
@@ -121,7 +121,10 @@ class Incarnations:
         return self.number
 
     def silent(self, seconds: float, now: float) -> dict[int, float]:
-        """Return the ranks whose last heartbeat is at least `seconds` old, each with its age in seconds."""
+        """Return the ranks whose last heartbeat is at least `seconds` old, each with the seconds since then.
+
+        `now` is on the clock of the event loop, as the times of heartbeats are.
+        """
         ages = {number: now - rank.heartbeat for number, rank in enumerate(self.ranks) if rank.heartbeat is not None}
         return {number: age for number, age in ages.items() if age >= seconds}
 
@@ -144,7 +147,7 @@ class Incarnations:
         return True
 
     def end(self) -> None:
-        """End this incarnation."""
+        """Mark this incarnation as over, for all ranks. The next rank that connects begins the next incarnation."""
         self._over = self.recovering = True
         for rank in self.ranks:
             rank.ended_process = rank.ended_process if rank.process is None else rank.process
@@ -168,7 +171,7 @@ class Incarnations:
     def publish(self) -> bool:
         """Note that the ranks have a version ready. Returns True if engines should load this version.
 
-        They should not while the ranks train earlier steps again: the engines have a newer version then.
+        Engines should not load it while the ranks train earlier steps again: the engines have a newer version then.
         """
         self.recovering = False
         return not self._progress.trainers_behind
@@ -214,7 +217,8 @@ class TrainerRanks:
         self._calls: set[anyio.CancelScope] = set()
         """Running requests of the ranks; cancelled at the end of the incarnation."""
         self._changes = 0
-        """Counter of changes of the rank processes."""
+        """Counter of changes of the rank processes. A launcher sends the last value that it knows, and waits for
+        another one (`processes_of_node`)."""
         self._lost_at = self._now() if self.incarnations.recovering else None
         """Unix seconds at which the ranks were lost, or at which this hub began with ranks that are behind the run.
         None before a loss, and once the ranks have published the run's version again."""
@@ -351,7 +355,10 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
     def hang(self, waited: str) -> None:
-        """End the newest incarnation because it has exceeded a deadline, which the clause `waited` names."""
+        """End the newest incarnation because it has exceeded a deadline, which the clause `waited` names.
+
+        After the first rank has left, all ranks count as left instead, and the run ends.
+        """
         missing = self._describe_missing()
         hanging = [*self._describe_silent(), *filter(None, [missing])]
         hanging = hanging or [f"{self._describe_rank(rank)} hangs" for rank in self.incarnations.present]

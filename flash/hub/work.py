@@ -57,7 +57,7 @@ class LeaseClaims:
         """Return True if any lease can still be claimed."""
         return bool(self._open)
 
-    def take(self, presented: Iterable[Lease]) -> list[Lease]:
+    def claim(self, presented: Iterable[Lease]) -> list[Lease]:
         """Return the presented leases that the node may keep. No other node can claim them any more."""
         kept: list[Lease] = []
         for lease in presented:
@@ -154,7 +154,7 @@ class NodeWork:
                 self._progress.send("backlog")
 
     def _available_tasks(self) -> int:
-        """Return the number of tasks that a node with the newest version could get, perhaps too many."""
+        """Return the number of tasks that a node with the newest version could get. The number may be too high."""
         newest = self._progress.newest
         tasks = self._evaluations.available(newest)
         if newest >= 0 and self._progress.stopping is None and not self._evaluations.evaluates_untrained:
@@ -171,8 +171,8 @@ class NodeWork:
         """Grant a node the next task; without `rollout.replicate_prompts`, all members of the next training group.
 
         Evaluation tasks come first, one at a time. Returns an empty list if there is no task for this node: no engine
-        of the node has a version, the run stops, the untrained policy is being evaluated, or no task is admitted. An
-        error of the buffer ends the run.
+        of the node has a version, the run stops, the untrained policy is being evaluated, or the age contract admits
+        none. An error of the buffer ends the run.
         """
         versions = self._fleet.versions(node)
         if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
@@ -222,7 +222,7 @@ class NodeWork:
         return p.Ack()
 
     def _book(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        """Store one result, in the evaluation or in the sample buffer."""
+        """Store one result, in the evaluation or in the sample buffer. An error of the buffer ends the run."""
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
@@ -270,7 +270,7 @@ class NodeWork:
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
-        """Give withdrawn leases of the buffer to their nodes' cancel requests, and show the buffer's notes."""
+        """Pass withdrawn leases of the buffer to the cancel requests of their nodes, and its notes to the observer."""
         for node in self.holders.withdraw(self._samples.leases.withdrawn):
             self._progress.send(("cancels", node))
         self._samples.leases.withdrawn.clear()
@@ -291,7 +291,7 @@ class NodeWork:
 
     def claim(self, request: p.ClaimRequest) -> p.ClaimReply:
         """Let a node that has outlived the previous hub keep the leases that it presents and that are still out."""
-        kept = self.claims.take(request.leases)
+        kept = self.claims.claim(request.leases)
         if kept:
             self._metrics.sampling_began(self._now())
         self.holders.lend(request.node, kept, self._now())

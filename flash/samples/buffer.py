@@ -128,7 +128,7 @@ class SampleBuffer:
         return self._lend(self.samples.issue(issued).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
-        """Lease the queued members of the same group to the same node."""
+        """Lease the queued members of the group of `lease` to the node that got `lease`."""
         queued = [member for member in self.samples.pool[lease.task.group_id].members if member.state == "queued"]
         return self._lend(queued, versions, node) if queued else []
 
@@ -190,7 +190,7 @@ class SampleBuffer:
     def _choose(self, version: int) -> list[int] | None:
         """Return the numbers of the groups of a step; None if the step has to wait.
 
-        The list is empty if a previous incarnation of the hub had formed the batch of the step: its groups are known.
+        The list is empty if a previous hub had formed the batch of this step, since its groups are already recorded.
         """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:

@@ -85,13 +85,13 @@ class EvalRound:
 class Evaluations:
     """The evaluations of a run, one at a time: of version 0, of every `every`-th version, and of the last one.
 
-    If a round was due in a previous incarnation and left no result, the first version of this incarnation is evaluated
+    If a round was due under a previous hub and left no result, the version with which this hub begins is evaluated
     instead.
 
     Args:
         config: settings of the evaluations.
         retries: attempts beyond the first at a sample that failed because of the infrastructure.
-        first_version: the version with which this incarnation of the run begins.
+        first_version: the version with which this hub begins.
         steps: the last version.
         kind_of: returns the kind of the problem with a seed.
         samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is that of `config`.
@@ -188,7 +188,8 @@ class Evaluations:
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
         """Take the result of a lease from a node. Returns the row of the round if this was its last result.
 
-        The result of an unknown lease, of a lost node or a previous incarnation, is dropped: its task went out again.
+        The result of an unknown lease, from a lost node or from before a restart of the hub, is dropped: its task went
+        out again.
         """
         running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:

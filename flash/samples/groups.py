@@ -406,7 +406,7 @@ class FormedGroup(msgspec.Struct, gc=False):
 
 
 class FormedBatches:
-    """The groups in batches of steps: of the running step, and of steps that a previous incarnation had formed.
+    """The groups in batches of steps: of the running step, and of steps that a previous hub had formed.
 
     All members of these groups are done. Formed batches are trained again as they were.
     """

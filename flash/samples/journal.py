@@ -87,7 +87,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
     step: int
     groups: list[int]
-    """Groups of the batch. Groups that were trained in parts join it. Empty if a previous incarnation formed it."""
+    """Groups of the batch. Groups that were trained in parts join it. Empty if a previous hub formed the batch."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):

@@ -194,7 +194,7 @@ class DomainTotals(msgspec.Struct):
     trained: dict[str, int]
     """Groups that were trained."""
     filtered: dict[str, int] = {}
-    """Groups filtered out in a row."""
+    """Groups of each domain that were filtered out in a row, up to now."""
     passed: dict[str, int] = {}
     """Groups that were filtered out and count as turns of their domain (see `DomainShares`)."""
 
@@ -245,9 +245,9 @@ class DomainShares:
             self.totals.filtered |= totals.filtered
             self.totals.passed |= totals.passed
         self._owed = dict(nothing)
-        """Groups that left untrained and are not replaced yet."""
+        """Groups of each domain that left untrained and are not replaced yet."""
         self._alive = nothing
-        """Groups that are on their way."""
+        """Groups of each domain that were issued, and have neither left nor been trained."""
         for name in alive:
             self._add(self._alive, name, 1)
 
@@ -267,7 +267,10 @@ class DomainShares:
         return max(shares, key=lambda name: shares[name] * total - had[name])
 
     def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
-        """Return how many groups of each domain the next step may take. Domains without an entry have no limit."""
+        """Return the largest number of groups of each domain that the next step may take; None if there are no domains.
+
+        Domains in quarantine have no entry, and so no limit.
+        """
         if not self._weights:
             return None
         shares = self._shares(quarantined)
@@ -294,7 +297,8 @@ class DomainShares:
         """Count a complete group that was filtered out, after `left`.
 
         Returns the number of groups filtered out in a row if it has just reached the limit, so that the next filtered
-        groups count as turns of the domain; else 0.
+        groups count as turns of the domain; else 0. Groups of domains in quarantine, and of kinds that are no domains,
+        are not counted.
         """
         if (share := self._shares(quarantined).get(name)) is None:
             return 0
@@ -316,7 +320,10 @@ class DomainShares:
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def row(self, quarantined: Collection[str]) -> dict[str, float]:
-        """Return metrics: each domain's part of the trained groups, and the largest drift from a share, in batches."""
+        """Return metrics: each domain's part of the trained groups, and the largest drift from a share, in batches.
+
+        Empty before a group of a domain is trained.
+        """
         total = sum(self.totals.trained.values())
         if not total:
             return {}

@@ -28,7 +28,7 @@ from flash.weights.publisher import WeightPublisher
 
 
 class TrainerLoop:
-    """The loop of one trainer rank."""
+    """Publishes, trains, commits and saves the steps of one trainer rank, until the hub ends training."""
 
     def __init__(
         self,
