@@ -279,7 +279,7 @@ class Incarnation(RuleBasedStateMachine):
         out = {member.lease_id for member in self.buffer.samples.leases.out.values()}
         claims = LeaseClaims(self.buffer.samples.leases, lambda node: True)
         living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
-        kept = [lease.lease_id for lease in claims.take([*living, *living])]
+        kept = [lease.lease_id for lease in claims.claim([*living, *living])]
         unclaimed = claims.expire()
         assert sorted([*kept, *unclaimed]) == sorted(out), "a lease is had twice, or by nobody"
         self.buffer.revoke(unclaimed)
