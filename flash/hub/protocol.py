@@ -406,8 +406,8 @@ class SnapshotRequest(FirstRankRequest[SnapshotReply], frozen=True, tag=True):
 class Goodbye(RankRequest[Ack], frozen=True, tag=True):
     """A trainer rank that has saved everything leaves in order.
 
-    The hub answers after the last evaluation, since until then an engine that starts needs the weights of the ranks.
-    The rank waits for at most `flash.config.waits.leaving_s`.
+    The hub replies after the last evaluation, since until then an engine that starts needs the weights of the ranks;
+    after an interrupt it replies at once. The rank waits for at most `flash.config.waits.leaving_s`.
     """
 
     activities: list[Activity]
@@ -418,9 +418,10 @@ class Goodbye(RankRequest[Ack], frozen=True, tag=True):
 
 
 class Interrupt(Request[Ack], frozen=True, tag=True):
-    """A node, a rank or a messenger asks the run to stop after the running step and to stay resumable.
+    """A node, a rank or a messenger asks the hub to interrupt the run, which can be resumed afterwards.
 
-    The hub answers at once. An interrupt that is repeated changes nothing.
+    A step whose batch was dealt is still finished (`Hub.interrupt`). The hub replies at once. An interrupt that is
+    repeated changes nothing.
     """
 
     reason: str

@@ -30,12 +30,13 @@ from flash.waiting import free_in_slices, run_in_slices
 
 
 class _RepeatedStep(msgspec.Struct):
-    """A step that an incarnation trains again, read from the disk once for all ranks."""
+    """A step that an incarnation of the ranks trains again. Its batch is read from the disk once for all ranks."""
 
     incarnation: int
     step: int
     keeps: bool
-    """True if a checkpoint may follow the step; decided when the first rank asks for it."""
+    """True if a checkpoint may follow the step: it is the last one to train again, and the batch of the next step was
+    not begun before the loss. Decided when the first rank asks for the step."""
     shards: list[list[Shard]] = []
     """Parts of each shard; empty while they are read."""
 
@@ -66,13 +67,13 @@ class TrainingSteps:
         self._shards: list[list[Shard]] = []
         """Parts of each shard of the running step."""
         self._asking = 0
-        """Number of requests that wait for a batch."""
+        """Number of requests of ranks that wait for a batch."""
         self._publishing = 0
         """Number of publications that wait for engines."""
         self._save_after_next = False
-        """True if someone wants a checkpoint after the next batch that is formed."""
+        """True if the observer has asked for a checkpoint; it follows the step of the next batch that is formed."""
         self._save_after_this = False
-        """True if someone wants a checkpoint after the running step."""
+        """True if the ranks must write a checkpoint after the running step, because the observer has asked for it."""
         self._end_reply: p.BatchReply | None = None
         """Reply that ends training; None while the run trains."""
         self._repeated: _RepeatedStep | None = None
@@ -97,7 +98,8 @@ class TrainingSteps:
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
         """Answer a rank with a part of its shard, or with the end of training. All ranks get the same batch.
 
-        Waits for enough complete groups. Unblocked by the signal `batches`.
+        Waits until a batch is dealt, or until the run has trained all steps or is interrupted. The first rank for which
+        enough groups are complete forms the batch. The signal `batches` wakes this request.
         """
         if request.step != self._progress.trainer_version:
             raise ContractError(
@@ -304,9 +306,10 @@ class TrainingSteps:
         return await self._persistence.save_state(version, encoded_pieces(state))
 
     async def goodbye(self, request: p.Goodbye) -> None:
-        """Let a rank leave once the last evaluation is over.
+        """Let a rank leave once the last evaluation is over, or at once if the run was interrupted.
 
-        Until then an engine may start, in a node that joins or in place of one that died, and needs the rank's weights.
+        During the last evaluation an engine may start, in a node that joins or in place of one that died, and needs the
+        rank's weights.
         Unblocked by the signal `run`.
         """
         self._observer.activities(request.activities)
