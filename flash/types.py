@@ -57,7 +57,7 @@ class Outcome(StrEnum):
     ENGINE_ERROR = "engine_error"
     """An engine could not serve a request."""
     ENGINE_KILLED = "engine_killed"
-    """Several engines died under the same request, which is given to no other one."""
+    """Several engines died under the same request, so it is given to no other engine."""
     STALE = "stale"
     """The tokens are too old to be trained."""
     CANCELLED = "cancelled"
@@ -68,7 +68,7 @@ class Outcome(StrEnum):
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
 """Failures of the infrastructure, which are tried again within `rollout.retries`. A cancelled task is always tried
-again. One whose prompt is too long never is: it would fail again, as would all other samples of its group."""
+again. A task whose prompt is too long is never tried again: it would fail again, as would all samples of its group."""
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
@@ -81,7 +81,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     sample_index: int
     """Index of the task among the members of its group."""
     seed: int
-    """Seed with which the environment is reset. All members of a group have the same, and so the same prompt."""
+    """Seed with which the environment is reset. All members of a group have the same seed, and
+    therefore the same prompt."""
     split: Split = "train"
     """`train`, or `eval` for a held-out task of an evaluation."""
     attempt: int = 0
@@ -169,7 +170,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A finished sample: the tokens exactly as they were sampled, and the rewards.
 
     The tokens are one sequence, to which later turns append. If the history of the episode has branches, they are
-    several sequences, one behind the other. Each branch has a prompt of its own and is trained as a sequence of its
+    several sequences, one after another. Each branch has a prompt of its own and is trained as a sequence of its
     own. Tokens that it shares with another branch are part of its prompt, so that no token is trained twice.
     """
 
@@ -257,7 +258,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         return min(run.version for run in self.versions)
 
     def entry(self, min_version: int = 0) -> BatchSample:
-        """Return the facts that all ranks get, for a step that trains tokens of `min_version` or newer."""
+        """Return the facts that all ranks get, for a step that trains only tokens of `min_version` or newer."""
         trained = [run.version for run in self.versions if recent(run.version, min_version)]
         return BatchSample(
             group_id=self.task.group_id,
@@ -370,7 +371,7 @@ class TrainedSample(msgspec.Struct, frozen=True, gc=False):
     entropies: bytes
     """float32 [A]: entropy of this policy's distribution, in nats."""
     advantages: bytes
-    """float32 [A]: advantage, as the objective was given it."""
+    """float32 [A]: advantage that the objective got."""
     uses: bytes
     """uint8 [A]: a `TokenUse` each."""
 
@@ -387,7 +388,10 @@ def samples_to_show(trained: Iterable[bool], count: int) -> list[int]:
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """A fixed text, and the trainer's log-probs for it under one version. Each engine has to come to the same."""
+    """A fixed text, and the trainer's log-probs for it under one version.
+
+    An engine that has loaded the version must compute nearly the same log-probs; otherwise its weights are wrong.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -397,7 +401,7 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """An immutable version of the weights, which engines are to load."""
+    """An immutable version of the weights, which engines load."""
 
     version: int
     backend: Literal["tcp", "gloo", "nccl", "ipc"]
@@ -469,7 +473,7 @@ Observation = str | list[Message]
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """A bar of the run's timeline."""
+    """Something that a worker did, which is drawn as a bar of the run's timeline."""
 
     lane: str
     """Worker, such as `trainer 0`."""

@@ -1,7 +1,7 @@
-"""State of a node's engines, beside the requests themselves: when each was busy, and when no engine was there at all.
+"""State of a node's engines: what runs on each, when each was busy, and when no engine was there at all.
 
-The proxy keeps one `EngineRecord` per engine and tells it of each change; the router decides by the part that it
-inherits from `EngineView`. Deadlines that are not to count the time without any engine use the `OutageClock`.
+The proxy keeps one `EngineRecord` per engine and updates it on each change. The router decides by the part that the
+record inherits from `EngineView`. Deadlines that must not count the time without any engine use the `OutageClock`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ as idle time."""
 
 
 class EngineUsage:
-    """When one engine was busy and when idle: seconds for its reports, bars for the run's timeline. Pure state.
+    """Record of when one engine was busy or idle: seconds for its reports, bars for the run's timeline. Pure state.
 
-    An engine is busy while it has a running request. Its seconds count from its first version on, its bars always.
+    An engine is busy while it has a running request. Seconds are counted from its first version on; bars are drawn
+    before that too.
     Each method takes the time of the change in Unix seconds.
 
     Args:
@@ -48,7 +49,8 @@ class EngineUsage:
     def busy(self, now: float) -> None:
         """Note that a request has begun on the idle engine."""
         idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
-        # The last bar does not tell when the engine was busy: it may be a swap's, or have left with a report.
+        # The end of the last bar does not say since when the engine was idle: the bar may be that of a swap, or may
+        # have been reported already.
         if self._busy_since is None or idle > MERGE_GAP_S:
             self._busy_since = now
 
@@ -68,7 +70,7 @@ class EngineUsage:
         return self._times.seconds(now).get("idle", 0.0), lifetime
 
     def take_bars(self, now: float, *, busy: bool) -> list[Activity]:
-        """Return the bars since the last call. A bar that goes on is cut in two."""
+        """Return the bars since the last call; `busy`: a request runs now. A bar that is not over is cut in two."""
         if busy:
             self._draw(now)
             self._busy_since = now
@@ -86,7 +88,7 @@ class EngineUsage:
 
 
 class EngineRecord(EngineView):
-    """The proxy's record of one place of the node: its engine, what runs there, and since when.
+    """The proxy's record of one place of the node: its engine, and the requests that run there.
 
     Args:
         engine: the first engine of the place.
@@ -101,7 +103,7 @@ class EngineRecord(EngineView):
         self.number = number
         self._lengths = lengths
         self.running: dict[anyio.CancelScope, RequestRecord] = {}
-        """The running requests, the youngest last. Cancelling the scope of one makes it move to another engine."""
+        """The running requests, the youngest last. A request whose scope is cancelled moves to another engine."""
         self.emptied = anyio.Event()
         """Set when the engine holds no request any more; renewed by each wait."""
         self.usage = EngineUsage(f"engine {number}")
@@ -115,7 +117,7 @@ class EngineRecord(EngineView):
         self.usage.lane = f"engine {number}"
 
     def begin(self, engine: Engine, limit: int) -> None:
-        """Begin with an engine, of which nothing is known yet."""
+        """Use this engine from now on, and reset the numbers that belong to one engine."""
         self.backend = engine
         self.concurrency = ConcurrencyLimit(limit, self._lengths)
         self.canary_error = 0.0
@@ -131,12 +133,12 @@ class EngineRecord(EngineView):
 class OutageClock:
     """Extends deadlines by the time in which no engine serves.
 
-    The proxy reports the beginning and the end of an outage. Whoever waits for an engine under a deadline of its own
+    The proxy reports the beginning and the end of an outage. Code that waits for an engine under a deadline of its own
     enters `left_out` for as long as it waits. At the beginning of an outage such a deadline is put off by the longest
     time that the outage may last; at the end the part that was not needed is taken back.
 
     Args:
-        longest_s: most seconds that an outage is left out; what it lasts beyond counts in every deadline.
+        longest_s: most seconds of an outage that are left out; further seconds count in every deadline.
         now: seconds on the loop's clock.
     """
 
@@ -166,7 +168,8 @@ class OutageClock:
     @contextmanager
     def left_out(self, scope: anyio.CancelScope) -> Generator[None]:
         """Let outages not count in the deadline of `scope` within the block."""
-        # Each change of a deadline sets a new timer, and this runs for every response: outages are rare.
+        # The deadline is changed only during an outage, which is rare: each change sets a new timer, and this method
+        # runs for every response.
         if self._since is not None:
             scope.deadline += self.left
         self._extended.add(scope)

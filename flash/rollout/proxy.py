@@ -75,7 +75,7 @@ class PartialResponse:
         self._versions: list[VersionRun] = []
         self._kept: list[Kept] = []
         self._moved_at = 0
-        """Number of tokens when the newest engine began."""
+        """Number of tokens that the response had when the newest engine got the request."""
 
     @property
     def length(self) -> int:
@@ -119,7 +119,7 @@ class PartialResponse:
         append_versions(versions, last.versions)
         before = self._kept_until(at)
         kept = None if before is None or last.kept is None else join_kept((before, last.kept))
-        # The routes are those of the last engine for all tokens: it has computed the earlier ones again.
+        # The routes of all tokens are those of the last engine, because it has computed the earlier tokens again.
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
@@ -243,7 +243,7 @@ class LLMProxy:
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._update_limit(engine)
-        # Other engines may have run dry while this request moved.
+        # This request was moved to balance the load. Other engines may have got room meanwhile.
         if not record.settled:
             for other in self.records:
                 self._balance(other)
@@ -287,7 +287,7 @@ class LLMProxy:
         self._fill(engine)
 
     def _update_limit(self, engine: EngineRecord) -> None:
-        """Update an engine's limit, now that a request has begun or has its first tokens; fill the room it gives."""
+        """Update an engine's limit after a request has begun or has got its first tokens, and fill room that is new."""
         before = engine.limit
         self._observe(engine)
         if engine.limit > before:
@@ -344,7 +344,7 @@ class LLMProxy:
     async def load(self, index: int, published: Published) -> None:
         """Swap the engine in place `index` to a version.
 
-        After an error the engine stays closed where it was closed, since its weights are undefined.
+        After an error, an engine that was closed for the swap stays closed, since its weights are undefined.
 
         Raises:
             WeightsError, EngineError, DeadlineError: the same as `Engine.load`, or the engine could not be emptied.
@@ -369,8 +369,8 @@ class LLMProxy:
     def _balance(self, engine: EngineRecord) -> None:
         """Move requests from fuller engines to one that has room: the fullest engine sets the pace of all.
 
-        The requests with the shortest contexts move, since they cost the least to compute again. No more move before
-        those have arrived.
+        The requests with the shortest contexts move, since they cost the least to compute again. No further request
+        moves until these have left their engines.
         """
         gives = self._router.surplus(engine.index)
         if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
@@ -407,7 +407,10 @@ class LLMProxy:
             self._fill(engine)
 
     def _convict_group(self, group: int) -> None:
-        """Fail the waiting suspects of a group, of which one request has killed its engines: they share its prompt."""
+        """Fail the waiting suspects of a group after one of its requests has killed `MAX_DEATHS` engines.
+
+        They have the same prompt as that request, so they would probably kill more engines.
+        """
         for record, wait in self._waits.items():
             if record.suspected and record.order[0] == group:
                 record.deaths = MAX_DEATHS
@@ -435,7 +438,7 @@ class LLMProxy:
         self._move_all(engine)
         self._ask_again(self._router.fail(index))
         if not self._router.alive:
-            # No response has failed. Those that wait get the time that another engine may take to come.
+            # Requests now wait for the next engine, and their deadlines do not count this time.
             self._outages.begin()
 
     async def replace(self, index: int, new: Engine) -> None:
@@ -445,7 +448,8 @@ class LLMProxy:
             DeadlineError: requests of the dead engine did not leave it in time.
         """
         engine = self.records[index]
-        # They were cancelled when it died. One that ends later would count for the new engine.
+        # The requests of the dead engine were cancelled when it died. A request that leaves only later would be counted
+        # for the new engine.
         await self._emptied(engine, "to leave", self._settings.swap_s)
         engine.begin(new, self._settings.max_sequences)
         engine.usage.restart()

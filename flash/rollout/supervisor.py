@@ -1,8 +1,8 @@
 """EngineSupervisor: keeps the places of a node filled with engines, and each engine on the newest policy version.
 
-Lifecycle of a place: an engine starts → it loads each version that the hub publishes, while the proxy sends it requests
-→ it dies → it is closed → after a pause another one starts in its place, as long as the restarts last. An engine that
-is killed while it starts has died too, also the first one. The node ends when no place can be filled any more.
+Lifecycle of a place: an engine starts. It loads each version that the hub publishes, while the proxy sends it requests.
+When it dies, it is closed, and after a pause another engine starts in its place, until the restarts are used up. An
+engine that is killed while it starts counts as dead too. The node ends when no place can be filled any more.
 
 The node calls `start` and then `run` of the supervisor, which drives the proxy (`load`, `fail`, `replace`) and reports
 deaths and swaps to the hub.
@@ -92,7 +92,8 @@ class EnginePlace:
         self.open = True
         """True if the place has an engine, or will have one."""
         self.died_at: float | None = None
-        """When its engine died, in Unix seconds; None while an engine has a version or was never there."""
+        """When the place lost its engine, in Unix seconds. None before that, and again as soon as a later engine has
+        loaded a version."""
         self.served = False
         """True if an engine of the place has ever loaded a version."""
         self.killed_at_start: EngineDeadError | None = None
@@ -110,7 +111,7 @@ class EnginePlace:
     async def start_first(self) -> None:
         """Start the first engine, under the caller's deadline.
 
-        An engine that is killed meanwhile is no error here: `killed_at_start` keeps how it died.
+        If the engine is killed meanwhile, this raises no error: `killed_at_start` keeps how it died.
 
         Raises:
             EngineError: the engine cannot start.
@@ -121,10 +122,10 @@ class EnginePlace:
             self.killed_at_start = death
 
     async def start_next(self) -> EngineDeadError | None:
-        """Start another engine in the place. Returns why it failed, if it did.
+        """Start another engine in the place. Returns the error if the start failed, else None.
 
         Raises:
-            EngineError, DeadlineError: it could not start, and no engine of this place ever has.
+            EngineError, DeadlineError: the engine could not start, and no engine of this place has ever started.
         """
         self.engine = self._make_engine(self.number)
         try:
@@ -134,7 +135,7 @@ class EnginePlace:
             return death
         except (EngineError, DeadlineError) as error:
             # A start that has never worked will not work the next time: the model does not fit, or the options are
-            # wrong. After one that has, a failure may pass.
+            # wrong. In a place where an engine has started before, the cause may pass.
             if not self._has_started:
                 raise
             return EngineDeadError(str(error))
@@ -188,18 +189,18 @@ class EngineSupervisor:
         """Keep all places filled until cancelled.
 
         Raises:
-            EngineDeadError: no place can be filled any more; how the last engine died.
+            EngineDeadError: no place can be filled any more. The error says how the last engine died.
         """
         async with anyio.create_task_group() as group:
             for place in self._places:
                 group.start_soon(self._keep, place)
 
     def leave(self) -> None:
-        """Report no more deaths: the node leaves its run, and whoever ends a whole machine ends its engines too."""
+        """Report no more deaths of engines. Called when the node leaves: if its machine ends, engines die too."""
         self._leaving = True
 
     async def no_engine_left(self) -> None:
-        """Return when no engine is there. An engine that is to restart is not there."""
+        """Wait until no place has an engine. After a death a place has none until the next engine loads a version."""
         while any(place.open and place.died_at is None for place in self._places):
             self._death = anyio.Event()
             await self._death.wait()
@@ -224,7 +225,7 @@ class EngineSupervisor:
         while True:
             restart = budget.died(anyio.current_time())
             await self._on_death(place, death, restart)
-            # Also the last one: what is left of a dead engine holds memory.
+            # The last engine is closed too: the remains of a dead engine hold memory.
             await place.engine.close()
             if restart is None:
                 break
@@ -235,14 +236,15 @@ class EngineSupervisor:
                 continue
             budget.started(anyio.current_time(), place.took_s)
             await self._proxy.replace(place.index, place.engine)
-            # The hub keeps published versions for the engines that it knows: it has to know this one before it asks.
+            # The hub keeps published versions for the engines that it knows, so it has to know this engine before the
+            # engine asks for a version.
             await self._reports.send()
             death = await self._serve(place)
         if not any(each.open for each in self._places):
             raise death
 
     async def _serve(self, place: EnginePlace) -> EngineDeadError:
-        """Keep an engine on the newest version until it is dead, whoever notices first. Returns how it died."""
+        """Keep an engine on the newest version until it is dead, and return how it died."""
 
         async def follow() -> None:
             try:
@@ -260,8 +262,8 @@ class EngineSupervisor:
     async def _follow(self, place: EnginePlace) -> None:
         """Keep one engine on the newest version.
 
-        Consumes published versions. Waits for one newer than the engine's. Produces a report after each swap. Ends when
-        the hub has no more versions.
+        Asks the hub for a version newer than that of the engine, waits for it, loads it, and sends a report after each
+        swap. Ends when the hub has no more versions.
         """
         engine = place.engine
         while True:
@@ -277,7 +279,8 @@ class EngineSupervisor:
         Returns False if nobody holds the version any more; the engine then waits for the next publisher.
 
         Raises:
-            EngineDeadError: the swap failed, and another engine may do better.
+            EngineDeadError: the engine died, or the swap failed in a place that has loaded a version before. Another
+                engine may be able to load it.
             EngineError, DeadlineError: the first swap of this place failed.
             WeightsError: the version itself is damaged.
         """
@@ -313,12 +316,12 @@ class EngineSupervisor:
         if any(each.open for each in self._places):
             await self._reports.send()
         else:
-            # The node ends with its last engine, also if the hub cannot be told.
+            # The node ends with its last engine, even if this report does not reach the hub.
             with suppress(TransportError):
                 await self._reports.send()
 
     def _consequence(self, restart: Restart | None) -> str:
-        """Return the sentence that says what follows from a death."""
+        """Return a sentence that says what happens after a death: a restart, or the end of the place or of the node."""
         if restart is not None:
             count = f"{restart.number} of {self._max_restarts} restarts in a row"
             return f"It starts again in {restart.pause_s:g} s ({count})"

@@ -43,7 +43,7 @@ CORE_ENDS_S = 0.05
 """Seconds to wait for the end of a core that vLLM reports as dead. This blocks the loop, once in an engine's life."""
 
 SERVER = ForkServer("flash.rollout.vllm.fork_server")
-"""Process from which cores are forked. If a launcher has started the node loop, that was forked from it too."""
+"""Process from which cores are forked. The node loop is forked from it too, if a launcher has started the node loop."""
 
 
 class _Starting(threading.local):
@@ -136,6 +136,7 @@ class EngineProcesses:
         self._report = on_end
         self._core: BaseProcess | None = None
         self._given_up = False
+        """True once the start was given up: a core that starts afterwards is killed at once."""
         self._lost_worker: int | None = None
         """Process id of the first worker that ended."""
         self._workers: dict[int, int] = {}
@@ -166,13 +167,13 @@ class EngineProcesses:
             _starting.engine = None
 
     def set_core(self, core: BaseProcess) -> None:
-        """Take the core that was started. The thread that has started it waits until it is ready, or has ended."""
+        """Remember the core that was started. The thread that started it waits until the core is ready or has ended."""
         self._core = core
         if self._given_up:
             self._kill(core)
 
     async def follow_start(self, remember: Callable[[int], None]) -> None:
-        """Call `remember` with the core's process id again and again, in a thread, until cancelled.
+        """Call `remember` with the core's process id every `REMEMBER_S` seconds, in a thread, until cancelled.
 
         Whatever kills a starting engine may kill this process too, so this cannot wait until the engine serves.
         """
@@ -183,9 +184,9 @@ class EngineProcesses:
             await anyio.sleep(REMEMBER_S)
 
     def killed_in_start(self, error: Exception) -> str | None:
-        """Return which process was killed during a start that ended with `error`; None: the start failed by itself.
+        """Return a text that says which process was killed during a start that ended with `error`.
 
-        Must be called before `end_starting`, which kills the processes too.
+        None if the start failed by itself. Must be called before `end_starting`, which kills the processes too.
         """
         if isinstance(error, ForkServerGoneError):
             return str(error)
@@ -205,7 +206,7 @@ class EngineProcesses:
             for pid in vllm_processes.worker_pids(self.core):
                 self._workers[pid] = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):
-            # One of them has ended since the engine was ready.
+            # The core or a worker has ended since the engine was ready.
             self._report(self.how_core_ended())
             return
         self._watches = True

@@ -93,10 +93,10 @@ def read_logprobs(
     """
     if not sampling.keeps or not token_ids:
         return flat.logprobs, Kept() if sampling.keeps else None
-    # Among the most likely tokens vLLM repeats the sampled one, but not in pieces that it has joined.
+    # vLLM lists the sampled token again among the most likely ones, except in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
-    # If the last token that vLLM returned has a probability, so may others that it did not return.
+    # If the last returned token could have been drawn, tokens that were not returned could perhaps be drawn too.
     if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
         raise EngineError(
             f"more than {TIES} tokens are exactly as likely as the last one that top_k = {sampling.top_k} keeps, so it "

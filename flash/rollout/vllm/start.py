@@ -48,9 +48,9 @@ _configuring = threading.Lock()
 _lock = threading.Lock()
 """Held while `os.environ` or the two variables below change."""
 _users = 0
-"""Engines that are being started now."""
+"""Number of engines that are being started now."""
 _saved: dict[str, str] = {}
-"""Environment to restore when none is being started any more."""
+"""Environment to restore when no engine is being started any more."""
 
 
 def configure(
@@ -99,11 +99,11 @@ def configure(
 def _mend_preload(prefix: str) -> None:
     """Let ld.so find the libraries that vLLM preloads into its processes on the CPU.
 
-    To ld.so a path ends with a space or a colon. A path with such characters is replaced by one through a link; if
-    there is no folder for a link, nothing is preload_libraries.
+    For ld.so a space or a colon ends a path. A path with such characters is replaced by one through a link. If there is
+    no folder for a link, no library is preloaded.
     """
-    preload_libraries = os.environ.get("LD_PRELOAD", "")
-    if mended := _loadable(preload_libraries, prefix):
+    libraries = os.environ.get("LD_PRELOAD", "")
+    if mended := _loadable(libraries, prefix):
         os.environ["LD_PRELOAD"] = mended
     else:
         inherited = {"LD_PRELOAD": _saved["LD_PRELOAD"]} if "LD_PRELOAD" in _saved else {}

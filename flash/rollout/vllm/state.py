@@ -1,8 +1,8 @@
 """State of one vLLM engine: the adapters that it holds, its load, and whether it hangs. Pure; `VLLMEngine` drives it.
 
-Adapters, the versions of a LoRA run: an engine with room for one replaces it by the next version, and running requests
-go on under that, as under new weights. With room for several, the next version is put beside the others: a request ends
-under the version that it began with, and new requests begin under the newest.
+The adapters are the versions of a LoRA run. An engine with room for one adapter replaces it by the next version, and
+running requests go on under the next version. With room for several, the next version is put beside the others: a
+request ends under the version that it began with, and new requests begin under the newest version.
 
 Law: no adapter that a request runs under is dropped.
 """
@@ -34,7 +34,7 @@ class Adapter:
     pinned: bool = False
     """True if requests end under the version that they began with."""
     requests: int = 0
-    """Requests that run under it."""
+    """Number of requests that run under this adapter."""
 
     @property
     def lora_request(self) -> Any:
@@ -46,7 +46,10 @@ class Adapter:
 
     @property
     def version_starts(self) -> list[tuple[str, int]] | None:
-        """Version label of each token, like `flash.foreign.vllm.version_starts`; None: vLLM's own labels are right."""
+        """Version label of all tokens of a request, in the form of `flash.foreign.vllm.version_starts`.
+
+        None if vLLM's own labels are right, because requests go on under later versions.
+        """
         return [(str(self.version), 0)] if self.pinned else None
 
 
@@ -86,6 +89,7 @@ class Adapters:
         Returns its adapter and the numbers of the adapters to drop. None: requests run under all held adapters.
         """
         if not self.several:
+            # The number is 1 for the only adapter, and 0 for a whole model.
             return Adapter(version, self._room), []
         kept = [adapter for adapter in self._held if adapter.requests or adapter is self.newest]
         if len(kept) == self._room:
@@ -95,7 +99,7 @@ class Adapters:
         return self._held[-1], dropped
 
     async def wait_and_add(self, version: int) -> tuple[Adapter, list[int]]:
-        """Make room for the next version like `add`; waits until requests have ended if there is none."""
+        """Make room for the next version like `add`. If there is no room, wait until requests have ended."""
         while (added := self.add(version)) is None:
             self._freed = anyio.Event()
             await self._freed.wait()
@@ -103,7 +107,7 @@ class Adapters:
 
 
 class _Share:
-    """A part of a whole, over the last `SHARE_STEPS` steps in which there was any of the whole."""
+    """A share, such as that of cached prompt tokens, over the last `SHARE_STEPS` steps whose whole was not 0."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[int, int]] = deque(maxlen=SHARE_STEPS)
@@ -116,7 +120,7 @@ class _Share:
 
 
 class PressureGauge:
-    """Load of an engine, from what its steps report."""
+    """Load of an engine, computed from the numbers that vLLM reports after each step."""
 
     def __init__(self) -> None:
         self._pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
@@ -130,11 +134,11 @@ class PressureGauge:
         return self._pressure
 
     def set_cache(self, tokens: int) -> None:
-        """Note that the engine has started, with a KV cache for so many tokens."""
+        """Note that the engine has started, with a KV cache for `tokens` tokens."""
         self._pressure = msgspec.structs.replace(self._pressure, kv_tokens=tokens)
 
     def excuse_preemptions(self) -> None:
-        """Do not count the sequences that run now as preempted: a swap drops their cache, which does not lack."""
+        """Do not count the sequences that run now as preempted: a swap drops their cache, not a lack of room."""
         self._excused = self._pressure.running
 
     def read(
@@ -216,7 +220,10 @@ class StepWatch:
         self._since = now
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds after which the engine would hang; 0 if it does."""
+        """Return the seconds after which the engine counts as hanging if it makes no step; 0 if it hangs already.
+
+        `limit_s` while no step is expected.
+        """
         if self._paused or self._requests == 0:
             return self._limit_s
         return max(0.0, self._since + self._limit_s - now)
