@@ -269,11 +269,11 @@ def pack(
 
 
 def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[tuple[int, int, int]]:
-    """Cut sequences, in the order of `in_common`, into runs that compute at most `max_tokens` tokens.
+    """Cut sequences, in the order of `sort_by_prefix`, into runs that compute at most `max_tokens` tokens.
 
     Args:
         lengths: tokens of each sequence.
-        shared: leading tokens that each sequence shares with the one before it, as `in_common` returns them.
+        shared: leading tokens that each sequence shares with the one before it, as `sort_by_prefix` returns them.
         max_tokens: token budget of a run.
 
     Returns:
