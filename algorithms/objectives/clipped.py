@@ -1,5 +1,7 @@
 """The clipped surrogate of PPO with one ratio per token, r = π_θ / π_behaviour, and the methods that use it.
 
+`flash.trainer.objective.apply_objective` calls the objective for each micro-batch.
+
 The ratio is taken to the policy that sampled the token, not to the weights at the start of the step. So data from an
 older version is corrected already in the first update, where the second ratio would be 1.
 """

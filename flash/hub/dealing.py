@@ -1,8 +1,9 @@
 """The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes. Pure state.
 
 `NodeShares` decides how many of the available tasks each waiting node gets. `LeaseDealer` fills the nodes' replies by
-these shares. `flash.hub.work.NodeWork` owns both. It calls `deal` whenever tasks may have become available or nodes may
-have room, and wakes the nodes whose replies have got leases.
+these shares, and owns them. `flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may have become
+available or nodes may have room, and wakes the nodes whose replies have got leases. To lease a task the dealer calls
+`NodeWork._lease_next`. `NodeWork` and `flash.hub.nodes.WeightVersions` also change the shares.
 
 The load of a node is its leases divided by the leases that it has room for, and shares make the loads equal. So the
 engines of many nodes are filled like those of one node: a node with more engines gets more, and a node with slow
@@ -200,6 +201,7 @@ class LeaseDealer:
         available: returns the number of tasks that a node with the newest version could get; perhaps too many, never
             too few.
         lease: leases the next task, or the next whole group, to a node; returns an empty list if there is none for it.
+            This is `NodeWork._lease_next`.
         unit: number of tasks that go to one node together.
     """
 

@@ -2,7 +2,10 @@
 
 Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
 their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (the stage that the run waits for).
-`flash.hub.gate.Gate` checks each request of a peer before it calls `Hub.handle`.
+
+On the road of a sample: `flash.transport.server` gives each request to `flash.hub.gate.Gate.handle`, which checks that
+the peer may send it and calls `Hub.handle`. This passes leases and results to `NodeWork`, and batches and commits to
+`TrainingSteps`.
 
 Lifecycle: the trainer ranks publish the first version. The first evaluation runs. Then the hub gives out leases and
 batches, until the last step or an interrupt. After the last step the last evaluation runs; after an interrupt there is

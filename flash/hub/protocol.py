@@ -329,7 +329,8 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `BatchRequest`: one part of the rank's shard, or the end of training.
 
-    A long shard travels in several parts, see `fetch_shard`. The facts about the whole batch are in the first part.
+    A long shard travels in several parts, see `fetch_shard_blocking`. The facts about the whole batch are in the first
+    part.
     """
 
     shard: Shard | None

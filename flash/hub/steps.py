@@ -2,8 +2,8 @@
 
 On the road of a sample: when `flash.hub.work.NodeWork.deliver` has completed enough groups, `TrainingSteps.batch` takes
 them from the sample buffer, cuts them into one shard per data rank, and answers the ranks, which fetch their shards
-part by part (`flash.hub.protocol.fetch_shard`). Ranks that train the same samples together fetch the same shard.
-`commit` books the step in the ledger; `publish` announces the new version to the engines.
+part by part (`fetch_shard_blocking`). Ranks that train the same samples together fetch the same shard. `commit` books
+the step in the ledger; `publish` announces the new version to the engines.
 
 Ranks that are behind the run after a restart get the recorded batches of earlier steps; nothing of these is booked
 again. Between two steps `snapshot` writes the hub's state into a checkpoint.

@@ -1,8 +1,8 @@
 """Engine: the protocol between the proxy and an inference engine, and the requests and responses that pass it.
 
-The proxy calls `generate` for many requests at once; the supervisor calls `start`, `load` for each policy version, and
-`close`. `load` swaps weights under running sequences: the engine pauses between two steps, loads and goes on, and later
-tokens carry the new version.
+The proxy calls `generate` for many requests at once. The supervisor calls `start` and `close`, and has the proxy call
+`load` for each policy version. `load` swaps weights under running sequences: the engine pauses between two steps, loads
+and goes on, and later tokens carry the new version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """HubClient: a node's connection to the hub, and the leases that the node holds.
 
-The scheduler takes leases from here (`lease`) and hands results back (`deliver`). A run may have several hubs, one
+The scheduler takes leases from here (`lease`) and hands results back (`deliver`). Each becomes a request of
+`flash.hub.protocol`, which `flash.transport.client.Client.call` sends to the hub. A run may have several hubs, one
 after the other, and a node may outlive its hub: calls that the loss of a hub has ended are repeated at the next one.
 
 Conservation: a granted lease is held until a hub has acknowledged its result, or until the next hub does not know it.

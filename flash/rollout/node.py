@@ -1,5 +1,8 @@
 """RolloutNode: the rollout side of one node. It wires the engines, the proxy, the episodes and the scheduler.
 
+On the road of a sample: the scheduler calls `run_and_score` for each lease. It plays the lease with `Episode.run`, and
+then has the served teacher score the result, if there is one. When the proxy has room again, it wakes the scheduler.
+
 Lifecycle: the resources that environments share are opened (`flash.environment.shared`) → the engines start → each
 engine loads the newest published version whenever it is behind → the scheduler turns leases into results until the hub
 has no more work, or until `drain` → the engines are closed, then the shared resources. An engine that dies leaves its

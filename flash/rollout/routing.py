@@ -1,4 +1,6 @@
-"""Router: decides which engine serves which request. A pure state machine, driven by the `LLMProxy`.
+"""Router: decides which engine serves which request. A pure state machine.
+
+`flash.rollout.proxy.LLMProxy` calls `ask` for each request, and `fill` when an engine has room.
 
 A request goes to the least loaded engine whose version is new enough. The engine that served the same task before is
 preferred while it is not much fuller; among engines that are equally full, the one that served the group. A request

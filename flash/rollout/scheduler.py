@@ -1,8 +1,8 @@
 """Scheduler: leases in, results out, with as many episodes alive as the node has room for.
 
 Every sample is an episode of its own: when one ends, its place is free at once, and it is scored while others still
-decode. The node calls `run`; the scheduler takes leases from its `LeaseSource`, plays each with `Episode.run`, and
-hands the results back.
+decode. The node calls `run`; the scheduler takes leases from its `LeaseSource`, plays each with the function that
+`flash.rollout.node.RolloutNode` gives it (`Episode.run`, and then the teacher's score), and hands the results back.
 
 Conservation: every lease has exactly one result, also when its episode was cancelled, unless the source has forgotten
 the lease.

@@ -1,6 +1,8 @@
 """The first node's loop: one asyncio event loop, which also runs the hub and writes the run directory.
 
-The loops of all other nodes are in `flash.run.joined`.
+It opens the port of the hub: `flash.transport.server.serve` calls `flash.hub.gate.Gate.handle`, which calls
+`flash.hub.hub.Hub.handle`. It also runs a `flash.rollout.node.RolloutNode`, which connects to this hub over TCP, as the
+nodes of other machines do. The loops of all other nodes are in `flash.run.joined`.
 
 Ends when the hub has no more work, on the first error, or after an interrupt (SIGINT, SIGTERM): then trainer ranks
 finish their step and write a checkpoint within deadlines.shutdown.

@@ -1,8 +1,9 @@
 """Process of one trainer rank: it connects to the hub, joins the process group, and trains until no batch is left.
 
 `flash.run.processes.worker` calls `run_trainer_rank` in a process that the launcher has started. The rank reports
-itself to the hub, gets a checkpoint to start from, builds the model and the publisher, and runs
-`flash.trainer.loop.TrainerLoop`. Only trainer ranks join torch's process group.
+itself to the hub, gets a checkpoint to start from, builds the model and the publisher, and calls
+`flash.trainer.loop.TrainerLoop.run`, which fetches shards from the hub and trains them. Only trainer ranks join torch's
+process group.
 
 All trainer ranks between two restarts are an *incarnation*. If the hub or another rank of the incarnation is gone, the
 work of this rank cannot be used any more, and the launcher ends this process.

@@ -1,8 +1,9 @@
 """Admission: which task may be leased to which engines, and when the next group is issued. Pure state.
 
-`flash.samples.buffer` calls `Admission` before each lease. The rule comes from the age contract: a sample is leased
-only to a node with an engine whose version is new enough. The sample must stay within the window of α, and the next
-step must still be able to train its tokens.
+`flash.samples.buffer` calls `Admission` before each lease. `flash.samples.store.SampleStore.issue` calls
+`Admission.issue`, which calls `TaskSource.issue` for the tasks of a group. The rule comes from the age contract: a
+sample is leased only to a node with an engine whose version is new enough. The sample must stay within the window of α,
+and the next step must still be able to train its tokens.
 
 Groups are counted by their *places*: the order of issue, without groups that left untrained. A later place needs an
 equal or newer version. So if the first task of the queue has to wait for a version, no later task could run now either.

@@ -7,7 +7,8 @@ that slices and results mix in the replay as they did in the run.
 
 `flash.run.restart.journal` keeps the events in files.
 
-Law: nothing is acknowledged to a peer before it is `written`.
+Law: no result, batch or commit is acknowledged to a peer before it is `written`. A lease may go out earlier: after a
+crash the next hub refuses the claim of a lease that it does not know.
 """
 
 from __future__ import annotations

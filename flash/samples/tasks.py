@@ -1,6 +1,7 @@
 """TaskSource: decides which problem the next group of tasks is about. Pure state.
 
-`flash.samples.buffer` requests the next problem when admission has room for another group, and issues its tasks.
+`flash.samples.buffer` requests the next problem when admission has room for another group, and `Admission.issue` has
+its tasks made with `TaskSource.issue`.
 
 Training problems are numbered from 0, and the *cursor* is the number of the next one. The environment's seed of problem
 p is `run seed · 2^20 + p`, modulo `HELD_OUT`, so that an environment over a data set can use each row once before it

@@ -6,5 +6,6 @@ plans it (`plan`, `packing`), computes the inputs of the loss (`references`, `cr
 needs to resume. `mesh` arranges the ranks, `memory` predicts their memory, `performance` measures them. `model` loads,
 shards and packs the language model itself.
 
-`flash.run.trainer_rank` starts one process per rank. All ranks make the same collectives in the same order.
+The launcher starts one process per rank, which runs `flash.run.trainer_rank.run_trainer_rank`. All ranks make the same
+collectives in the same order.
 """

@@ -1,6 +1,7 @@
 """The client of a connection: `connect` gives a `Client`, whose calls share the connection.
 
-Node loops use it directly; trainer ranks use it through `flash.transport.blocking`.
+Node loops use it directly; trainer ranks use it through `flash.transport.blocking`. The other end of the connection is
+`flash.transport.server`.
 
 Law of a call: a call ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the
 connection, or its cancellation. After a deadline or a cancellation the client sends CANCEL, so that the server ends the

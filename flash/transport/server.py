@@ -1,7 +1,7 @@
 """The server: it accepts connections, authenticates peers, and answers their requests. The hub runs it.
 
 `serve` accepts connections. A connection becomes a session once its peer has proven the token. A session starts one
-task per request, which calls the handler (the hub's `Hub.handle`) and sends the reply.
+task per request, which calls the handler (the hub's is `flash.hub.gate.Gate.handle`) and sends the reply.
 
 Law of a connection: every request is answered exactly once, by a reply or by an error, unless its caller cancelled it
 or the connection ended. In both of these cases the handler is cancelled, so that no work is done for a caller that is

@@ -7,10 +7,11 @@ that trainer and engine share, and announces CUDA handles, which vLLM's own rece
 Law (a version is immutable): once announced, a version's tensors never change, although the trainer goes on updating
 its own tensors. Both publishers copy before they announce.
 
-`publish` never waits for an engine. The hub announces the next version only when all engines have acknowledged this one
-(`flash.hub.fleet`). Two versions are kept, because an engine may still read the older one. With ipc, an engine that
-dies during a load does not disturb other engines, and an engine that joins late opens the handles of the newest
-version.
+`publish` does not wait until engines have loaded the version that it publishes. But `announce` returns only when all
+engines have acknowledged the version before, because the hub announces none earlier while the run goes on
+(`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an engine may still read the older one. With
+ipc, an engine that dies during a load does not disturb other engines, and an engine that joins late opens the handles
+of the newest version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Episode: the life of one environment, from its reset to the trajectory.
+"""Episode: plays episodes, each from the reset of its environment to the trajectory.
 
-The scheduler calls `Episode.run` for each lease. `Episode._play` does the steps of an episode in this order:
+The scheduler calls `Episode.run` for each lease, through a function of `flash.rollout.node.RolloutNode`.
+`Episode._play` does the steps of an episode in this order:
 
     reset → render the observation → request a response → step → render the next observation → request → … → trajectory
 
@@ -133,7 +134,9 @@ def response_seed(seed: int, task: Task, turn: int) -> int:
 
 
 class Episode:
-    """Plays the episodes of leases, any number at the same time.
+    """Player of episodes: one object of this class plays all episodes of a node, any number at the same time.
+
+    The state of one episode is in its `EpisodeProgress`, `_EpisodeState` and `TranscriptView`.
 
     Args:
         make_env: makes an environment for a kind of problems.

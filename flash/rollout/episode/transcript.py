@@ -1,7 +1,7 @@
 """Transcript: the tokens of one episode, from the first observation to the trajectory.
 
 `Episode` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn, and
-frames all of it with `trajectory`. Rules:
+makes the trajectory of all of it with `trajectory`. Rules:
 
 1. Tokens are only appended. An observation is rendered once; a response stays exactly as it was sampled, with its
    log-probs and policy versions. Nothing is ever tokenized again.

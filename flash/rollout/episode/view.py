@@ -1,8 +1,9 @@
 """The transcript as an environment sees it: an `EpisodeView`.
 
-An environment that has a method `inform` gets the view before its reset. With the view, the environment reads the last
-response, sets options of the next response, and chooses the place that the next observation follows
-(`Transcript.go_on`). `Episode` makes each request with these options, which hold for one response.
+`Episode._respond` takes the request for each response from `next_request`. An environment that has a method `inform`
+gets the view before its reset. With the view, the environment reads the last response, sets options of the next
+response, and chooses the place that the next observation follows (`Transcript.go_on`). `Episode` makes each request
+with these options, which hold for one response.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """VLLMEngine: a vLLM engine in the node loop, behind the `Engine` protocol.
 
-It starts, streams and aborts requests, and swaps weights: it pauses, loads the version, queues the canary and resumes.
+On the road of a sample: `flash.rollout.proxy.LLMProxy` calls `generate`, which hands the request to vLLM and yields its
+tokens. The proxy also calls `load`, which swaps weights: it pauses, loads the version, queues the canary and resumes.
 The canary is a few tokens whose log-probs must agree with the trainer's. vLLM's engine core is a child process and its
 workers are grandchildren; this object owns them. They end with `close` and with this process. If one of them dies, all
 requests of the engine fail.
@@ -180,6 +181,7 @@ class VLLMEngine:
             # The salt keeps new requests away from cached prefixes of older weights, which a swap may have kept.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
+            # From here on the request is in the engine's process; its tokens come back through `queue`.
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
             vllm.continue_text(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)

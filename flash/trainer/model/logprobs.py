@@ -1,9 +1,9 @@
 """Log-probs of given tokens under a model, and the entropies of the distributions they were sampled from.
 
 The training step and every first pass call `policy_logprobs` with a micro-batch; the canary and the packing check call
-`token_logprobs` with sequences of their own. The call lays the sequences out in one row
-(`flash.trainer.model.packed`), runs the model, and collects the answer of its output layer
-(`flash.trainer.model.output_layer`).
+`token_logprobs` with sequences of their own. The call lays the sequences out in one row (`flash.trainer.model.packed`),
+runs the model, and collects the answer of its output layer (`flash.trainer.model.output_layer`), which transformers
+returns as `logits`: they are log-probs and entropies.
 
 Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions (a
 computed position with a target and a temperature), M = questions in this rank's slice of the row.
@@ -94,6 +94,7 @@ def token_logprobs(
     # model whose known change is disabled may still divide by 1; `check_packing` has verified that it does no more.
     if request.answer is None or (layer.change == UNCHANGED and output.logits is not request.answer):
         raise changes_logits(model)
+    # `output.logits` holds no logits: `OutputLayer.forward` has returned log-probs and entropies in their place.
     answer_T2 = part.gather_answers(output.logits[0], row_N)
     if distinct is not None:
         answer_T2 = answer_T2[to_device(distinct.question_T, device)]
