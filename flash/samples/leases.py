@@ -1,9 +1,9 @@
 """Leases: the queue of tasks that wait for a node, and the nodes that hold the leased tasks. Pure state.
 
-`flash.samples.store.SampleStore` owns the `LeaseTable` of the training tasks, and `flash.samples.evaluation` owns the one
-of the evaluation tasks. `flash.samples.buffer.SampleBuffer.lease` takes tasks from the queue. Each unfinished task is
-either in the table's queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is kept
-until its node reports the number of tokens that it had generated. `Holders`, which `flash.hub.dealing.LeaseDealer`
+`flash.samples.store.SampleStore` owns the `LeaseTable` of the training tasks, and `flash.samples.evaluation` owns the
+one of the evaluation tasks. `flash.samples.buffer.SampleBuffer.lease` takes tasks from the queue. Each unfinished task
+is either in the table's queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is
+kept until its node reports the number of tokens that it had generated. `Holders`, which `flash.hub.dealing.LeaseDealer`
 owns, knows which node has which lease, for both tables.
 
 The queue keeps one line for each set of nodes on which tasks have failed. To find a task that a node may run, only the
