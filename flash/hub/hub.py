@@ -163,7 +163,7 @@ class Hub:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Watch the run from the first version to the last goodbye. Raises the error that ended the run.
+        """Watch the run from its first version until the last trainer rank has left. Raises the error that ended it.
 
         Waits for each stage of the run to end, under the deadline of the stage; the signal `run` wakes it. Ends the
         run, or an incarnation of the trainer ranks (their processes between two restarts) that hangs. It also runs the
@@ -219,7 +219,11 @@ class Hub:
         await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:
-        """Describe the whole cluster at this moment, for people. The size is bounded by the number of nodes."""
+        """Describe the whole cluster at this moment, for people.
+
+        The description grows with the size of the cluster, but not with the number of leases: it has only the
+        `MOST_LEASES` oldest ones.
+        """
         node_of = self._config.cluster.node_of
         oldest = ((node, lease.task, since) for node, lease, since in self.work.holders.oldest(MOST_LEASES))
         return HubNow(

@@ -189,7 +189,11 @@ class StepStatistics:
             tally.add_range(f"stat {name}", stat_T, loss.mask_T)
 
     def end_minibatch(self, share: float) -> None:
-        """End a minibatch; `share` is the part of its loss's denominator that no correction rejected."""
+        """Add the loss of a minibatch, once all of its micro-batches are added.
+
+        `share` is the part of the loss's denominator that no correction has rejected. The loss is divided by this
+        share, so rejected tokens do not make it smaller. With a share of 0 it is not divided.
+        """
         self._tally.add("loss", self._pending / (share or 1.0), torch.ones_like(self._pending, dtype=torch.bool))
         self._pending = torch.zeros_like(self._pending)
 
