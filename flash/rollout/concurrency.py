@@ -34,17 +34,18 @@ EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
 """Lengths in tokens between which the hazard is constant: quarters of octaves."""
 _EDGES = EDGES.tolist()
 DEVIATIONS = 2.0
-"""Standard deviations of the expected use that stay free: more is used once in forty times."""
+"""Standard deviations of the expected use that stay free: the use exceeds them about once in forty times."""
 AHEAD = 1 / 1024
 """Smallest number of steps s that is checked, as a share of the greatest length."""
 STEP_TOKENS = 16
 """Tokens of context that an engine can compute in the time of one decoding step, at least: both read all weights."""
 PRIOR = 0.5
-"""Responses between any two edges that count as seen before the first one, each of half the greatest length."""
+"""Responses that every interval of lengths counts before any has ended, each with half of the greatest length as its
+tokens. Thus a rate is known where no response has been."""
 STEPS_AHEAD = 8
-"""Steps for whose ends an engine is given requests ahead. A node needs that long to replace what has ended; without
-this, the engine would make these steps with few sequences, at much of the cost of full ones. With answers of 16 tokens
-that was 8 % of its work."""
+"""An engine gets requests ahead for the responses that end within this many steps. A node needs that long to replace
+requests that have ended. Otherwise the engine would make these steps with few sequences, at nearly the cost of full
+steps: with answers of 16 tokens that was 8 % of its work."""
 MIN_ENDED = 256
 """Responses that must have ended before any request is given ahead."""
 

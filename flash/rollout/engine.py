@@ -36,7 +36,7 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     prompt: list[int]
     """Token ids of the prompt, followed by the `generated` tokens of the response that exist already."""
     max_new_tokens: int
-    """Most tokens to sample. Does not count the `generated` ones."""
+    """Most tokens to sample, without the `generated` tokens."""
     key: int
     """Number that names the response; the same in every attempt at its task. A simulated engine derives the length of
     the response from it. Other engines ignore it."""
@@ -144,11 +144,11 @@ class Engine(Protocol):
         ...
 
     def reassign(self, number: int) -> None:
-        """Give the engine the number that it has at the next hub. It goes on with its requests."""
+        """Give the engine the number that it has at the next hub. Its requests go on."""
         ...
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine dies by itself or hangs, and return how. Never returns while it lives."""
+        """Wait until the engine dies by itself or hangs, and return the error that says how it died."""
         ...
 
     async def close(self) -> None:

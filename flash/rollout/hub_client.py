@@ -36,8 +36,8 @@ class HubClient:
 
     Args:
         link: connection to the first hub.
-        on_loss: called once for each hub that is lost; it has to bring the next one (`connected`) within a deadline of
-            its own, or to end the node. None: the loss of the hub ends the calls.
+        on_loss: called once for each hub that is lost. Within a deadline of its own it must connect to the next hub and
+            call `connected`, or end the node. None: the loss of the hub ends all calls with an error.
         request_s: seconds that a hub has to answer a request.
     """
 
@@ -63,7 +63,7 @@ class HubClient:
             seconds: time that each hub has to answer; None: `request_s`.
 
         Raises:
-            FlashError: the same as `HubCaller.call`. A lost hub raises only if no other hub can follow it.
+            FlashError: the hub refuses the request, or the hub is lost and no other hub can follow it.
         """
         seconds = self._request_s if seconds is None else seconds
         while True:
@@ -104,7 +104,7 @@ class HubClient:
         """Send results to the hub, and how many leases could start now. Returns when the hub has acknowledged them."""
 
         def make_request(node: int) -> p.DeliverRequest:
-            # Some may have been forgotten while the call waited for the next hub.
+            # Some of the leases may have been forgotten while the call waited for the next hub.
             return p.DeliverRequest(node, [each for each in ended if self.holds(each.lease_id)], capacity)
 
         await self.call(make_request)

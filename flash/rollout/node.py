@@ -3,11 +3,12 @@
 On the road of a sample: the scheduler calls `run_and_score` for each lease. It plays the lease with `Episode.run`, and
 then has the served teacher score the result, if there is one. When the proxy has room again, it wakes the scheduler.
 
-Lifecycle: the resources that environments share are opened (`flash.environment.shared`) → the engines start → each
-engine loads the newest published version whenever it is behind → the scheduler turns leases into results until the hub
-has no more work, or until `drain` → the engines are closed, then the shared resources. An engine that dies leaves its
-requests to the others, or to the one that starts in its place (`supervisor`). When no place can be filled any more the
-node ends with the error of the last engine. No sample counts as failed for any of that.
+Lifecycle: the resources that environments share are opened (`flash.environment.shared`), and the engines start. Each
+engine loads the newest published version whenever it is behind. The scheduler turns leases into results until the hub
+has no more work, or until `drain`. Then the engines are closed, and after them the shared resources.
+
+If an engine dies, its requests go to the other engines, or to the engine that starts in its place (`supervisor`). If no
+place can be filled any more, the node ends with the error of the last engine. None of this makes a sample fail.
 
 A node may outlive its hub: its episodes go on meanwhile, and their results wait. `move` presents the leases that the
 node holds to the next hub, which drops those that it does not know.
@@ -57,9 +58,9 @@ class NodeEnvironment(NamedTuple):
     """Makes the environment of a kind of problem."""
     problems: Problems = ONE_KIND
     prepare: Callable[[], Awaitable[None]] | None = None
-    """Opens the resources that the environments share, before anything starts."""
+    """Opens the resources that the environments share, before the engines start."""
     rehearsed: bool = False
-    """True if a first turn is tried after `prepare`."""
+    """True if the first turn of an episode is tried before the engines start (`rehearse`)."""
 
 
 class RolloutNode:
@@ -70,11 +71,11 @@ class RolloutNode:
         link: connection to the hub, and the numbers of the node and of its first engine there.
         make_engines: one function per place of the node; each makes an engine that has a number, not started. Called
             again whenever the engine of the place has died.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         env: environment of the episodes.
         now: Unix seconds on the loop's clock.
         on_loss: called when the hub is lost; has to `move` the node to the next hub. None: the node ends with its hub.
-        status_s: seconds between two status reports; None: nobody looks at them.
+        status_s: seconds between two status reports; None: no reports, because nobody looks at them.
         teacher: gives log-probs of the samples' tokens.
         blocked_s: returns the seconds in which the event loop was blocked so far.
     """
@@ -142,7 +143,7 @@ class RolloutNode:
                 await self.close()
 
     async def work(self) -> None:
-        """Work like `run`, but within the caller's `sharing`, and leave the engines open."""
+        """Do the work of `run` inside a `sharing` block of the caller, and leave the engines open."""
         async with unwrapped_group() as group:
             group.start_soon(self._stop_start_without_work)
             group.start_soon(self._reports.run, self._status_s)
@@ -163,9 +164,10 @@ class RolloutNode:
         return len(self._hub.held)
 
     async def move(self, link: HubLink) -> None:
-        """Go on at the next hub, with those of the leases in hand that it knows.
+        """Go on at the next hub with the leases in hand. Cancel the episodes of leases that this hub does not know.
 
-        Raises the same errors as `HubCaller.call`.
+        Raises:
+            FlashError: this hub is lost too, or refuses a request.
         """
         self._proxy.renumber(link.first_engine)
         for place in self._places:
@@ -188,14 +190,14 @@ class RolloutNode:
                 await self._teacher.aclose()
 
     async def drain(self) -> None:
-        """Take no more leases, and let `run` return: what does not end within deadlines.shutdown is handed back.
+        """Take no more leases, and let `run` return.
 
-        Without an engine everything is handed back at once.
+        Episodes may go on for deadlines.shutdown while a place has an engine. Then their leases are handed back.
         """
         self._supervisor.leave()
         self._starting.cancel()
         seconds = self._config.deadlines.shutdown
-        # A hub that cannot be told notices it when the connection ends.
+        # If this message does not reach the hub, it notices that the node leaves when the connection ends.
         with suppress(TransportError), anyio.move_on_after(seconds):
             await self._hub.call(p.Leave, seconds)
         self._scheduler.stop_leasing()
@@ -218,7 +220,7 @@ class RolloutNode:
         self.start_s = self._now() - begin
 
     async def _serve_hub(self) -> None:
-        """Serve the hub until it has no more work; the last report has the final seconds of the engines."""
+        """Serve the hub until it has no more work, then report the final busy and idle seconds of the engines."""
         with rare_garbage_collection():
             async with anyio.create_task_group() as group:
                 group.start_soon(self._supervisor.run)
@@ -231,8 +233,8 @@ class RolloutNode:
     async def _obey_hub(self) -> None:
         """Cancel the episodes that the hub has no use for, and end or drain the node when it says so.
 
-        Consumes the hub's cancellations. Waits for the next ones. Produces cancelled episodes, whose results say how
-        many tokens they had. Ends when the hub has no more work.
+        Waits for cancellations from the hub. The results of cancelled episodes say how many tokens they had. Ends when
+        the hub has no more work.
         """
         async with anyio.create_task_group() as leaving:
             while True:
@@ -240,14 +242,14 @@ class RolloutNode:
                 self._scheduler.cancel(reply.lease_ids)
                 if reply.done:
                     self._scheduler.end()
-                    # A drain under way would give the episodes time to end, but nobody needs their results now.
+                    # A running drain would give the episodes time to end, but nobody needs their results now.
                     leaving.cancel_scope.cancel()
                     return
                 if reply.leave:
                     leaving.start_soon(self.drain)
 
     async def _stop_start_without_work(self) -> None:
-        """Stop the start of the engines when the hub has no more work. A lost hub is no reason: another may follow."""
+        """Stop the start of the engines when the hub has no more work. Go on if the hub is lost: another may follow."""
         with suppress(TransportError):
             await self._obey_hub()
             self._starting.cancel()

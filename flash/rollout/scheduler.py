@@ -1,10 +1,10 @@
-"""Scheduler: leases in, results out, with as many episodes alive as the node has room for.
+"""Scheduler: turns leases into results, with as many episodes alive as the node has room for.
 
 Every sample is an episode of its own: when one ends, its place is free at once, and it is scored while others still
 decode. The node calls `run`; the scheduler takes leases from its `LeaseSource`, plays each with the function that
 `flash.rollout.node.RolloutNode` gives it (`Episode.run`, and then the teacher's score), and hands the results back.
 
-Conservation: every lease has exactly one result, also when its episode was cancelled, unless the source has forgotten
+Conservation: every lease gets exactly one result, even if its episode was cancelled, unless the source has forgotten
 the lease.
 """
 
@@ -21,7 +21,8 @@ from flash.rollout.episode.episode import EpisodeProgress
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 MAX_EPISODES = 16384
-"""Most episodes alive on a node where the engines set the number. Each has an environment and some ten kilobytes."""
+"""Most episodes alive on a node whose engines limit the number (`rollout.max_concurrent = "auto"`). Each episode has an
+environment and some ten kilobytes."""
 
 DELIVERY_BYTES = 1 << 20
 """Most bytes of results in one delivery. The hub reads a message in one go, and later messages wait behind it."""
@@ -31,7 +32,7 @@ class LeaseSource(Protocol):
     """Gives leases and takes their results. `HubClient` is one."""
 
     async def lease(self, capacity: int) -> list[Lease] | None:
-        """Return at most `capacity` leases, possibly none yet. None: there will be no more."""
+        """Return at most `capacity` leases; an empty list if there are none yet, None if there will be no more."""
         ...
 
     async def deliver(self, ended: list[EndedLease], capacity: int) -> None:
@@ -39,18 +40,21 @@ class LeaseSource(Protocol):
         ...
 
     def holds(self, lease_id: int) -> bool:
-        """Return True if somebody still waits for the result of this lease."""
+        """Return True if the hub still waits for the result of this lease."""
         ...
 
 
 class Wakeup:
-    """Wakes the scheduler when there may be more room. Made first, so that the proxy can notify the scheduler."""
+    """Wakes the scheduler when there may be more room.
+
+    It is an object of its own because the proxy, which notifies it, is made before the scheduler.
+    """
 
     def __init__(self) -> None:
         self._event = anyio.Event()
 
     def notify(self) -> None:
-        """Wake whoever waits."""
+        """Wake the scheduler if it waits."""
         self._event.set()
 
     async def wait(self) -> None:
@@ -114,8 +118,8 @@ class Scheduler:
     async def run(self) -> None:
         """Turn leases into results until the source has no more, or until `stop_leasing` or `end`.
 
-        Consumes leases. Waits for room, then for the source. Unblocked by the end of an episode and by the wakeup.
-        Produces one result per lease; all are delivered before `run` returns.
+        Waits for room, which the end of an episode or the wakeup may bring, and then for leases from the source. Each
+        lease gets one result, and all results are delivered before `run` returns.
         """
         async with anyio.create_task_group() as outer:
             outer.start_soon(self._deliver)
@@ -136,14 +140,14 @@ class Scheduler:
     def end(self) -> None:
         """Ask for no more leases and cancel all episodes: the source has no more work. `run` returns soon.
 
-        Without this, a scheduler that has no room, as while the only engine restarts, would not ask the source and so
-        never learn that there is no more work.
+        A scheduler without room, for example while the only engine restarts, does not ask the source for leases. So it
+        would never learn from the source that there is no more work.
         """
         self.stop_leasing()
         self.hand_back()
 
     def cancel(self, lease_ids: Iterable[int]) -> None:
-        """Cancel the episodes of these leases, also those that are still to come. Ignores episodes that have ended."""
+        """Cancel the episodes of these leases, including leases that arrive later. Ignores episodes that have ended."""
         for lease_id in lease_ids:
             if lease_id in self._alive:
                 self._alive[lease_id].scope.cancel()
@@ -166,8 +170,8 @@ class Scheduler:
     async def _fill(self, episodes: TaskGroup) -> None:
         """Start an episode for each lease, as room allows.
 
-        While the source holds a request for leases back, more room may come. Deliveries tell the source of it, and
-        after its answer the rest is asked for.
+        While a request for leases waits at the source, there may come more room. Deliveries report the room to the
+        source, and the next request asks for as many leases as are missing.
         """
         while True:
             while (free := self.free()) == 0:
@@ -192,16 +196,16 @@ class Scheduler:
             result = Failure(lease.task, Outcome.CANCELLED, message, episode.tokens + episode.lost)
         del self._alive[lease.lease_id]
         self._silent.discard(episode)
-        # A lease that the source has forgotten is nobody's: its result is dropped.
+        # If the source has forgotten the lease, nobody waits for its result, and it is dropped.
         if self._source.holds(lease.lease_id):
             self._ended.append(EndedLease(lease.lease_id, result))
             self._arrived.set()
         self._wakeup.notify()
 
     async def _deliver(self) -> None:
-        """Deliver results in batches: while one delivery is under way the next one gathers.
+        """Deliver results in batches: results that come during one delivery are in the next one.
 
-        Consumes results. Waits for the first of them. Ends when all episodes have ended and nothing is left.
+        Waits for results. Ends when all episodes have ended and all results are delivered.
         """
         while self._ended or not self._closing:
             if not self._ended:

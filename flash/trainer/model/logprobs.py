@@ -1,4 +1,4 @@
-"""Log-probs of given tokens under a model, and the entropies of the distributions they were sampled from.
+"""Log-probs of given tokens under a model, and entropies of the distributions that the tokens were sampled from.
 
 The training step and every first pass call `policy_logprobs` with a micro-batch; the canary and the packing check call
 `token_logprobs` with sequences of their own. The call lays the sequences out in one row (`flash.trainer.model.packed`),
@@ -87,7 +87,7 @@ def token_logprobs(
     )
     request = LogprobRequest(target, scale, entropy_gradient, None if kept is None else kept.select(held_M, device))
     if layer.replay is not None:
-        layer.replay.take(row.routes_ULK)
+        layer.replay.set_routes(row.routes_ULK)
     with layer.answering(request), logits_unchanged(model):
         output = model(**model_inputs(model, row), logits_to_keep=rows)
     # The model must return the layer's very tensor: any other change of logits would have been made to log-probs. A

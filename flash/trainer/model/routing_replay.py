@@ -51,7 +51,7 @@ class RoutingReplay:
             router.module.register_forward_pre_hook(begin)
             router.module.register_forward_hook(end, always_call=True)
 
-    def take(self, routes_ULK: Tensor | None) -> None:
+    def set_routes(self, routes_ULK: Tensor | None) -> None:
         """Choose these experts in the next forward pass and its backward pass; None: the routers' own choice.
 
         Raises:
