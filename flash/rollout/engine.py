@@ -60,7 +60,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
     """Called by the proxy with the new tokens of each `Progress`. The last tokens come with the `Completion` only."""
     on_lost: Callable[[int], None] = ignore_count
-    """Called by the engine when the request is aborted, with the number of sampled tokens that were in no piece yet."""
+    """Called by the engine when the request is aborted, with the number of sampled tokens that were in no piece yet.
+    The episode gives this function."""
     generated: int = 0
     """Number of tokens at the end of `prompt` that belong to this response: earlier engines have sampled them."""
 

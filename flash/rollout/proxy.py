@@ -191,6 +191,7 @@ class LLMProxy:
             completion = response.exhausted()
             while completion is None:
                 engine = await self._admit(record)
+                # An engine may die just after the last token that the response may have: then it is complete.
                 completion = await self._stream(engine, record, response) or response.exhausted()
             return completion
 

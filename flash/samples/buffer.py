@@ -123,6 +123,7 @@ class SampleBuffer:
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next(self.samples.quarantined)
+        # `lease` needs the tasks and leases that the events make, so it does not apply the events with `apply`.
         issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
         return self._lend(self.samples.issue(issued).members[:1], versions, node)[0]

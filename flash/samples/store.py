@@ -70,7 +70,7 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Add work: call `do` with each number, after the work that was added before. One slice is done at once."""
+        """Add work: call `do` with each number, after the work added before. Then do one slice of all work."""
         # A copy, since the work itself may change the collection that the numbers come from.
         self._left.append((do, iter(list(numbers))))
         self.work()
@@ -418,7 +418,11 @@ class SampleStore:
         self._breaker.filtered(group.kind)
 
     def _take(self, event: Taken) -> None:
-        """Put the batch of a step into training: a batch formed before, or chosen groups with late parts of others."""
+        """Put the batch of a step into training.
+
+        The batch is one that was formed but not trained before a restart, or else the chosen groups with late parts of
+        others.
+        """
         step = self.batches.step = event.step
         if step in self.batches.formed:
             formed = self.batches.formed[step]

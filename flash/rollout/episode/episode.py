@@ -340,6 +340,7 @@ class Episode:
             request.on_tokens(tokens)
 
         state.progress.on_request()
+        # The proxy calls the function above for each piece; it counts the tokens, and passes them on to the view's one.
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
         add(len(completion.token_ids) - counted)
         if not completion.token_ids:
