@@ -1,10 +1,10 @@
 """Engines for tests and benchmarks: one that needs no model, and one that wraps another engine.
 
-`FakeEngine` answers after a set time per token on the loop's clock, with the tokens that a function gives. It keeps the
-contract of `Engine`, to which `tests/rollout/engine_contract.py` holds it and vLLM: pieces stream; the last tokens come
-with the completion; requests beyond its slots wait in order; a swap pauses after the step in flight and changes the
-version of later tokens only; a request that began elsewhere goes on after its own tokens; a dead engine fails every
-request at once.
+`FakeEngine` answers after a set time per token on the loop's clock, with the tokens that a function returns. It keeps
+the contract of `Engine`, which `tests/rollout/engine_contract.py` checks for it and for vLLM. Pieces stream, and the
+last tokens come with the completion. Requests beyond the engine's slots wait in order. A swap pauses after the running
+step, and changes the version of later tokens only. A request that began on another engine goes on after its own tokens.
+A dead engine fails every request at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
-"""Slots of an engine that runs whatever it is given."""
+"""Number of slots of an engine that runs all its requests at once."""
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
@@ -52,7 +52,7 @@ class FakeEngine:
         self.start_error: Exception | None = None
         """Error that `start` ends with."""
         self.load_error: Exception | None = None
-        """Error that each `load` from now on ends with."""
+        """Error with which each `load` ends while this is set."""
         self.closed = False
         self._version = -1
         self._death: EngineDeadError | None = None
@@ -60,9 +60,9 @@ class FakeEngine:
         self._resumed = anyio.Event()
         self._resumed.set()
         self._failures: list[EngineError] = []
-        """Errors of the next requests."""
+        """Errors for the next tokens: each fails the request that would get the token."""
         self.aborted = 0
-        """Requests that ended before their completion."""
+        """Number of requests that ended before their completion."""
         self.running = 0
         self.waiting = 0
         self.requests: list[ResponseRequest] = []
@@ -166,11 +166,11 @@ class FakeEngine:
         self._resumed.set()
 
     def fail_next(self, requests: int = 1) -> None:
-        """Fail this many requests, at their next token."""
+        """Fail `requests` requests, each at its next token."""
         self._failures = [EngineError("the fake engine was told to fail")] * requests
 
     def refuse_next(self, requests: int = 1) -> None:
-        """Refuse this many requests, at their next token."""
+        """Refuse `requests` requests, each at its next token."""
         self._failures = [EngineRefusal("the fake engine was told to refuse")] * requests
 
     async def wait_dead(self) -> EngineDeadError:
@@ -180,14 +180,14 @@ class FakeEngine:
         return self._death
 
     async def close(self) -> None:
-        """End the engine: later requests fail. `wait_dead` does not return for that."""
+        """End the engine: later requests fail. `wait_dead` does not return, since the engine has not died by itself."""
         self._death = self._death or EngineDeadError("the fake engine is closed")
         self.closed = True
         await anyio.lowlevel.checkpoint()
 
 
 class FakeLine:
-    """Makes the fake engines of one place, one after the other, when a supervisor asks for them."""
+    """Makes the fake engines of one place, one after another, when a supervisor asks for them."""
 
     def __init__(self, make: Callable[[], FakeEngine]) -> None:
         self._make = make
@@ -206,7 +206,7 @@ class FakeLine:
 
 
 class WrappedEngine(Generic[EngineT]):
-    """An `Engine` that passes everything on to another one. A subclass overrides what it does differently."""
+    """An `Engine` that passes all calls on to another engine. A subclass overrides the methods that it changes."""
 
     def __init__(self, engine: EngineT) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
 """ServedTeacher: log-probs of a teacher model on a vLLM server, which travel with the samples.
 
 When an episode has ended, and while others go on, the node asks the server for the log-probs of the sample's own tokens
-as a prompt: one request per branch. A sample for which the server has no answer fails as one without a reward does: it
-is tried again, and a run that only fails is stopped.
+as a prompt: one request per branch. A sample for which the server has no answer fails like a sample without a reward:
+it is tried again, and a run in which all samples fail is stopped.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ServedTeacher:
             RewardError: the server refuses the request, or does not answer in time.
         """
         problem, pause = "nothing", FIRST_PAUSE_S
-        # The time begins with the turn: each request before this one has a limit of its own.
+        # The time limit begins when this request may be sent. While it waits, earlier requests have their own limits.
         async with self._turns:
             with anyio.move_on_after(self._seconds):
                 while True:

@@ -156,7 +156,7 @@ class ChatTemplate:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
                 the response unchanged.
         """
-        self.json_of(messages, tools)  # raises for lone surrogates
+        self.cache_key(messages, tools)  # raises for lone surrogates
         self._refuse_left_out(messages, tools)
         # Messages that begin with results of tools follow a response that has made the calls.
         results = 0
@@ -194,7 +194,7 @@ class ChatTemplate:
             EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
                 its prompt, or ends the turn in the middle of the answer.
         """
-        self.json_of(messages, tools)  # raises for lone surrogates
+        self.cache_key(messages, tools)  # raises for lone surrogates
         shown = list(map(self._in_form, messages))
         prompt = self._render(shown[:-1], tools, prompting=True)
         conversation = self._render(shown, tools, prompting=False)
@@ -277,11 +277,11 @@ class ChatTemplate:
             self._reported.add(text)
             log.warning("%s", text)
 
-    def json_of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-        """Return messages and tools as JSON: equal conversations give equal bytes.
+    def cache_key(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Return a key for messages and tools, which is their JSON.
 
-        `HfTokenizer.render` uses the bytes as a key, under which it keeps the tokens of first observations. `follow`
-        and `prompt_and_answer` call this for its error alone; `prompt` need not, since `render` has called it.
+        `HfTokenizer.render` keeps the tokens of first observations under this key. `follow` and `prompt_and_answer`
+        call this for its error alone. `prompt` does not call it, because `render` has done so.
 
         Raises:
             EnvError: a text has a lone surrogate, which is a character that UTF-8 cannot encode. Lone surrogates mark

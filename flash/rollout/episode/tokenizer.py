@@ -256,7 +256,7 @@ class HfTokenizer(Tokenizer):
         Raises:
             EnvError: the model's chat template is missing, refuses the messages, or leaves out a part of them.
         """
-        key = observation if isinstance(observation, str) else self._template.json_of(observation, tools)
+        key = observation if isinstance(observation, str) else self._template.cache_key(observation, tools)
         known = self._prompts.get(key)
         if known is None:
             if isinstance(observation, str):

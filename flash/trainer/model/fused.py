@@ -30,7 +30,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 KINDS = ("Norm", "MLP")
 """Endings of the class names of modules that are fused one by one where whole layers cannot be."""
 COMPILERS = ("gcc", "clang")
-"""C compilers of which Triton calls one, unless CC names another."""
+"""C compilers. Triton calls one of them, unless the variable CC names another."""
 
 KERNELS = 64
 """Variants of one kind of layer that torch.compile keeps: by width, with and without gradients, for one length and for
@@ -61,8 +61,8 @@ def _compiled(call: Any) -> Any:
 def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
     """Compile a model's layers in place. Must be called before the model is sharded.
 
-    With `whole`, all of a decoder layer but its attention is compiled, else its norms and MLPs alone. A layer that
-    chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose it
+    With `whole`, all parts of a decoder layer but its attention are compiled, else only its norms and MLPs. A layer that
+    chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose the path
     (`flash.trainer.model.routing_replay`).
     """
     set_recompile_limit(KERNELS)
