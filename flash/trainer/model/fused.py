@@ -61,7 +61,7 @@ def _compiled(call: Any) -> Any:
 def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
     """Compile a model's layers in place. Must be called before the model is sharded.
 
-    With `whole`, all parts of a decoder layer but its attention are compiled, else only its norms and MLPs. A layer that
+    With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs. A layer that
     chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose the path
     (`flash.trainer.model.routing_replay`).
     """
