@@ -35,7 +35,7 @@ class _Deaths(NamedTuple):
     last: float
     """When the last engine died, in Unix seconds."""
     why: str
-    """How the last engine died."""
+    """Text that says how the last engine died."""
     returns: bool
     """True if another engine starts in the place."""
 

@@ -64,7 +64,7 @@ class RequestRecord:
         self.deaths = 0
         """Number of engines that have died under the request since an engine last gave a token of it."""
         self.death = ""
-        """How the engine died that was the last one to die under the request; empty if there was none."""
+        """Text that says how an engine died, from the death that was counted last; empty before the first death."""
 
     @property
     def suspected(self) -> bool:
