@@ -690,7 +690,7 @@ def test_heads_that_the_attention_of_the_cpu_does_not_do_are_told_before_a_proce
     async def start() -> None:
         before = engine_children()
         engine = VLLMEngine(make_config(tmp_path), 0)
-        with pytest.raises(ConfigError, match=r"model\.path: the heads of .* are 16 wide, .* 32, 64, .*only"):
+        with pytest.raises(ConfigError, match=r"model\.path: the heads of .* are 16 wide, .* only widths of 32, 64, "):
             await engine.start()
         assert engine_children() == before
 
