@@ -49,7 +49,7 @@ PARTS = {
     "samples and batches, handed over": ("batch", "trained"),
     "batches and rows of samples, written": ("_write_batch",),
     "readable samples, written": ("_write_shown",),
-    "the cluster, looked at": ("overview", "status", "told", "cluster"),
+    "the cluster, looked at": ("overview", "status", "report_status", "cluster"),
     "the cluster, written": ("_write",),
 }
 
