@@ -1,4 +1,4 @@
-"""The tables `[train]`, `[lora]`, `[algorithm]`, `[critic]`, `[sft]`: what a step is, what it trains and optimises."""
+"""The tables `[train]`, `[lora]`, `[algorithm]`, `[critic]` and `[sft]`: the training step and its objective."""
 
 from __future__ import annotations
 
@@ -26,56 +26,61 @@ from flash.config.section import (
 
 
 class TrainConfig(Section, frozen=True):
-    """A step of the trainer."""
+    """Training step: batch, asynchrony, optimizer and memory."""
 
     batch_size: Positive = 256
-    """Samples per step, a multiple of rollout.group_size."""
+    """Number of samples per step; a multiple of rollout.group_size."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """α: (1 + α) batches on their way, tokens at most ⌈α⌉ versions old. 0: synchronous."""
+    """Asynchronous ratio α: up to (1 + α) batches are in flight, and a trained token is at most ⌈α⌉ versions old. 0:
+    sampling and training alternate. Raise it if the trainer waits for a few slow samples."""
     max_token_age: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Most versions that a token may be old, [above ⌈α⌉](asynchrony.md#the-contract) for long answers. None: ⌈α⌉."""
+    """Largest age of a trained token, in versions; a value [above ⌈α⌉](asynchrony.md#the-contract) keeps the early
+    tokens of long answers. None: ⌈α⌉."""
     allow_uncorrected: bool = False
-    """Permit α > 0 with an objective that ignores behaviour log-probs."""
+    """Allow training on old samples with an objective that does not correct for their age (it ignores behaviour
+    log-probs)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: [Muon](algorithms.md#muon) for the policy's hidden matrices, AdamW for the rest."""
+    """Optimizer. `muon`: [Muon](algorithms.md#muon) for the policy's hidden matrices, and AdamW for all other
+    weights."""
     learning_rate: LearningRate = 1e-6
-    """Peak."""
+    """Peak learning rate."""
     warmup_steps: NonNegative = 0
-    """Steps of linear warm-up."""
+    """Number of steps in which the learning rate rises linearly to its peak. 0: no warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, until the last step."""
+    """Shape of the learning rate's decay from the end of the warm-up to the last step."""
     final_learning_rate: Fraction = 0.0
-    """Rate at which decay ends; at most `learning_rate`."""
+    """Learning rate at the end of the decay; at most `learning_rate`."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Of AdamW."""
+    """Decay rates β₁ and β₂ of AdamW's moments."""
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
-    """Of AdamW."""
+    """AdamW's ε, which is added to the denominator of an update."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Decoupled."""
+    """Coefficient of decoupled weight decay. 0: none."""
     max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which gradients are clipped."""
+    """Global norm to which a larger gradient is clipped."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite gradient stops the run, or its update is left out."""
+    """Reaction to a gradient that is not finite: stop the run, or skip the update."""
     minibatches: Positive = 1
-    """Updates per pass over a batch; groups stay whole."""
+    """Number of updates per pass over a batch. The samples of a group stay in one minibatch."""
     updates_per_batch: Positive = 1
-    """Passes over a batch."""
+    """Number of passes over a batch."""
     max_tokens_per_microbatch: Positive = 8192
-    """Tokens per forward pass and rank; results stay when it is lower."""
+    """Number of tokens per forward pass and rank. Lower it if the trainer runs out of memory; the results stay the
+    same."""
     activation_checkpointing: bool = False
-    """A third more time, far less memory."""
+    """Compute activations again in the backward pass: a step takes about a third longer and needs far less memory."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Of AdamW; `bfloat16` is rounded at random."""
+    """Precision of AdamW's moments. `bfloat16` needs less memory and is rounded at random."""
     offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
-    """What waits in host memory. `weights` of all models take gradients and moments along, are updated there, and
-    copied in each pass."""
+    """Training state that is kept in host memory instead of GPU memory. With `weights`, the weights, gradients and
+    moments of all models stay on the host and are updated there, and each pass copies the weights to the GPU."""
     profile: str = ""
-    """Steps that [torch's profiler](view.md#where-a-steps-time-goes) records, `FIRST:LAST`, both included; the first
-    step of a run is 0. Empty: none."""
+    """Steps that [torch's profiler](view.md#where-a-steps-time-goes) records: `FIRST:LAST`, both included, counted from
+    0. Empty: none."""
 
     @property
     def profiled_steps(self) -> range:
-        """The steps that `profile` names, which must have been checked; empty if there are none."""
+        """Range of the steps that `profile` names; empty if there are none. `profile` must have been checked before."""
         if not self.profile:
             return range(0)
         first, last = map(int, self.profile.split(":"))
@@ -83,86 +88,97 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def max_age(self) -> int:
-        """The most versions that a trained token may be old."""
+        """Largest age of a trained token, in versions."""
         return max_age(self.async_ratio, self.max_token_age)
 
 
 class LoraConfig(Section, frozen=True):
-    """[Adapters](weights.md#lora) are trained, and the weights of the model stay. Without the table all are trained."""
+    """[Adapters (LoRA)](weights.md#lora), which are trained while the model's own weights stay fixed. Without this
+    table all weights are trained."""
 
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
-    """Width of an adapter."""
+    """Rank (width) of an adapter."""
     alpha: PositiveFloat = 32.0
-    """What an adapter makes counts alpha / rank times."""
+    """Scale of the adapters: the output of an adapter is multiplied by alpha / rank."""
     targets: Texts = ()
-    """Last names of its layers, such as `q_proj`. Empty: all linear ones but the output layer."""
+    """Last part of the names of the layers that get adapters, such as `q_proj`. Empty: all linear layers except the
+    output layer."""
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is optimised: [objectives](algorithms.md) says how to choose."""
+    """Objective and its parts; [objectives](algorithms.md) helps to choose."""
 
     objective: str = "grpo"
-    """A [name](algorithms.md#the-objectives), or `module:Class`."""
+    """[Name of an objective](algorithms.md#the-objectives), or the import path `module:Class` of your own."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The objective's options."""
+    """Keyword arguments of the objective."""
     advantage: Advantage | None = None
-    """How rewards become [advantages](algorithms.md#advantages-algorithmadvantage). None: the objective's own."""
+    """Estimator that turns rewards into [advantages](algorithms.md#advantages-algorithmadvantage). None: the
+    objective's default."""
     gamma: Fraction = 1.0
-    """Discount, per turn with `turn`, per token with `gae`."""
+    """Discount factor of rewards: per turn with advantage `turn`, per token with `gae`. 1: no discount."""
     aggregation: Aggregation | None = None
-    """How token losses become [one number](algorithms.md#aggregation-algorithmaggregation). None: the objective's
-    own."""
+    """Method that turns the losses of all tokens into [one number](algorithms.md#aggregation-algorithmaggregation).
+    None: the objective's default."""
     constant_length: Positive | None = None
-    """Divisor of `constant`, in tokens. None: rollout.max_new_tokens."""
+    """Divisor of aggregation `constant`, in tokens. None: rollout.max_new_tokens."""
     corrections: list[Correction] = field(default_factory=list)
-    """Factors of the loss, [by exp(proximal − behaviour)](algorithms.md#corrections-algorithmcorrections)."""
+    """Factors of the token losses, computed from the ratio [exp(proximal −
+    behaviour)](algorithms.md#corrections-algorithmcorrections) of log-probs."""
     staleness: Staleness = NoStaleness()
-    """How much less [old samples](algorithms.md#staleness-algorithmstaleness) count."""
+    """Lower weight of [old samples](algorithms.md#staleness-algorithmstaleness)."""
     lag: Lag | None = Lag()
-    """Lowers the rate [by distance](algorithms.md#a-step-that-knows-its-lag-algorithmlag). None: off."""
+    """Lower learning rate if the policy has moved [far from the sampling
+    policies](algorithms.md#a-step-that-knows-its-lag-algorithmlag). None: the rate follows its schedule alone."""
     kl: Kl | None = None
-    """Pull towards a [reference](algorithms.md#kl-to-a-reference-algorithmkl)."""
+    """Penalty for the distance from a [reference model](algorithms.md#kl-to-a-reference-algorithmkl). None: no
+    penalty."""
     teacher: Teacher | None = None
-    """[Distillation](algorithms.md#a-teacher-algorithmteacher) on the policy's own samples."""
+    """Teacher for [distillation](algorithms.md#a-teacher-algorithmteacher) on the policy's own samples. None: no
+    teacher."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Coefficient of the policy's entropy, maximised."""
+    """Coefficient of the policy's entropy, which is maximised. 0: no bonus."""
     shaping: list[Shaping] = field(default_factory=list)
-    """What [length](algorithms.md#reward-shaping-algorithmshaping) adds to rewards, in this order."""
+    """Changes of the rewards by [response length](algorithms.md#reward-shaping-algorithmshaping), applied in this
+    order."""
     mask_truncated: bool = False
-    """Samples that a limit has ended leave the loss, and stay in their group's baseline."""
+    """Leave samples that a limit has ended out of the loss. Their rewards still count in the baseline of their
+    group."""
     rhythm: Rhythm | None = None
-    """Multiplies advantages by [attention](algorithms.md#the-rhythm-of-attention-algorithmrhythm)."""
+    """Larger advantages for tokens that are chosen [by
+    attention](algorithms.md#the-rhythm-of-attention-algorithmrhythm). None: all tokens of a response count alike."""
 
 
 class CriticConfig(Section, frozen=True):
-    """The value models of `advantage = "gae"`."""
+    """Critics: the value models of `advantage = "gae"`."""
 
     path: str | None = None
-    """Folder or hub id, with the policy's tokenizer. None: model.path."""
+    """Folder or hub id of the critics' model, which must have the policy's tokenizer. None: model.path."""
     tiny_layers: Positive | None = None
-    """Layers of the tiny model made at a missing `path`. None: it must exist."""
+    """Number of layers of a tiny model that is made if the folder `path` is missing. None: the folder must exist."""
     count: Positive | None = None
-    """[Critics](algorithms.md#asyppo-several-small-critics). None: the objective's own."""
+    """[Number of critics](algorithms.md#asyppo-several-small-critics). None: the objective's default."""
     target: CriticTarget | None = None
-    """`lambda`: advantage plus value; `monte_carlo`: the discounted rewards. None: the objective's own."""
+    """Target of the values. `lambda`: advantage plus value. `monte_carlo`: the discounted sum of rewards. None: the
+    objective's default."""
     learning_rate: LearningRate = 1e-5
-    """Constant."""
+    """Learning rate of the critics, constant over the run."""
     warmup_steps: NonNegative = 0
-    """First steps in which only critics learn."""
+    """Number of first steps in which only the critics are trained. 0: the policy is trained from the start."""
     clip: PositiveFloat | None = 0.2
-    """How far a value may move in a step. None: unbounded."""
+    """Largest change of a value in a step. None: no limit."""
     lam: Fraction = 0.95
-    """λ of GAE: 0 trusts the critics, 1 the rewards."""
+    """λ of GAE. 0: advantages rely on the critics' values alone. 1: they rely on the rewards alone."""
     max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which its gradients are clipped."""
+    """Global norm to which a larger gradient of a critic is clipped."""
 
 
 class SftConfig(Section, frozen=True):
-    """[Supervised fine-tuning](recipes.md#supervised-fine-tuning), of `flash sft` alone."""
+    """[Supervised fine-tuning](recipes.md#supervised-fine-tuning); only `flash sft` uses this table."""
 
     data: str
-    """A table with [rows to learn](recipes.md#supervised-fine-tuning): .jsonl, .json, .csv, .parquet or .arrow."""
+    """File with the [rows to learn](recipes.md#supervised-fine-tuning): .jsonl, .json, .csv, .parquet or .arrow."""
     held_out: str | None = None
-    """Another table, for the loss of its first `eval.problems` rows. None: no loss of held-out rows."""
+    """File with held-out rows; the loss of its first `eval.problems` rows is measured. None: no held-out loss."""
     epochs: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
-    """Passes over the rows; `run.steps` follows."""
+    """Number of passes over the rows. `run.steps` is computed from it."""

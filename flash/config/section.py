@@ -1,4 +1,4 @@
-"""What the tables of the configuration are made of."""
+"""Section: base class of the configuration's tables, the types of their values, and the rules of sampling settings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from algorithms.references import Teacher
 
 MOST = 2**31 - 1
-"""The largest of any count: what libraries below hold in 32 bits."""
+"""Largest value of any count: libraries that Flash uses store counts in 32 bits."""
 
 Positive = Annotated[int, Meta(gt=0, le=MOST)]
 NonNegative = Annotated[int, Meta(ge=0, le=MOST)]
 Seed = NonNegative
 LearningRate = Annotated[float, Meta(gt=0, le=1)]
-"""Adam moves each weight by about the learning rate: above 1 nothing of a model is left after a step."""
+"""Learning rate. Adam moves each weight by about the learning rate, so a rate above 1 destroys a model in one step."""
 LOWEST_TEMPERATURE = 0.01
-"""Engines take what is below for this, and so would sample from another distribution than the trainer assumes."""
+"""Smallest temperature above 0. Engines raise lower temperatures to it, and would then sample from another distribution
+than the trainer assumes."""
 HIGHEST_TEMPERATURE = 2
-"""Engines refuse requests above it."""
+"""Largest temperature; engines refuse requests above it."""
 Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)]
 HIGHEST_TOP_K = 1024
-"""All of them travel with each token."""
+"""Largest `top_k`. All kept tokens travel with each sampled token."""
 TopK = Annotated[int, Meta(ge=0, le=HIGHEST_TOP_K)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Texts = tuple[Annotated[str, Meta(min_length=1, max_length=1000)], ...]
@@ -35,22 +36,24 @@ TokenIds = tuple[NonNegative, ...]
 Biases = tuple[tuple[NonNegative, Annotated[float, Meta(ge=-100, le=100)]], ...]
 Penalty = Annotated[float, Meta(gt=0, le=10)]
 Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
-"""Seconds. Nothing that crosses a network is there for sure within a tenth of one; clocks end at some centuries."""
+"""Time limit in seconds. Below a tenth of a second, a healthy network may be too slow; above some years, clocks
+overflow."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-"""Of what has to decay."""
+"""Number from 0 to below 1: a factor of repeated multiplication, which must decay."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the configuration."""
+    """Base class of the tables of the configuration."""
 
 
 FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
-"""What changes the distribution of a token, other than its temperature."""
+"""Sampling settings, other than temperature, that change the distribution of a token."""
 MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
-"""Tokens that vLLM's GPU workers have room for; of 128 that end a response some are the model's own."""
+"""Largest number of tokens that a setting may name. vLLM's GPU workers have room for 128 tokens that end a response,
+and the model's own end tokens need a part of them."""
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         ("rollout.presence_penalty", "rollout.frequency_penalty"),
@@ -68,11 +71,14 @@ ABSENT: dict[str, str] = {
     "algorithm.entropy_target": "the coefficient of the entropy bonus stays the same in all steps; set "
     "algorithm.entropy_bonus instead",
 }
-"""Keys that do not exist, by path: the reason, and what to use instead."""
+"""Keys that do not exist, by path: the reason, and the setting to use instead."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
-    """Yield each key that has too many entries for an engine, or that the trainer cannot follow, and what is wrong."""
+    """Yield the key and the error message of each sampling setting that an engine or the trainer cannot handle.
+
+    Such a setting has too many entries for an engine, or the trainer cannot compute its distribution.
+    """
     for name, most in MOST_NAMED.items():
         if (named := len(getattr(sampling, name))) > most:
             yield name, f"an engine on a GPU would die of more than {most}: got {named}"
@@ -85,7 +91,7 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
 
 
 def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
-    """Yield each key that the server of a teacher (`algorithm.teacher.url`) cannot follow, and why."""
+    """Yield each key that the server of a teacher (`algorithm.teacher.url`) does not support, and why."""
     if teacher is not None and teacher.url is not None:
         for name in ("temperature", "top_k"):
             if getattr(sampling, name) != getattr(PLAIN, name):

@@ -1,7 +1,7 @@
-"""The configuration of a run: one typed tree.
+"""Config: the configuration of a run, one typed tree of tables.
 
-Every field has a docstring that says its meaning and unit; docs/configuration.md is made from them.
-`flash.config.load` reads TOML files and overrides into this tree. Reading it needs neither torch nor vllm.
+Every field has a docstring that gives its meaning and unit; docs/configuration.md is generated from these docstrings.
+`flash.config.load` reads TOML files and overrides into this tree. The tree needs neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -36,307 +36,347 @@ from flash.config.simulate import SimulateConfig
 from flash.sampling import Sampling
 
 MOST_ADAPTERS = 8
-"""Versions beside each other in an engine, each of which takes its memory whether it is there or not."""
+"""Largest number of adapter versions that an engine holds at once. An engine reserves memory for each of them in
+advance."""
 
 
 class RunConfig(Section, frozen=True):
-    """The run as a whole."""
+    """Name, length, seed and recorded samples of the run."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
-    """The run's folder below `output_dir`."""
+    """Name of the run. Its files are in the folder of this name below `output_dir`."""
     output_dir: str = "outputs"
-    """Folder of all runs."""
+    """Folder that holds the folders of all runs. With several nodes it must be on a shared file system."""
     seed: Seed = 0
-    """Every random choice derives from it."""
+    """Seed from which every random choice of the run derives. Change it to repeat an experiment with other random
+    choices."""
     steps: Positive = 100
-    """Optimizer steps, each a batch and a version."""
+    """Number of training steps. Each step trains one batch and makes one policy version."""
     resume: bool = False
-    """Go on [where it was](when-it-fails.md#what-is-kept)."""
+    """Continue the run in the run's folder [from its saved state](when-it-fails.md#what-is-kept). The `--resume` option
+    sets this key."""
     log_samples: NonNegative = 4
-    """Readable samples kept of each step."""
+    """Number of samples of each step that are written in readable form. 0: none."""
     log_samples_mb: Positive = 1000
-    """Most MB of them; beyond, every second step's go."""
+    """Largest size of all readable samples together, in MB. If they grow beyond it, the samples of every second step
+    are deleted."""
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy."""
+    """Model that is trained (the policy): its files, precision, length and chat format."""
 
     path: str
-    """Hugging Face folder or hub id, or a [`.gguf` file](quickstart.md#a-pretrained-model)."""
+    """Hugging Face model folder, hub id, or [`.gguf` file](quickstart.md#a-pretrained-model)."""
     fetch: str | None = None
-    """What a missing `path` is made from: a name of `flash fetch`, or a `.gguf` file."""
+    """Source from which a missing folder `path` is made: a model name that `flash fetch` lists, or a `.gguf` file.
+    None: the folder must exist."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """[Precision](weights.md#precision) of engine and passes; master weights are float32."""
+    """[Precision](weights.md#precision) of the engines and of the trainer's passes. The trainer's master weights are
+    always float32."""
     head_dtype: Literal["float32", "model"] = "float32"
-    """Of the output layer; `model`: as `dtype`, with more mismatch."""
+    """Precision of the output layer. `model` uses `dtype`, which is faster but increases the mismatch between engine
+    and trainer."""
     max_length: Positive = 4096
-    """Most tokens of prompt and responses."""
+    """Largest length of a sequence (prompt and responses together), in tokens."""
     trust_remote_code: bool = False
-    """Let a hub model bring its own code."""
+    """Run Python code that comes with the model. Set it only for a model that needs its own code and that you trust."""
     tool_parser: str | None = None
-    """vLLM's parser of calls, needed for tools: `hermes` (Qwen3), `llama3_json`, `mistral`."""
+    """Name of vLLM's parser for tool calls, such as `hermes` (Qwen3), `llama3_json` or `mistral`. Required if the
+    environment uses tools."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, such as `qwen3`."""
+    """Name of vLLM's parser for reasoning text, such as `qwen3`. None: reasoning is not separated from the answer."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    """[Arguments of the chat template](environments.md#chat-messages), such as `{ enable_thinking = false }`."""
+    """[Arguments for the chat template](environments.md#chat-messages), such as `{ enable_thinking = false }`."""
 
 
 class TinyModelConfig(Section, frozen=True):
-    """How to make a missing `model.path`: a small Qwen3, warm-started on the environment's examples."""
+    """Recipe for a small Qwen3 that is made if the folder `model.path` is missing. It is first trained on solved
+    examples of the environment (warm start)."""
 
     layers: Positive = 3
-    """Decoder layers."""
+    """Number of decoder layers."""
     width: Positive = 128
     """Hidden size."""
     tied: bool = True
-    """Share the embeddings."""
+    """Use the same weights for the input embedding and the output layer."""
     warm_start_steps: NonNegative = 800
-    """Most supervised steps; it stops early when good enough."""
+    """Largest number of supervised steps. The warm start ends earlier once the model is good enough. 0: no warm
+    start."""
     batch_size: Positive = 64
-    """Examples per supervised step."""
+    """Number of examples per supervised step."""
     learning_rate: LearningRate = 2e-3
-    """Peak of the warm start."""
+    """Peak learning rate of the warm start."""
     seed: Seed = 0
-    """Of initial weights and examples."""
+    """Seed of the initial weights and of the choice of examples."""
 
 
 class EnvConfig(Section, frozen=True):
-    """The environment, by import path."""
+    """Environment in which the policy acts."""
 
     path: str
-    """`module:Class`, [yours](environments.md) or [one that ships](environment-list.md)."""
+    """Import path `module:Class` of the environment: [your own](environments.md) or [one that comes with
+    Flash](environment-list.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments that the environment class is called with."""
     folders: list[str] = field(default_factory=list[str])
-    """More folders of modules."""
+    """Additional folders from which Python imports modules. The folder of the config file and the working directory are
+    always searched."""
 
 
 class RolloutConfig(Section, frozen=True):
-    """How samples are made."""
+    """Settings of sampling: groups, lengths, asynchrony, token distribution and failures."""
 
     group_size: Positive = 8
-    """Samples per prompt."""
+    """Number of samples per prompt. The samples of one prompt form a group."""
     max_concurrent: Positive | Literal["auto"] = "auto"
-    """Most episodes alive on a node; `auto`: to fill its engines."""
+    """Largest number of episodes that run on a node at once. `auto`: as many as fit into the engines' KV caches."""
     max_new_tokens: Positive = 1024
-    """Most tokens of a response, in each turn."""
+    """Largest length of one response, in tokens. In an episode of several turns it limits each response."""
     max_turns: Positive = 64
-    """Responses after which an episode is truncated."""
+    """Number of responses after which an episode is truncated."""
     swap: Literal["recompute", "keep", "abort", "drain"] = "recompute"
-    """What [new weights](asynchrony.md#weights-and-running-sequences) do to running sequences."""
+    """Treatment of running sequences when an engine loads [new weights](asynchrony.md#weights-and-running-sequences):
+    recompute their KV cache, keep the old cache, abort and resend them, or drain (wait until they end)."""
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
-    """What happens to a sample whose tokens [get too old](asynchrony.md#the-contract)."""
+    """Treatment of a sample with tokens that [are too old](asynchrony.md#the-contract). `mask`: leave these tokens out
+    of the loss. `requeue`: start the sample again. `wait`: hold steps back so that no token becomes too old."""
     fifo_window: Annotated[float, Meta(ge=1, le=1e6)] | None = None
-    """Batches, [in order of issue](asynchrony.md#techniques), among which a step chooses. None: all."""
+    """Number of batches, [in the order of issue](asynchrony.md#techniques), among which a step chooses its groups.
+    1: strict order. None: a step may take any complete group. Set it to 2 if early steps contain too many short
+    answers."""
     share_drift: NonNegativeFloat = 1.0
-    """Batches by which a domain may be ahead of its share."""
+    """Number of batches by which a domain may be ahead of its share of the samples. A larger value waits less for slow
+    domains."""
     extra_groups: NonNegative = 0
-    """Redundant groups; those too old are cancelled."""
+    """Number of redundant groups in flight. In each step up to this many groups whose first tokens are getting too old
+    are cancelled. 0: none."""
     extra_per_group: NonNegative = 0
-    """Redundant samples; the first to finish win."""
+    """Number of redundant samples per group. The first `group_size` samples to finish are used, and the others are
+    cancelled. 0: none. This saves time with few very slow samples, but favours short answers."""
     drop_equal_rewards: bool = False
-    """Replace groups whose rewards are all equal."""
+    """Replace groups whose samples all have the same reward, since they give no advantage."""
     accuracy_bounds: tuple[float, float] | None = None
-    """Replace groups whose mean reward is outside [low, high]."""
+    """Replace groups whose mean reward is outside of [low, high]. None: keep all."""
     queue_scheduling: bool = True
-    """Off: samples start in batches."""
+    """True: a finished sample frees its place for the next one at once. False: the samples of the next batch start only
+    when all samples of the last one have ended (for comparison)."""
     replicate_prompts: bool = True
-    """Off: the samples of a prompt go to one engine together."""
+    """True: the samples of a group are given to engines one by one. False: the samples of a group go to one node
+    together and wait for each other (for comparison)."""
     max_branches: Positive = 16
-    """Most sequences of an agent's episode; more are refused."""
+    """Largest number of sequences (branches) of one agent episode. A request that would begin a further one is
+    refused."""
     max_episode_tokens: Positive | None = None
-    """Most tokens of all branches. None: max_branches · model.max_length."""
+    """Largest number of tokens of all branches of an episode. None: max_branches · model.max_length."""
     env_async: bool = True
-    """Off: a node's environments step together."""
+    """True: episodes run independently. False: all episodes of a node generate together and then step together (for
+    comparison)."""
     temperature: Temperature = 1.0
-    """Of sampling, and of the trainer's log-probs."""
+    """Temperature of sampling. The trainer computes its log-probs at the same temperature."""
     top_k: TopK = 0
-    """[Likeliest tokens](asynchrony.md#sampling) to draw from; 0: all."""
+    """Number of [most likely tokens](asynchrony.md#sampling) among which each token is drawn. 0: all tokens."""
     top_p: TopP = 1.0
-    """Their least total probability."""
+    """Nucleus sampling: of the tokens that `top_k` keeps, keep the most likely whose probabilities sum to `top_p`. 1:
+    keep all. Needs `top_k`."""
     min_p: BelowOne = 0.0
-    """Least share of the likeliest's."""
+    """Drop tokens less probable than `min_p` times the most likely token. 0: drop none. Needs `top_k`."""
     min_tokens: NonNegative = 0
-    """Shortest response."""
+    """Number of tokens before which the model cannot end a response. 0: no minimum. Needs `top_k`."""
     stop: Texts = ()
-    """Texts that end a response, and stay."""
+    """Texts that end a response. The text stays in the response."""
     stop_token_ids: TokenIds = ()
-    """Tokens that do."""
+    """Token ids that end a response, in addition to the model's own end tokens."""
     logit_bias: Biases = ()
-    """Added: `[[token, bias]]`."""
+    """Values that are added to the logits of tokens, as a list of `[token id, value]`. Needs `top_k`."""
     repetition_penalty: Penalty = 1.0
-    """Of the context's tokens."""
+    """Penalty for tokens that the context already contains. Above 1 they become less likely; 1: no penalty. Needs
+    `top_k`."""
     routing_replay: bool = False
-    """Train with the engine's experts; on GPUs."""
+    """Train a mixture of experts with the experts that the engine chose for each token. Works only on GPUs."""
     seeded: bool | None = None
-    """A seed per response, to [repeat a run](asynchrony.md#repeating-a-run), at a cost. None: on the CPU at α = 0."""
+    """Draw each response with its own seed, so that [a run can be repeated](asynchrony.md#repeating-a-run), at lower
+    throughput. None: true at async_ratio = 0 on the CPU, otherwise false."""
     retries: NonNegative = 2
-    """Retries of a sample that failed for infrastructure."""
+    """Number of further attempts at a sample that failed because of the infrastructure, such as an error of the
+    environment."""
     breaker: Positive = 64
-    """Samples given up in a row that stop the run."""
+    """Number of samples given up in a row, of any kind, that stop the run."""
     quarantine: Positive = 16
-    """The same of one kind, which is then left out."""
+    """Number of samples of one kind given up in a row after which problems of this kind are left out."""
 
 
 class EngineConfig(Section, frozen=True):
-    """The vLLM engines."""
+    """vLLM engines that generate the responses."""
 
     count: Positive = 1
-    """Engines per rollout node."""
+    """Number of engines per rollout node."""
     tensor_parallel: Positive = 1
-    """GPUs per engine."""
+    """Number of GPUs per engine. On the CPU: worker processes per engine."""
     share_gpus: bool = False
-    """Run on the trainers' GPUs."""
+    """Run the engines on the GPUs of the trainers. Set it if there are too few GPUs for both."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory; too high: out of memory at start."""
+    """Share of a GPU's memory that an engine may use. Lower it if an engine runs out of memory at its start."""
     kv_cache_gib: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
-    """KV cache of a CPU engine, GiB."""
+    """Size of the KV cache of each engine on the CPU, in GiB. It has no effect on GPUs."""
     max_sequences: Annotated[int, Meta(gt=0, le=65_536)] = 256
-    """Sequences decoded at once."""
+    """Largest number of sequences that an engine decodes at once."""
     enforce_eager: bool = False
-    """No compiled graphs: faster start, slower steps. Without a C++ compiler CPU engines do so too."""
+    """Run without compiled graphs: engines start faster, but their steps are slower. Engines on the CPU also do so if
+    no C++ compiler is found."""
     stream_interval: Positive = 16
-    """Tokens between deliveries, and most lost with an engine."""
+    """Number of tokens of a response between two deliveries from the engine to the node. If an engine dies, each of its
+    responses loses at most this many tokens."""
     max_restarts: NonNegative = 3
-    """In a row, after 1, 2, 4, … s; service of ten starts counts anew."""
+    """Largest number of restarts of an engine in a row, after pauses of 1, 2, 4, … s. The count begins again at 0 after
+    the engine has served ten times as long as a start takes."""
     vllm: dict[str, Any] = field(default_factory=dict[str, Any])
-    """[More arguments](scaling.md#engines) of vLLM's `AsyncEngineArgs`."""
+    """[Further arguments](scaling.md#engines) for vLLM's `AsyncEngineArgs`."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """How [weights](weights.md) reach the engines."""
+    """Transfer of [weights](weights.md) from the trainer to the engines, and its check."""
 
     backend: Literal["auto", "tcp", "gloo", "nccl", "ipc"] = "auto"
-    """`auto`: tcp without GPUs, ipc on shared ones, else nccl."""
+    """Method of transfer. `auto`: tcp without GPUs or with `[lora]`, ipc on shared GPUs, else nccl."""
     deltas: bool = False
-    """With `tcp`: each worker of an engine keeps a copy on the host, and gets [what has changed](weights.md#deltas)."""
+    """Send only [the elements that have changed](weights.md#deltas). Each engine worker then keeps a copy of all
+    weights in host memory. Works only with `tcp`."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Most mean difference of log-probs, nats. None: six times what `dtype` does, at least 1e-4 (float32), 0.02
-    (float16), 0.15 (bfloat16)."""
+    """Largest mean difference between the log-probs of engine and trainer on a test text, in nats. None: six times the
+    measured rounding error of `dtype`, at least 1e-4 (float32), 0.02 (float16), 0.15 (bfloat16)."""
     canary_tokens: Annotated[int, Meta(ge=2)] = 32
-    """Length of the compared text."""
+    """Length of the test text, in tokens."""
 
 
 class EvalConfig(Section, frozen=True):
-    """Held-out evaluation: at the start, every `every` steps, and at the end."""
+    """Evaluation on held-out problems: at the start, every `every` steps, and at the end."""
 
     every: NonNegative = 10
-    """Steps; 0: only first and last."""
+    """Number of steps between two evaluations. 0: evaluate only at the start and at the end."""
     problems: Annotated[int, Meta(gt=0, le=1_000_000)] = 128
-    """Held-out problems."""
+    """Number of held-out problems."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
-    """Answers per problem; pass@k for this k."""
+    """Number of answers per problem. It is the k up to which pass@k is reported."""
     temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] = 0.0
-    """0: greedy."""
+    """Temperature of evaluation. 0: greedy decoding."""
 
 
 class CheckpointConfig(Section, frozen=True):
-    """[What survives a crash](when-it-fails.md#what-is-kept)."""
+    """Checkpoints and other state that [survives a crash](when-it-fails.md#what-is-kept)."""
 
     every: Positive = 20
-    """Steps; the last always writes one."""
+    """Number of steps between two checkpoints. The last step always writes one."""
     keep: Positive = 2
-    """Complete ones kept."""
+    """Number of complete checkpoints that are kept; older ones are deleted."""
     batches: Literal["kept", "all", "none"] = "kept"
-    """Recorded batches, for replay and restarts: since the oldest checkpoint, all or none."""
+    """Recorded batches that are kept for replay and restarts. `kept`: batches since the oldest kept checkpoint."""
     journal: Literal["write", "fsync", "off"] = "write"
-    """Samples since the checkpoint survive the processes (`write`), the machine (`fsync`), or neither (`off`)."""
+    """Record of samples since the last checkpoint. `write`: it survives the death of processes. `fsync`: it also
+    survives the death of the machine, but is slower. `off`: these samples are lost."""
     export: bool = True
-    """Write `model/` at the end."""
+    """Write the trained model to the folder `model/` at the end."""
 
 
 class ClusterConfig(Section, frozen=True):
     """Nodes, trainer ranks and devices of the job."""
 
     nodes: Positive = 1
-    """Machines at the start; `flash join` adds others."""
+    """Number of machines at the start. `flash join` adds others later."""
     gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """0: all on the CPU."""
+    """Number of GPUs of each node that the run uses. 0: run everything on the CPU. `auto`: all GPUs that are found."""
     trainer_ranks: Positive = 1
-    """Trainer processes per trainer node."""
+    """Number of trainer processes (ranks) per trainer node."""
     trainer_nodes: Positive = 1
-    """The first nodes train; GPUs left carry engines."""
+    """Number of nodes with trainer ranks: the first nodes of the job. GPUs that trainers do not use run engines."""
     hub_host: str | None = None
-    """First node's address. None: one that others reach; 127.0.0.1 for one node outside SLURM."""
+    """Address of the first node, at which other nodes reach the hub. None: an address that is found automatically;
+    127.0.0.1 if there is one node and no SLURM."""
     hub_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Hub's TCP port; 0: any free one."""
+    """TCP port of the hub. 0: any free port. Set it if a firewall must let the port through."""
     max_restarts: NonNegative = 3
-    """Restarts: of the trainer ranks together, and of each node loop."""
+    """Largest number of restarts, both of all trainer ranks together and of each node loop."""
     node_cpus: list[NonNegative] | None = None
-    """Cores of node loop and engines. None: all."""
+    """Numbers of the CPU cores that the node loop and engines use. None: all cores."""
     trainer_cpus: list[NonNegative] | None = None
-    """Cores of the trainer ranks. None: all. Those that engines use meanwhile are halved."""
+    """Numbers of the CPU cores that the trainer ranks use. None: all cores. Without GPUs, cores that engines use at the
+    same time are divided in half between both."""
 
     def trainer_ranks_on(self, node: int) -> int:
-        """Trainer processes on this node."""
+        """Return the number of trainer ranks on a node."""
         return self.trainer_ranks if node < self.trainer_nodes else 0
 
     def node_of(self, rank: int) -> int:
-        """The node of a trainer rank."""
+        """Return the number of the node on which a trainer rank runs."""
         return rank // self.trainer_ranks
 
 
 class ParallelConfig(Section, frozen=True):
-    """How the trainer ranks divide model and work: FSDP over those that `tensor` leaves."""
+    """Division of model and work among the trainer ranks. The ranks that remain after `tensor` form the FSDP group."""
 
     tensor: Positive = 1
-    """Neighbouring ranks of a node that divide each layer and train the same samples."""
+    """Number of neighbouring ranks of a node that divide each layer and train the same samples. 1: layers are not
+    divided."""
     context: Positive = 1
-    """Neighbours beyond these that divide each row of tokens and train the same samples."""
+    """Number of neighbouring groups of `tensor` ranks that divide the tokens of each row and train the same samples. 1:
+    rows are not divided. Raise it for very long sequences."""
     expert: Positive = 1
-    """Neighbouring ranks that divide the experts of a mixture: a multiple of `tensor`."""
+    """Number of neighbouring ranks that divide the experts of a mixture of experts; a multiple of `tensor`. 1: experts
+    are not divided."""
 
     @property
     def ranks_per_shard(self) -> int:
-        """Neighbouring ranks that train the same samples."""
+        """Number of neighbouring ranks that train the same samples."""
         return self.tensor * self.context
 
     def data_shard(self, rank: int) -> int:
-        """The part of a batch that a trainer rank trains."""
+        """Return the number of the batch part (data shard) that a trainer rank trains."""
         return rank // self.ranks_per_shard
 
 
 class DeadlinesConfig(Section, frozen=True):
-    """Seconds after which a wait ends. `generate` and `episode` stand still while a node has no engine."""
+    """Time limits, in seconds. Raise a limit if an error names it and the waited-for part was only slow. `generate` and
+    `episode` do not count time in which the node has no engine."""
 
     connect: Deadline = 60
-    """A peer opens its port and proves the token."""
+    """Limit for a process to open its port and to prove the token."""
     rendezvous: Deadline = 600
-    """All processes of the job appear."""
+    """Limit for all processes of the job to appear."""
     request: Deadline = 60
-    """A peer answers; silent nodes lose their work, silent trainer ranks restart."""
+    """Limit for a peer to answer. The samples of a silent node go to other nodes; silent trainer ranks are
+    restarted."""
     hub: Deadline = 300
-    """The hub answers; else it and the trainer ranks start again."""
+    """Limit for the hub to answer. After it, the hub and the trainer ranks are restarted."""
     engine_start: Deadline = 900
-    """An engine loads its model and answers."""
+    """Limit for an engine to load its model and to answer."""
     engine_step: Deadline = 300
-    """An engine with requests makes a step, or is dead."""
+    """Limit for one step of an engine that has requests. After it, the engine counts as dead."""
     generate: Deadline = 1800
-    """One response."""
+    """Limit for one response."""
     env_reset: Deadline = 60
-    """An environment resets."""
+    """Limit for the reset of an environment."""
     env_step: Deadline = 120
-    """An environment steps, reward included."""
+    """Limit for a step of an environment, reward included."""
     episode: Deadline = 7200
-    """One episode, from reset to reward."""
+    """Limit for one episode, from reset to reward."""
     swap: Deadline = 300
-    """An engine loads a version and passes the canary."""
+    """Limit for an engine to load a version and to pass the canary."""
     batch: Deadline = 3600
-    """Enough groups finish for a step, from the first ready engine on."""
+    """Limit for enough groups of a step to finish, counted from the first ready engine."""
     step: Deadline = 3600
-    """A trainer finishes a step."""
+    """Limit for a trainer to finish a step."""
     collective: Deadline = 600
-    """All ranks join a collective."""
+    """Limit for all ranks to join a collective operation."""
     sink: Deadline = 60
-    """Trackers take the rest at the end."""
+    """Limit for trackers to accept the remaining rows at the end of the run."""
     close: Deadline = 8
-    """An environment closes; a node's engines end."""
+    """Limit for an environment to close, and for the engines of a node to end."""
     shutdown: Deadline = 60
-    """After an interrupt, step and checkpoint end; a leaving node's samples end."""
+    """Limit for the running step and checkpoint to end after an interrupt, and for a leaving node to finish its
+    samples."""
 
 
 class Config(Section, frozen=True):
-    """A whole run: one field per table of the file."""
+    """Configuration of a whole run: one field per table of the file."""
 
     run: RunConfig
     model: ModelConfig
@@ -362,23 +402,23 @@ class Config(Section, frozen=True):
 
     @property
     def run_dir(self) -> Path:
-        """`run.output_dir/run.name`."""
+        """Folder of the run: `run.output_dir/run.name`."""
         return Path(self.run.output_dir) / self.run.name
 
     @property
     def groups_per_batch(self) -> int:
-        """Prompts that a step trains: batch_size over group_size."""
+        """Number of groups (prompts) that a step trains: batch_size / group_size."""
         return self.train.batch_size // self.rollout.group_size
 
     @property
     def gpus_per_node(self) -> int:
-        """`cluster.gpus_per_node`, with `auto` resolved by `flash.config.load`."""
+        """Value of `cluster.gpus_per_node`, in which `flash.config.load` has replaced `auto` by a number."""
         assert isinstance(self.cluster.gpus_per_node, int), "resolved by flash.config.load.load"
         return self.cluster.gpus_per_node
 
     @property
     def weights_backend(self) -> Literal["tcp", "gloo", "nccl", "ipc"]:
-        """`weights.backend`, with `auto` resolved for this hardware."""
+        """Value of `weights.backend`, with `auto` replaced by the method for this hardware."""
         if self.weights.backend != "auto":
             return self.weights.backend
         if self.gpus_per_node == 0 or self.lora is not None:
@@ -387,14 +427,14 @@ class Config(Section, frozen=True):
 
     @property
     def seeded(self) -> bool:
-        """`rollout.seeded`, with None resolved for this run."""
+        """Value of `rollout.seeded`, with None replaced by the value for this run."""
         if self.rollout.seeded is not None:
             return self.rollout.seeded
         return self.train.async_ratio == 0 and self.gpus_per_node == 0
 
     @property
     def sampling(self) -> Sampling:
-        """How a run samples where no domain has it otherwise."""
+        """Sampling settings of the run, for samples whose domain has no settings of its own."""
         return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
 
     def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:
@@ -404,20 +444,22 @@ class Config(Section, frozen=True):
 
     @property
     def adapters(self) -> int:
-        """Versions of its adapters that an engine holds at once; where it is one, the next takes its place. 0: none."""
+        """Number of adapter versions that an engine holds at once. 1: the next version replaces it. 0: there are no
+        adapters."""
         if self.lora is None:
             return 0
         return min(self.train.max_age + 1, MOST_ADAPTERS) if self.rollout.swap == "drain" else 1
 
     def engines_on(self, node: int) -> int:
-        """Engines on this node: `engine.count`, as far as the GPUs left by the trainers reach."""
+        """Return the number of engines on a node: `engine.count`, or fewer if the trainers leave too few GPUs."""
         if self.gpus_per_node == 0 or self.engine.share_gpus:
             return self.engine.count
         free = self.gpus_per_node - self.cluster.trainer_ranks_on(node)
         return min(self.engine.count, free // self.engine.tensor_parallel)
 
     def engine_gpus(self, node: int, engine: int) -> list[int]:
-        """The GPUs of the engine-th engine on this node: after the trainers' own, unless they are shared."""
+        """Return the numbers of the GPUs of an engine of a node. They follow the trainers' GPUs unless GPUs are
+        shared."""
         if self.gpus_per_node == 0:
             return []
         first = 0 if self.engine.share_gpus else self.cluster.trainer_ranks_on(node)
@@ -426,10 +468,10 @@ class Config(Section, frozen=True):
 
     @property
     def trainer_world_size(self) -> int:
-        """Trainer processes over all nodes."""
+        """Number of trainer ranks on all nodes."""
         return self.cluster.trainer_ranks * self.cluster.trainer_nodes
 
     @property
     def data_shards(self) -> int:
-        """Parts into which a batch is dealt."""
+        """Number of parts (data shards) into which a batch is divided."""
         return self.trainer_world_size // self.parallel.ranks_per_shard
