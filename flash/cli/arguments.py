@@ -1,4 +1,5 @@
-"""What commands share: the files, folders and hubs that people name to them, and what was meant by mistakes."""
+"""Arguments that several commands share: run directories, output files and hubs; and error messages for mistyped
+ones."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class CommandParsers(Protocol):
-    """Where a command adds its parser."""
+    """Collection to which a command adds its parser."""
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
-        """The parser of a new command."""
+        """Add a command and return its parser."""
         ...
 
 
 OUTPUTS = Path("outputs")
-"""Where runs are unless `run.output_dir` says otherwise."""
+"""Default folder of runs, which `run.output_dir` can change."""
 
 
 def run_directory(path: Path) -> RunDirectory:
-    """What a run has left, or leaves, there. Raises ConfigError where there is no run."""
+    """Return the run directory at a path. Raises ConfigError if there is no run."""
     directory = RunDirectory(path)
     if not path.exists():
         raise ConfigError(f"there is no run {path}{beside(path)}")
@@ -44,7 +45,12 @@ def run_directory(path: Path) -> RunDirectory:
 
 
 def runs_in(folder: Path, command: str) -> list[Path]:
-    """The newest first. Raises ConfigError where there are none; `command` is what asks."""
+    """Return the run directories in a folder, the newest first. `command` is the calling command, for the error
+    message.
+
+    Raises:
+        ConfigError: the folder contains no run.
+    """
     found = [path.parent for path in folder.glob(f"*/{RunDirectory(folder).config.name}")]
     if not found:
         raise ConfigError(f"there is no run in {folder}/ here: name a run directory: flash {command} RUN_DIR")
@@ -52,7 +58,11 @@ def runs_in(folder: Path, command: str) -> list[Path]:
 
 
 def check_writable(*files: Path | None) -> None:
-    """That files such as that of `--json FILE` can be written, before minutes of work. Raises ConfigError."""
+    """Check that files, such as the one of `--json FILE`, can be written, before a command works for minutes.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
     for file in files:
         if file is None:
             continue
@@ -62,7 +72,11 @@ def check_writable(*files: Path | None) -> None:
 
 
 def check_folder_writable(folder: Path | None) -> None:
-    """The same of a folder that is to be made: what lay in one of its name would be gone. Raises ConfigError."""
+    """Check that a folder can be made, and that it has no content that would be lost.
+
+    Raises:
+        ConfigError: the folder cannot be made, or it exists and is not empty.
+    """
     if folder is None:
         return
     _check_folder(folder)
@@ -81,12 +95,12 @@ def _check_folder(path: Path) -> None:
 
 
 def add_hub_option(parser: argparse.ArgumentParser) -> None:
-    """The other way beside the run directory."""
+    """Add `--hub`, with which the user names the hub instead of the run directory."""
     parser.add_argument("--hub", metavar="HOST:PORT", help="the hub, instead of RUN_DIR; FLASH_TOKEN is its token")
 
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
-    """Where the hub is. Raises ConfigError: not exactly one place is named."""
+    """Return the place at which the hub can be found. Raises ConfigError unless exactly one place is named."""
     from flash.run.processes.hub_place import HubPlace
 
     if len(folders) + (hub is not None) != 1:
@@ -101,15 +115,16 @@ def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
 
 
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+"""Pattern of an option in the help of a command."""
 
 
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], given: Sequence[str]) -> str:
-    """The complaint about arguments that a command does not have, with what was meant by the first of them.
+    """Return the error message for unknown arguments of a command, with a suggestion for the first of them.
 
     Args:
-        parser: of the command.
-        unknown: at least one.
-        given: all that stood on the command line.
+        parser: the parser of the command.
+        unknown: the unknown arguments, at least one.
+        given: all arguments of the command line.
     """
     word = unknown[0]
     after = given[list(given).index(word) + 1 :] if word in given else []
@@ -121,20 +136,26 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:
-    """The complaint about a command that there is not."""
+    """Return the error message for an unknown command."""
     near = nearest(name, commands)
     return f"there is no command {name}; " + (f"did you mean `flash {near}`?" if near else "`flash --help` lists them")
 
 
 VARIABLE = "FLASH_TYPED"
-"""In which `launch.sh` hands over what it was called as, quoted for a shell."""
+"""Environment variable in which `launch.sh` passes the command that the user has typed, quoted for a shell."""
 
 
 def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:
-    """The words, of a process with these arguments. What it starts does not inherit the variable."""
+    """Return the words that the user has typed to start this process, for messages that say how to repeat the command.
+
+    Args:
+        argv: the arguments of the process, program included.
+        environment: the environment variables. `FLASH_TYPED` is removed from them, so that child processes do not inherit
+            it.
+    """
     if script := environment.pop(VARIABLE, ""):
         return shlex.split(script)
     program, *rest = argv
-    # Found through PATH it was called by its name; so is `python -m flash`, for short.
+    # A program that PATH finds, and `python -m flash`, are shown as `flash`.
     by_path = Path(program).name == "flash" and program != shutil.which("flash", path=environment.get("PATH"))
     return [program if by_path else "flash", *rest]

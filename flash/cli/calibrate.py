@@ -17,7 +17,7 @@ from flash.simulate import tables
 from flash.simulate.calibrate import calibrate
 
 SEEDS = 4
-"""Draws of the workload that a prediction is averaged over: a short run's own draw is noise."""
+"""Number of draws of the workload over which a prediction is averaged, since one draw of a short run is noisy."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -28,16 +28,16 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit, write and predict."""
+    """Fit the table, write it, and predict the run."""
     calibrate_command(arguments.run_dir, arguments.output)
     return 0
 
 
 def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, Any]:
-    """Fit a `[simulate]` table to a run, write it, and predict the run with it.
+    """Fit a `[simulate]` table to a run, write it, and predict the run with it. Returns the table.
 
     Raises:
-        ConfigError: there is nothing to fit to.
+        ConfigError: the run has no measurements to fit to.
     """
     file = run_dir / "fitted.toml" if output is None else output
     check_writable(output)
@@ -48,7 +48,7 @@ def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, An
 
 
 def predicted_step_s(*paths: Path) -> Floats:
-    """Seconds of a step by simulation, once for each of SEEDS draws of the workload."""
+    """Return the simulated time of a step in seconds, once for each of SEEDS draws of the workload."""
     seeds = [f"run.seed={seed}" for seed in range(SEEDS)]
     configs = [load(paths, [seed], simulated=True) for seed in seeds]
     return np.array([report.step_s for report in run_all(configs)])

@@ -1,4 +1,4 @@
-"""`flash doctor`: what this machine lacks for a run."""
+"""`flash doctor`: find out what this machine lacks for a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from flash.run.checks.doctor import Found
 
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
-"""Import paths, in a configuration, of what runs programs in sandboxes."""
+"""Beginnings of import paths whose objects run programs in sandboxes."""
 OF_SANDBOXES = {"sandboxes", "box"}
 """Names of options that describe sandboxes."""
 CONFIG_S = 90.0
-"""For reading the configuration, whose environment is imported."""
+"""Time limit for reading the configuration, which imports its environment, in seconds."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -36,7 +36,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the checks; 1 where something is missing."""
+    """Make the checks and print the findings. Returns 1 if something is missing."""
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
 
     config: list[Config] = []
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(findings: list[Found]) -> Iterator[str]:
-    """What was found, for people."""
+    """Yield the lines of a table of the findings."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
         first, *more = finding.text.splitlines() or [""]
@@ -75,7 +75,7 @@ def lines(findings: list[Found]) -> Iterator[str]:
 
 
 def containers(config: Config | None) -> Found:
-    """A container engine, for environments that run programs in sandboxes."""
+    """Check for a container engine, which environments need that run programs in sandboxes."""
     import anyio
 
     from flash.run.checks.doctor import missing, not_needed, ok
@@ -92,7 +92,7 @@ def containers(config: Config | None) -> Found:
         return ok(anyio.run(engine_name))
     except ModuleNotFoundError as error:
         found, advice = f"{error.name} is not installed", "pip install -e '.[sandbox]' in Flash's folder"
-    except Exception as error:  # whatever an engine that does not work answers
+    except Exception as error:  # a container engine that does not work may raise any error
         found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
     if wanted:
         return missing(found, advice)
@@ -100,13 +100,13 @@ def containers(config: Config | None) -> Found:
 
 
 def uses_sandboxes(item: tuple[str, str]) -> bool:
-    """Whether an option, or an import path, of an environment asks for sandboxes."""
+    """Return True if an option, or an import path, of an environment asks for sandboxes."""
     key, text = item
     return key in OF_SANDBOXES or text.startswith(IN_SANDBOXES)
 
 
 def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The texts of a table, each with the key that it stands under, and the keys of its tables."""
+    """Yield each text in a table with the key that holds it, and the key of each inner table with an empty text."""
     if isinstance(value, Mapping):
         yield key, ""
         for name, inner in cast("Mapping[str, Any]", value).items():

@@ -1,4 +1,4 @@
-"""`flash drain`: have a node that has joined leave in order."""
+"""`flash drain`: make a node that has joined a run leave it in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the hub, which tells the node."""
+    """Ask the hub to make the node leave."""
     import anyio
 
     from flash.hub import protocol as p

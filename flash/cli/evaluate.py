@@ -1,4 +1,4 @@
-"""`flash eval`: a model on the held-out problems of an environment."""
+"""`flash eval`: evaluate a model on the held-out problems of an environment."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate as a run does, with `[eval]`; print the line that a run prints, pass@k, and what the environment
-    measured. 1: some answers are missing."""
+    """Evaluate with the settings of `[eval]`, in the same way as a run does. Returns 1 if answers are missing.
+
+    Prints the line that a run prints, pass@k, and the metrics of the environment.
+    """
     from flash.run.sampling import evaluate
 
     check_writable(arguments.json, arguments.transcripts)
@@ -50,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _several(samples: int, config: Config) -> list[str]:
-    """Overrides for so many answers to a problem: several differ only where they are drawn."""
+    """Return the overrides for `samples` answers per problem.
+
+    Several greedy answers would be equal, so they are drawn at the temperature of training.
+    """
     temperature = config.eval.temperature
     if samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
@@ -59,7 +64,7 @@ def _several(samples: int, config: Config) -> list[str]:
 
 
 def answers(samples: Sequence[Sample]) -> list[list[float]]:
-    """The rewards of the answers to each problem."""
+    """Return the rewards of the answers to each problem."""
     problems: dict[int, list[float]] = {}
     for sample in samples:
         problems.setdefault(sample.group_id, []).append(sample.reward)
@@ -67,7 +72,9 @@ def answers(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def result(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
-    """What `--json` writes: the row of an evaluation that ended just now, and pass@k (of other rewards than 0 and 1,
-    the best of k)."""
+    """Return the content of the file of `--json`: the row of the evaluation, and pass@k.
+
+    If a reward is neither 0 nor 1, it is the best of k instead of pass@k.
+    """
     each = [{"k": one.k, **one.interval._asdict()} for one in found]
     return msgspec.json.format(msgspec.json.encode({**row, "time": time.time(), "best_of": each}), indent=2) + b"\n"

@@ -1,4 +1,4 @@
-"""`flash fetch`: a pretrained model, as an ordinary Hugging Face folder."""
+"""`flash fetch`: get a pretrained model as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash.errors import ConfigError
 from flash.text import one_line
 
 FOLDER = Path("outputs/models")
-"""In which a model's folder has its name."""
+"""Folder in which models are stored, each in a folder of its name."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the folder unless it is there, or list the names."""
+    """Make the folder unless it exists, or list the names of models."""
     if arguments.model is None:
         for model in PACKAGED.values():
             sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")

@@ -1,4 +1,4 @@
-"""`flash init`: a small project of one's own, which trains as it is."""
+"""`flash init`: write a small project of the user's own, which can be trained without changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FILES = {
     "run.toml": "the configuration",
     "README.md": "what to do next",
 }
-"""What lies in `project/`, and what it is."""
+"""Files in `project/`, each with its description."""
 NAME = "my-project"
-"""What the project is called there."""
+"""Name of the project in the files of `project/`, which is replaced by the run's name."""
 LONGEST = 128
-"""Characters of a run's name."""
+"""Largest length of a run's name, in characters."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and say how to go on."""
+    """Write the files, and print the next steps."""
     folder: Path = arguments.folder
     check_folder_writable(folder)
     name = run_name(folder)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_name(folder: Path) -> str:
-    """The folder's name, as a run may be called. Raises ConfigError: nothing is left of it."""
+    """Return a valid run name made from the name of a folder. Raises ConfigError if no valid character is left."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-.")[:LONGEST]
     if not name:
         raise ConfigError(f"cannot name a run after {folder}: expected a letter or a digit in the folder's name")

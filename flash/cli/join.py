@@ -1,4 +1,4 @@
-"""`flash join`: make samples for a run that is under way."""
+"""`flash join`: generate samples for a run that is in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Join the run, until it is over or a signal comes."""
+    """Join the run and serve it until it is over or a signal arrives."""
     from flash.run.join import OWN_KEYS, join
 
     overrides = [argument for argument in arguments.where if "=" in argument]

@@ -1,6 +1,6 @@
-"""The command line. Each command is a module with `add_parser` and `run`.
+"""Command line of Flash. Each command is a module with `add_parser` and `run`.
 
-It parses and validates first: torch and vllm are imported only when something starts.
+`main` parses and validates the arguments first. torch and vllm are imported only when something starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS = {
     **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch")},
     "sandbox": "envs.sandbox.cli",
 }
-"""The module of each, in the order of the help; only that of the command that is given is imported."""
+"""Module of each command, in the order of the help. Only the module of the given command is imported."""
 REMOVED: dict[tuple[str, ...], str] = {
     ("profile",): '`flash profile` was removed. Set `train.profile = "3:5"` in the configuration, and `flash train` '
     "records steps 3 to 5 with torch's profiler",
@@ -42,11 +42,11 @@ REMOVED: dict[tuple[str, ...], str] = {
 }
 """Commands that no longer exist, with the error message that names their replacement."""
 UNREAD = 128 + signal.SIGPIPE
-"""Exit code of who writes to a pipe that nobody reads, as shells have it."""
+"""Exit code of a process that writes to a pipe without a reader, as in shells."""
 
 
 def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """With these commands: the whole, and each command's by its name."""
+    """Return the parser of the command line with the given commands, and the parser of each command by name."""
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"flash-rl {importlib.metadata.version('flash-rl')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -59,7 +59,11 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
+    """Return the parsed arguments. Files and overrides may also follow options, where argparse alone does not accept
+    them.
+
+    Exits with code 2 and an error message if an argument or a command is unknown.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
     parser, commands = parsers(given[:1] if named else COMMANDS)
@@ -79,22 +83,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _prepare_output() -> None:
-    """Make the output such that writing to it never fails, and that log records are shown harmlessly.
+    """Prepare standard output and standard error so that writing to them never fails, and escape log records.
 
-    A process that starts us without an output (`>&-`, as some supervisors do) wants none.
+    If the process was started without an output (`>&-`, as some supervisors do), the output is discarded.
     """
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as above
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if logging.lastResort is not None:  # shows the warnings of commands that set up no log of their own
+    if logging.lastResort is not None:  # used by commands that set up no logging of their own
         logging.lastResort.setFormatter(OneLine())
 
 
 def extra_of(module: str) -> str | None:
-    """Return the first extra of this distribution that brings a module; None if no extra does."""
+    """Return the first extra of this distribution that installs a module; None if no extra does."""
     wanted = module.partition(".")[0].lower()
     for line in importlib.metadata.requires("flash-rl") or []:
         name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
@@ -104,7 +108,11 @@ def extra_of(module: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `flash`; the exit code. 2: wrong input, 130: an interrupt, 141: nobody reads the output."""
+    """Run the command line and return its exit code. It is the entry point of `flash`.
+
+    Exit codes: 0 success, 1 a finding that the command reports, 2 wrong input, 130 an interrupt, 141 an output without
+    a reader.
+    """
     _prepare_output()
     arguments = parse(argv)
     arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
@@ -128,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # As of `flash … | head`. What is left of the output would fail once more at the interpreter's end.
+        # For example `flash … | head`. Otherwise the interpreter would fail again when it flushes the output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except OSError as error:

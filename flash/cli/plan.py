@@ -1,4 +1,4 @@
-"""`flash plan`: the memory that a configuration needs, and what to change where that is too much."""
+"""`flash plan`: compute the memory that a configuration needs, and what to change if that is too much."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RANKS = 512
-"""Most trainer ranks that are proposed."""
+"""Largest number of trainer ranks that is proposed."""
 OFFLOADED: dict[Literal["activations", "moments", "weights"], str] = {
     "activations": "inputs of layers wait on the host; copied twice a step",
     "moments": "moments are on the host; copied there and back in each update",
     "weights": "weights and gradients, too, updated there; of each weight 12 bytes are copied in each micro-batch",
 }
-"""Values of `train.offload`."""
+"""Values of `train.offload`, with the effect and the cost of each."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it; 1 where the trainer ranks do not fit."""
+    """Print the memory of trainer ranks and engines. Returns 1 if the trainer ranks do not fit."""
     from flash.trainer.memory import engine_memory, rank_memory
 
     paths, overrides = split_arguments(arguments.config)
@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _unreachable(config: Config) -> Iterator[ConfigProblem]:
-    """A model that is only on a hub can be asked for there: said once, where the library would try five times."""
+    """Yield a problem if the hub of `model.path` cannot be reached, since the library would repeat the request five
+    times."""
     if is_hub_id(config.model.path) and (fault := hub_fault(config.model.path)):
         yield ConfigProblem("model.path", fault)
 
@@ -99,7 +100,8 @@ def _trainer(config: Config, memory: RankMemory) -> str:
 
 
 def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:
-    """The first changes, of those in the order of what they cost, after which it fits, and why; each was tried."""
+    """Return the first changes, in the order of their cost, after which the trainer ranks fit, and why. Each was
+    computed."""
     from flash.trainer.memory import rank_memory
 
     said = ""
@@ -107,7 +109,7 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
         try:
             changed = load(paths, [*overrides, *changes])
             memory = rank_memory(changed, _ranks(changed))
-        except ConfigError as error:  # what comes after goes on from it
+        except ConfigError as error:  # later changes contain this one, so they would be refused too
             return f"{said}  nothing further: {' '.join(changes)} is refused: {error}\n"
         if memory.total <= room:
             return f"{said}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
@@ -116,7 +118,8 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
 
 
 def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
-    """What to change, and what that gives and costs; all before goes on."""
+    """Yield changes of the configuration, cheapest first, each with its effect and its cost. Each contains the earlier
+    ones."""
     train, cluster = config.train, config.cluster
     changes: list[str] = []
     if not train.activation_checkpointing:

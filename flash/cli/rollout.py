@@ -1,4 +1,4 @@
-"""`flash rollout`: episodes of a config's environment with a model, to read."""
+"""`flash rollout`: play episodes of a config's environment with a model, and print them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play the first training problems, sampled as for training; print what was shown and said. 1: some failed."""
+    """Play the first training problems, sampled as in training, and print the episodes. Returns 1 if an episode
+    failed."""
     from flash.run.sampling import roll_out
 
     if arguments.episodes < 1:

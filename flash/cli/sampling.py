@@ -1,7 +1,7 @@
-"""What `flash eval` and `flash rollout` share: a model on a config's environment, without training.
+"""Common part of `flash eval` and `flash rollout`: play a model in the environment of a config, without training.
 
-Both take what `flash train` takes, with `--model` in place of `model.path`; or a run directory, whose configuration and
-newest weights are meant; or a model, with `--env`. Nothing is written to the run directory.
+Both commands accept the arguments of `flash train`, with `--model` to replace `model.path`; or a run directory, whose
+configuration and newest weights are used; or a model together with `--env`. They write nothing to the run directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDENT = "    "
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both commands take."""
+    """Add the arguments that both commands accept."""
     parser.add_argument(
         "config",
         nargs="*",
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def transcript(sample: Sample) -> str:
-    """An episode as people read it."""
+    """Return an episode as readable text."""
     tokens = sum(span.stop - span.start for span in sample.action_spans)
     lines = [f"--- seed {sample.seed}: {sample.outcome}, reward {sample.reward:g}, {tokens} tokens"]
     for number, turn in enumerate(sample.turns, 1):
@@ -63,12 +63,12 @@ def transcript(sample: Sample) -> str:
 
 
 def _indented(text: str) -> str:
-    """Return the text indented and without commands to the terminal: models write anything."""
+    """Return the text indented and without control sequences of the terminal, because models may write any text."""
     return "\n".join(INDENT + line for line in harmless(text).split("\n"))
 
 
 def told_failures(sampled: Sampled) -> int:
-    """Say how many episodes failed for good, and why the last one did; the exit code: 1 where any did."""
+    """Print the number of failed episodes and the last failure. Returns the exit code: 1 if any episode failed."""
     failed, played = sampled.failures, len(sampled.trajectories)
     if failed:
         last = f"the last one ({failed[-1].outcome}): {failed[-1].message}"
@@ -78,16 +78,18 @@ def told_failures(sampled: Sampled) -> int:
 
 
 def write_transcripts(file: Path | None, samples: Sequence[Sample]) -> None:
-    """One episode per line, as in a run's trajectories, where a file was asked for."""
+    """Write one episode per line to `file`, in the format of a run's trajectories. None: write nothing."""
     if file is not None:
         write_atomically(file, b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
 
 
 def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str | None]:
-    """The configuration that the arguments name, with `more` overrides, and the model where it is not `model.path`.
+    """Return the configuration that the arguments name, with the overrides `more`, and the model.
+
+    The model is None if it is the one of `model.path`.
 
     Raises:
-        ConfigError: they name none, or a wrong one.
+        ConfigError: the arguments name no configuration, or an invalid one.
     """
     named: str | None = arguments.model
     if not arguments.config:
@@ -130,14 +132,24 @@ def _nothing_named(model: str | None) -> str:
 
 
 def of_run(model: str) -> list[str]:
-    """What the configuration of a run that is over needs, to be read wherever the run directory is now."""
+    """Return the overrides with which the configuration of a run can be read, wherever the run directory is now.
+
+    Args:
+        model: the run directory or the checkpoint.
+    """
     chosen = chosen_model(model)
     whole = [] if (Path(chosen) / MANIFEST).is_file() else [f"model.path={json.dumps(chosen)}"]
     return ["run.resume=false", *whole]
 
 
 def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
-    """Start engines, play with the model that is named, by default `model.path`, and describe what was played."""
+    """Start engines, play with a model, and return the result with readable samples.
+
+    Args:
+        config: the configuration.
+        named: the model. None: that of `model.path`, which is made if it is missing.
+        play: plays the episodes, such as `flash.run.sampling.evaluate`.
+    """
     from flash.environment.load import LoadedEnvironment
     from flash.rollout.vllm.engine import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer

@@ -23,7 +23,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration, fetch the model that it may want, tokenize all rows, and train."""
+    """Check the configuration, fetch its model if it needs one, tokenize all rows, and train."""
     from flash.run.checks.preflight import made_steps, sft_problems
 
     tokens: list[CourseTokens] = []

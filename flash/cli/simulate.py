@@ -1,6 +1,6 @@
-"""`flash simulate`: from arguments to simulated runs, their tables, plot and JSON.
+"""`flash simulate`: simulate runs, and print tables, draw plots and write JSON.
 
-A sweep is the cartesian product of its keys' values; each cell is a simulation of its own in a worker process. All
+A sweep is the cartesian product of the values of its keys. Each cell is a separate simulation in a worker process. All
 cells are checked before the first one runs. torch and vllm are never imported here.
 """
 
@@ -32,12 +32,12 @@ from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.world import simulate
 
 CLOSE = 0.02
-"""Throughput that is worth giving up, as a share of the best, for training on younger tokens."""
+"""Share of the best throughput that may be given up to train on younger tokens."""
 OPENING, CLOSING = "([{", ")]}"
 
 
 class Sweep(NamedTuple):
-    """One key and the values it takes."""
+    """Key and the values that it takes in a sweep."""
 
     key: str
     values: list[str]
@@ -55,7 +55,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate what the arguments ask for."""
+    """Run the simulations that the arguments ask for."""
     paths, overrides = split_arguments(arguments.config)
     simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
     return 0
@@ -69,7 +69,8 @@ def simulate_command(
     plot: Path | None = None,
     json: Path | None = None,
 ) -> list[SweepCell]:
-    """Simulate a configuration, or every cell of a sweep; print the result, draw and write what was asked for.
+    """Simulate a configuration, or every cell of a sweep; print the result, and write the plot and the JSON file if
+    named.
 
     Raises:
         ConfigError: names every problem of the arguments or of a cell's configuration.
@@ -105,11 +106,11 @@ def simulate_command(
 
 
 def run_all(configs: Sequence[Config]) -> list[SimReport]:
-    """Simulate all of them, as many at a time as there are cores."""
+    """Simulate all configurations in parallel, one process per core."""
     if len(configs) == 1:
         return [simulate(configs[0])]
     workers = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    # Spawned, not forked: a fork would copy whatever threads and locks the caller has.
+    # Workers are spawned, not forked: a fork would copy the threads and locks of the caller.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
         with _interrupts_held_back():
             reports = pool.map(simulate, configs)
@@ -118,7 +119,8 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
 
 @contextmanager
 def _workers_end_with_us() -> Generator[None]:
-    """An interrupt, or a cell that fails, does not wait for the other cells."""
+    """Terminate the worker processes if an interrupt or a failing cell ends the sweep, without waiting for other
+    cells."""
     try:
         yield
     except BaseException:
@@ -129,7 +131,10 @@ def _workers_end_with_us() -> Generator[None]:
 
 @contextmanager
 def _interrupts_held_back() -> Generator[None]:
-    """Processes started meanwhile see no interrupt: a terminal sends it to all, and each would say so at length."""
+    """Block SIGINT while processes are started, so that they inherit the block.
+
+    A terminal sends an interrupt to all processes, and each worker would print a long traceback.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -138,7 +143,7 @@ def _interrupts_held_back() -> Generator[None]:
 
 
 def parse_sweep(text: str) -> Sweep:
-    """`key=v1,v2,…`, with the key's full path.
+    """Return the sweep that `key=v1,v2,…` describes, with the full path of the key.
 
     Raises:
         ConfigError: the text has another form, or the key is unknown or ambiguous.
@@ -151,7 +156,7 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def split_values(text: str) -> list[str]:
-    """What stands between the commas that are outside of brackets: distributions have commas of their own."""
+    """Split a text at commas that are outside of brackets: distributions contain commas, too."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in OPENING) - (character in CLOSING)
@@ -163,10 +168,10 @@ def split_values(text: str) -> list[str]:
 
 
 def resolve_key(name: str) -> str:
-    """The one key of the configuration that is `name`, or ends in it.
+    """Return the only key of the configuration that equals `name` or ends in it.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there is no such key, or there are several.
     """
     keys = list(key_paths())
     found = [key for key in keys if key == name] or [key for key in keys if key.endswith("." + name)]
@@ -179,13 +184,15 @@ def resolve_key(name: str) -> str:
 
 
 def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
-    """Every combination of values; the last key's change fastest."""
+    """Return every combination of values. The values of the last key change fastest."""
     return list(itertools.product(*(sweep.values for sweep in sweeps)))
 
 
 def recommend(cells: Sequence[SweepCell]) -> SweepCell:
-    """The cell to choose: of those within CLOSE of the highest throughput, the one with the youngest tokens, then the
-    one that wastes least."""
+    """Return the recommended cell: of cells within CLOSE of the highest throughput, the one with the youngest tokens.
+
+    Among equal ones it is the cell that wastes least.
+    """
     fastest = max(cell.report.tokens_per_s for cell in cells)
     near = [cell for cell in cells if cell.report.tokens_per_s >= (1 - CLOSE) * fastest]
     return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.tokens_per_s))

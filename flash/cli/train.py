@@ -24,7 +24,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: str) -> argparse.ArgumentParser:
-    """The parser of a command that runs a configuration; `tried`: what its dry run does."""
+    """Add and return the parser of a command that runs a configuration. `tried` says what its dry run does."""
     parser = commands.add_parser(name, help=about)
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
     parser.add_argument("--dry-run", action="store_true", help=f"{tried}; print the resolved config")
@@ -33,7 +33,7 @@ def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: st
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration, make the tiny model that it may want, and train."""
+    """Check the configuration, make its tiny model if it needs one, and train."""
     from flash.run.checks.preflight import start_problems
 
     def tried(config: Config) -> Iterable[str]:
@@ -54,11 +54,11 @@ def carry_out(
     """Check a configuration, then try it (`--dry-run`) or start the run; return the exit code.
 
     Args:
-        arguments: of the command line.
-        problems: finds what would stop the run on this machine, beside what every process checks.
-        tried: tries a checked configuration and yields a line for each thing that was tried.
+        arguments: the arguments of the command line.
+        problems: finds what would stop the run on this machine, beyond the checks that every process makes.
+        tried: tries a checked configuration and yields a line for each part that was tried.
         begin: runs a checked configuration and returns its exit code.
-        whole: fills in what the command itself decides.
+        whole: completes the configuration with the values that the command itself determines.
     """
     from flash.run.checks.preflight import left_as_it_was
 
@@ -68,7 +68,7 @@ def carry_out(
     config = whole(load(paths, overrides, also=problems))
     advise(config, left_as_it_was(config))
     if arguments.dry_run:
-        # The configuration is long: what was found has to stand below it, where a reader looks.
+        # The configuration is long, so the results follow it: a reader looks at the end of the output.
         sys.stdout.write(dump(config))
         sys.stdout.flush()
         for line in tried(config):
@@ -90,11 +90,14 @@ def carry_out(
 
 
 Begun = tuple[int, int] | None
-"""What tells one beginning in a run directory from another; None: there was none."""
+"""Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is no run."""
 
 
 def begun(config: Config) -> Begun:
-    """The run that a run directory has: each launch that comes so far writes the configuration anew."""
+    """Return the mark of the run that a run directory holds; None if it holds none.
+
+    Each launch that gets as far as writing the configuration changes the mark.
+    """
     try:
         found = RunDirectory(config.run_dir).config.stat()
     except OSError:
@@ -103,9 +106,10 @@ def begun(config: Config) -> Begun:
 
 
 def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
-    """How an interrupted run goes on, unless all is done.
+    """Return a sentence that says how to continue an interrupted run, or that nothing is left to do.
 
-    One that was interrupted before it had a run directory does not: there is none, or that of an earlier run, `before`.
+    A run that was interrupted before it had written its run directory cannot be continued: the directory is missing, or
+    it is that of an earlier run with the mark `before`.
     """
     from flash.run.processes.launcher import resume_command
     from flash.run.restart.history import is_done
@@ -118,7 +122,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
 
 
 def start(config: Config) -> int:
-    """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
+    """Make the tiny model if the checked configuration needs one, then train. Returns the exit code of `launch`."""
     from flash.run.models.models import make_missing_model
     from flash.run.processes.launcher import launch
 
@@ -128,8 +132,8 @@ def start(config: Config) -> int:
 
 
 def interruptible() -> None:
-    """End this process by signals as by Ctrl-C."""
-    # Until the launch takes signals over: what was begun by then is put in order, as after Ctrl-C.
+    """Make SIGTERM and SIGHUP interrupt this process in the same way as Ctrl-C."""
+    # The launch handles signals itself. Until then, an interrupt cleans up unfinished work, as after Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)

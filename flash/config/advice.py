@@ -1,4 +1,4 @@
-"""What a configuration that works may still get wrong: said once before the run, and not refused."""
+"""Advice: warnings about settings that are valid but probably unintended. They are printed once before the run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from flash.config.tree import Config
 from flash.text import harmless
 
 HIGH_LEARNING_RATE = 1e-2
-"""Above it Adam undoes in a few steps what pretraining made, whatever the size of the model."""
+"""Learning rate above which Adam destroys a pretrained model in a few steps, whatever its size."""
 HIGH_ENTROPY_BONUS = 0.1
-"""Above it the entropy outweighs rewards of about 1."""
+"""Entropy bonus above which the entropy outweighs rewards of about 1."""
 LOOSE_TOLERANCE = 0.5
-"""Nats in the mean. Engines that computed with other weights were seen to differ by 0.6 and more."""
+"""Canary tolerance, in nats, above which the canary detects nothing. Engines that computed with other weights differed
+by 0.6 nats and more."""
 TEMPERATURES = (0.2, 1.5)
-"""Outside of them samples are all alike, or noise."""
+"""Range of useful temperatures. Below it samples are all alike; above it they are noise."""
 
 
 def advise(config: Config, also: Iterable[ConfigProblem] = ()) -> None:
-    """Say it on standard error, and what else is to be said of keys."""
+    """Print a warning on standard error for each unwise setting, and for each problem of `also`."""
     _warn([*unwise(config), *also])
 
 
 def advise_on_engines(config: Config) -> None:
-    """The same where nothing is trained, or by others."""
+    """Print the warnings that concern engines only, for commands that do not train."""
     _warn(_engines(config))
 
 
@@ -37,7 +38,7 @@ def _warn(problems: Iterable[ConfigProblem]) -> None:
 
 
 def unwise(config: Config) -> list[ConfigProblem]:
-    """What is unlikely to be meant, by key."""
+    """Return a warning for each setting that is probably not intended."""
     return [*_learning(config), *_sampling(config), *_machine(config), *_engines(config)]
 
 

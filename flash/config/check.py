@@ -1,6 +1,6 @@
-"""What a well-typed configuration can still get wrong: combinations, import paths, folders, hardware.
+"""Check: finds faults of a well-typed configuration, such as impossible combinations, import paths, folders, hardware.
 
-Each rule looks at one matter and yields its problems; no rule needs another. The configuration is resolved.
+Each rule checks one subject and yields its problems; no rule depends on another. The configuration must be resolved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 MOST_ANSWERS = 1_000_000
-"""Of one evaluation: the hub keeps them all until it is over."""
+"""Largest number of answers of one evaluation. The hub keeps all of them in memory until the evaluation is over."""
 
 WARM_START_METHODS = ("solved_examples", "alphabet")
 
@@ -35,13 +35,13 @@ SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) i
 
 
 def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
-    """Every problem of a resolved configuration; `simulated`: those that matter where nothing real is started."""
+    """Return every problem of a resolved configuration. `simulated`: only problems that matter to a simulation."""
     rules = SIMULATION_RULES if simulated else RULES if config.sft is None else SFT_RULES
     return [problem for rule in rules for problem in rule(config)]
 
 
 def batch_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Whole groups make a batch, and whole groups make a minibatch that every data shard has a part of."""
+    """Check that a batch consists of whole groups, and that each data shard gets a sample of each minibatch."""
     train, group_size = config.train, config.rollout.group_size
     if train.batch_size % group_size:
         message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
@@ -59,7 +59,7 @@ def batch_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def age_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A bound on tokens is above what admission lets them have anyway."""
+    """Check that the bound on token age is not below the age that admission permits anyway."""
     bound, least = config.train.max_token_age, window(config.train.async_ratio)
     if bound is not None and (bound < least or not least):
         expected = f"a number of at least {least}, ⌈train.async_ratio⌉" if least else "none"
@@ -68,7 +68,8 @@ def age_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def environment_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
+    """Check that the environment exists, has the interface, accepts its options, and can train a tiny model if it
+    must."""
     try:
         env = load_environment(config.env.path)
     except ConfigError as error:
@@ -86,21 +87,21 @@ def environment_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """What the class itself says of its options, where it has a classmethod `check`."""
+    """Yield the error of the environment's own classmethod `check` about its options, if it has one."""
     own_check: Callable[..., object] | None = getattr(env, "check", None)
     if own_check is None:
         return
     try:
         own_check(**kwargs)
-    except Exception as error:  # the class is the user's: whatever it raises here is its verdict
+    except Exception as error:  # the class is the user's, so it may raise any exception to refuse its options
         yield ConfigProblem("env.options", refusal(env, error))
 
 
 def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Find options of domains that do not go together with the rest of the configuration."""
+    """Yield a problem for each option of a domain that conflicts with the rest of the configuration."""
     found = class_with("domains", env, kwargs)
     domains: dict[str, Any] = {} if found is None else found[0].domains(**found[1])
-    # The wrapper alone knows under which of its options the table of a wrapped mixture stands.
+    # Only the wrapper knows which of its options holds the table of a wrapped mixture.
     table = "env.options.kinds" if found is not None and found[0] is env else "env.options … kinds"
     if len(domains) > 1 and config.rollout.fifo_window is not None:
         message = "cannot hold with several domains, whose shares decide which groups a step takes: leave it out"
@@ -118,7 +119,7 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
 
 
 def response_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A prompt has room beside the longest response."""
+    """Check that the longest response leaves room for a prompt."""
     limit = config.model.max_length - 1
     if config.rollout.max_new_tokens > limit:
         message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
@@ -128,7 +129,7 @@ def response_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def length_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A sequence of full length fits into a forward pass."""
+    """Check that a sequence of full length fits into a forward pass."""
     longest = config.model.max_length
     if config.train.max_tokens_per_microbatch < longest:
         message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
@@ -136,7 +137,7 @@ def length_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def sampled_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The canary is no longer than a sequence, and one of full length fits into an episode."""
+    """Check that the canary is no longer than a sequence, and that a sequence of full length fits into an episode."""
     longest = config.model.max_length
     if config.weights.canary_tokens > longest:
         message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
@@ -148,7 +149,7 @@ def sampled_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def rate_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The learning rate decays towards its end, and does not rise."""
+    """Check that the learning rate does not rise towards its end."""
     train = config.train
     if train.final_learning_rate > train.learning_rate:
         message = (
@@ -159,7 +160,7 @@ def rate_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def profile_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The profiled steps are a range of steps that the run makes."""
+    """Check that the profiled steps are a range of steps of the run."""
     text = config.train.profile
     if not text:
         return
@@ -176,7 +177,7 @@ def profile_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def eval_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Several answers to a problem differ."""
+    """Check that several answers to a problem can differ, and that an evaluation is not too large."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
         message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
         yield ConfigProblem("eval.samples", message)
@@ -189,7 +190,7 @@ def eval_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def sink_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A tracker's sink can be made."""
+    """Check that the sink of a tracker can be loaded."""
     if config.observe.sink is not None:
         try:
             load_sink(config.observe.sink)
@@ -198,7 +199,7 @@ def sink_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def alarm_rule(config: Config) -> Iterator[ConfigProblem]:
-    """What alarms are to do can be done, and they are given."""
+    """Check that alarms which act have a limit, and that their command can be started."""
     alarms = config.alarms
     for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
         for name in chosen:
@@ -216,13 +217,13 @@ def alarm_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def resume_rule(config: Config) -> Iterator[ConfigProblem]:
-    """There is a run to continue."""
+    """Check that there is a run to continue."""
     if config.run.resume and unreachable(str(config.run_dir)) is None and not config.run_dir.is_dir():
         yield ConfigProblem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
 
 def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The rules of rollout go together."""
+    """Check that the settings of `[rollout]` are consistent."""
     rollout = config.rollout
     if rollout.accuracy_bounds is not None and rollout.accuracy_bounds[0] > rollout.accuracy_bounds[1]:
         yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
@@ -250,7 +251,8 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The simulated GPUs can be dealt to engines and trainers, and the distributions are ones."""
+    """Check that the simulated GPUs can be divided among engines and trainers, and that the distributions can be
+    parsed."""
     simulate = config.simulate
     if simulate is None:
         return
@@ -272,7 +274,7 @@ def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
-    """There is something to simulate."""
+    """Check that there is a `[simulate]` table, and that the simulator supports the swap method."""
     if config.simulate is None:
         yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
     if config.adapters > 1:
@@ -305,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     resume_rule,
     simulate_rule,
 )
+"""Rules for a run that samples and trains."""
 
 SFT_RULES: tuple[Rule, ...] = (
     sft_rule,
@@ -319,7 +322,7 @@ SFT_RULES: tuple[Rule, ...] = (
     *MACHINE_RULES,
     resume_rule,
 )
-"""Nothing is sampled: neither environment nor engines are looked at."""
+"""Rules for supervised fine-tuning. Nothing is sampled, so neither environment nor engines are checked."""
 
 SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, age_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
-"""No model, device or environment is looked at: a simulation needs none."""
+"""Rules for a simulation. It needs no model, device or environment, so these are not checked."""

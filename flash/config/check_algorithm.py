@@ -1,7 +1,7 @@
-"""What well-typed `[algorithm]`, `[critic]`, `[lora]`, `[sft]` tables can still get wrong: what fails, or does nothing.
+"""Checks of `[algorithm]`, `[critic]`, `[lora]` and `[sft]` tables: settings that would fail or have no effect.
 
-Each rule looks at one matter and yields its problems. An option without an effect is refused: whoever set it meant
-something by it.
+Each rule checks one subject and yields its problems. An option without an effect is refused, because a user who sets it
+expects an effect.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 COMPARING: tuple[Advantage, ...] = ("group", "group_mean", "leave_one_out", "turn")
-"""Estimators that compare the samples of a prompt with each other."""
+"""Estimators that compare the samples of a prompt with each other. They need groups of at least two samples."""
 WEIGHTS = (TokenTis, IcePop)
-"""Corrections that make up for the age of a token, for objectives that do not."""
+"""Corrections that compensate the age of a token, for objectives that do not."""
 COARSE = ("quantization", "quantization_config", "kv_cache_dtype")
-"""vLLM's arguments by which engines compute more coarsely than `model.dtype`."""
+"""Arguments of vLLM that make engines compute with lower precision than `model.dtype`."""
 DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
 """Estimators that use `algorithm.gamma`."""
 
 
 def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The objective exists, its options fit, and what the run asks of it goes together."""
+    """Check that the objective exists, that its options fit, and that the settings of `[algorithm]` are consistent."""
     try:
         kind = load_objective(config.algorithm.objective)
     except ConfigError as error:
@@ -67,7 +67,7 @@ def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def lora_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Adapters are whole on each rank, travel by tcp, and are multiplied in a dtype that engines have kernels for."""
+    """Check that adapters are not divided, travel by tcp, and have a data type for which engines have kernels."""
     if config.lora is None:
         return
     if config.gpus_per_node > 0 and config.model.dtype == "float32":
@@ -84,7 +84,7 @@ def lora_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def undivided_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Adapters are whole on each rank but for what FSDP shards."""
+    """Check that ranks do not divide adapters. FSDP may shard them."""
     for name in config.parallel.__struct_fields__:
         if config.lora is not None and (ranks := getattr(config.parallel, name)) > 1:
             message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {ranks}"
@@ -114,13 +114,15 @@ def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigPro
 
 
 def is_off_policy(config: Config) -> bool:
-    """Return True if the objective has to correct for the age of samples: they may be old, and nothing else does it."""
+    """Return True if the objective has to correct for the age of samples, because they may be old and nothing else
+    corrects."""
     weighed = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
     return config.train.async_ratio > 0 and not weighed and not config.train.allow_uncorrected
 
 
 def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Law 6, and what presumes that samples have an age."""
+    """Yield the problems of law 6 (training on old samples needs a correction), and of options that need samples with
+    an age."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
     corrected = corrected or config.train.allow_uncorrected
@@ -152,7 +154,8 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
 
 
 def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Law 6 within a step: after a batch's first update its samples are those of an older policy."""
+    """Yield the problems of law 6 within a step: after the first update, a batch's samples are those of an older
+    policy."""
     train = config.train
     if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
         message = (
@@ -189,7 +192,7 @@ def _critic(config: Config, objective: Objective, advantage: Advantage) -> Itera
 
 
 def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
-    """An objective that compares critics has some to compare, and its options something to work on."""
+    """Yield the problems of an objective that compares critics: too few critics, or an option without effect."""
     if objective.critics < 2:
         return
     name, algorithm = config.algorithm.objective, config.algorithm
@@ -214,7 +217,10 @@ def _kl(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _teacher(config: Config) -> Iterator[ConfigProblem]:
-    """It is somewhere, and tells of what is sampled; where rewards do not count, nothing made of them is asked for."""
+    """Check that a teacher has exactly one source and supports the sampling settings.
+
+    If rewards do not count, also refuse settings that use rewards.
+    """
     algorithm = config.algorithm
     if algorithm.teacher is None:
         return
@@ -247,13 +253,13 @@ def _shaping(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _longest_sample(config: Config) -> int:
-    """Tokens of the responses of all turns, over all branches."""
+    """Return the largest number of response tokens of a sample, over all turns and branches."""
     rollout = config.rollout
     return min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length * rollout.max_branches)
 
 
 def _longest(config: Config) -> int:
-    """Tokens of the responses in one sequence."""
+    """Return the largest number of response tokens in one sequence."""
     return min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
 
 
@@ -280,11 +286,15 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
 
 
 SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervised", lag=None)
+"""Objective of supervised fine-tuning, the only one that an `[sft]` table can use."""
 
 
 def supervised(config: Config) -> Config:
-    """With the one objective that fits an `[sft]` table, at no age, and without what is for samples alone: recorded
-    batches, and the alarm of a policy that no longer explores."""
+    """Return the configuration with the settings that an `[sft]` table needs; unchanged without such a table.
+
+    It gets the supervised objective and age 0. Settings for samples are turned off: recorded batches, routing replay,
+    and the alarm of an entropy that is too low.
+    """
     if config.sft is None:
         return config
     train, checkpoint = replace(config.train, async_ratio=0.0, max_token_age=None), config.checkpoint
@@ -296,7 +306,7 @@ def supervised(config: Config) -> Config:
 
 
 def unsupervised(config: Config) -> Iterator[ConfigProblem]:
-    """Yield the tables that say nothing about rows, in a configuration as it was written."""
+    """Yield the tables that have no effect on rows, in a configuration as it was written."""
     if config.sft is None:
         return
     why = "has no effect: `flash sft` learns rows as they are; leave the table out, or clear it with"
@@ -307,7 +317,7 @@ def unsupervised(config: Config) -> Iterator[ConfigProblem]:
 
 
 def sft_rule(config: Config) -> Iterator[ConfigProblem]:
-    """All ranks are on one machine, and have a part of each minibatch."""
+    """Check that all ranks are on one machine, and that each of them gets a part of each minibatch."""
     for name in ("nodes", "trainer_nodes"):
         if (nodes := getattr(config.cluster, name)) > 1:
             yield ConfigProblem(f"cluster.{name}", f"expected 1: `flash sft` trains on one node, got {nodes}")

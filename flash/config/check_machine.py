@@ -1,4 +1,4 @@
-"""Checks of a configuration that look at machines: devices for ranks and engines, cores, vLLM, the run directory."""
+"""Checks of a configuration that concern machines: devices for ranks and engines, cores, vLLM, the run directory."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ NOT_PASSED: dict[str, str] = {
     "disable_log_stats": "metrics are made of them",
     "max_num_queued_*": "requests that an engine turns away would fail: use rollout.max_concurrent",
 }
-"""Arguments of vLLM's that are no one's to pass, as file names are matched, and what to do, or why."""
+"""Arguments of vLLM that users may not set, as patterns of names, with the setting to use instead or the reason."""
 
 MADE_ANEW = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
-"""Kinds of quantization that vLLM makes of the weights of each version, as they arrive."""
+"""Kinds of quantization that vLLM computes from the weights of each version when they arrive."""
 DRAFTS = ("ngram", "suffix")
-"""Kinds of speculation that draft from the texts themselves."""
+"""Methods of speculative decoding that draft from the text itself, without a model."""
 
 
 def parser_rule(config: Config) -> Iterator[ConfigProblem]:
-    """vLLM, where it is installed, has the parsers that are named."""
+    """Check that the installed vLLM has the parsers that are named. Without vLLM nothing is checked."""
     named: dict[Package, tuple[str, str | None]] = {
         "tool_parsers": ("tool_parser", config.model.tool_parser),
         "reasoning": ("reasoning_parser", config.model.reasoning_parser),
@@ -72,7 +72,7 @@ def parser_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def vllm_rule(config: Config) -> Iterator[ConfigProblem]:
-    """vLLM, where it is installed, has the arguments that are passed on, and none of them is one that Flash sets."""
+    """Check that the installed vLLM has the given arguments, and that none of them is one that Flash sets."""
     given = config.engine.vllm
     known = vllm_arguments.names() if given else []
     found = [
@@ -96,13 +96,13 @@ def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return f"expected {describe(kind)}, got {show(value)}"
-    except TypeError:  # a type that says nothing of plain values
+    except TypeError:  # a type that msgspec cannot check
         pass
     return None
 
 
 def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
-    """Those of them whose values matter to weights, or to what is drawn."""
+    """Yield the problems of arguments whose values would affect weights or the distribution of sampled tokens."""
     given, table = config.engine.vllm, "engine.vllm"
     if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
         message = "is of weights that are quantized in their files, and each version comes as it is trained"
@@ -118,7 +118,7 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
         return
     key, drafts = f"{table}.speculative_config", cast("dict[str, Any]", drafts)
     if config.gpus_per_node == 0:
-        # Its kernel that gives each drafted token its response's temperature writes into a copy.
+        # vLLM's kernel for the CPU, which gives each drafted token the temperature of its response, writes into a copy.
         yield ConfigProblem(key, "expected none on the CPU, where vLLM draws what it drafts from other distributions")
     if drafts.get("method") not in DRAFTS or "model" in drafts:
         message = f"expected method = {' or '.join(map(show, DRAFTS))} and no model"
@@ -128,11 +128,11 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
 
 
 PROCESSES_PER_CORE = 4
-"""Processes of one kind that a core may carry: beyond, starting them alone outlasts every deadline."""
+"""Largest number of processes of one kind per core. With more, starting them takes longer than every deadline."""
 
 
 def placement_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Trainers and engines have the devices they need."""
+    """Check that trainers and engines have the devices that they need."""
     cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
     if cluster.trainer_nodes > cluster.nodes:
         message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
@@ -157,7 +157,10 @@ def placement_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Groups of ranks are whole, lie within a node, and nothing asks for all heads of a layer at once."""
+    """Check that groups of ranks are complete and lie within a node.
+
+    Also refuse to divide layers or rows with `algorithm.rhythm`, which needs all heads of a layer at once.
+    """
     parallel, ranks = config.parallel, config.cluster.trainer_ranks
     if ranks % parallel.tensor:
         message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {parallel.tensor}"
@@ -178,7 +181,7 @@ def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The transfer backend can work where the engines are."""
+    """Check that the transfer backend works with the devices of trainers and engines."""
     backend, key = config.weights_backend, "weights.backend"
     if config.weights.deltas and (backend != "tcp" or config.lora is not None):
         whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
@@ -198,7 +201,7 @@ def weights_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def cpu_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Cores that are named are among those of this machine, each once."""
+    """Check that the named cores exist on this machine, and that each is named once."""
     cores = os.cpu_count() or 1
     for key, cpus in (
         ("cluster.node_cpus", config.cluster.node_cpus),
@@ -210,12 +213,12 @@ def cpu_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def rank_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Without GPUs, the trainer ranks of a node find cores."""
+    """Check that the trainer ranks of a node without GPUs have enough cores."""
     yield from _crowded(config, "cluster.trainer_ranks", config.cluster.trainer_ranks)
 
 
 def worker_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Without GPUs, the processes of a node's engines find cores."""
+    """Check that the engine processes of a node without GPUs have enough cores."""
     engine = config.engine
     key = "engine.count" if engine.count > engine.tensor_parallel else "engine.tensor_parallel"
     yield from _crowded(config, key, engine.count * engine.tensor_parallel)
@@ -228,7 +231,7 @@ def _crowded(config: Config, key: str, wanted: int) -> Iterator[ConfigProblem]:
 
 
 def memory_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Without GPUs, the KV caches of a node fit into its memory."""
+    """Check that the KV caches of a node without GPUs fit into its memory."""
     if config.gpus_per_node > 0:
         return
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -241,13 +244,14 @@ def memory_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def offload_rule(config: Config) -> Iterator[ConfigProblem]:
-    """What is to be moved is kept in one piece, and moments are AdamW's."""
+    """Check that offloading and moments in bfloat16 are used only with AdamW, and that offloaded activations are
+    checkpointed."""
     train, key = config.train, "train.offload"
     if train.optimizer == "muon":
         message = (
             'moments in bfloat16, or alone on the host, are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
         )
-        # Beside weights they are on the host whoever they are of.
+        # With offloaded weights the moments are on the host anyway, with any optimizer.
         alone = "moments" in train.offload and "weights" not in train.offload
         asked = {"train.moments": train.moments != "float32", key: alone}
         yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
@@ -257,7 +261,7 @@ def offload_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def output_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The run directory can be made."""
+    """Check that the run directory can be made."""
     folder = config.run_dir.absolute()
     if (fault := unreachable(str(folder))) is not None:
         yield ConfigProblem("run.output_dir", f"{show(str(folder))} cannot be used: {fault}")
@@ -271,8 +275,9 @@ def output_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 Rule = Callable[[Config], Iterator[ConfigProblem]]
+"""Check of a resolved configuration that yields its problems."""
 
 MACHINE_RULES: tuple[Rule, ...] = (parallel_rule, cpu_rule, rank_rule, offload_rule, output_rule)
-"""Of whatever trains."""
+"""Rules for everything that trains."""
 ENGINE_RULES: tuple[Rule, ...] = (placement_rule, weights_rule, parser_rule, vllm_rule, worker_rule, memory_rule)
-"""Of what is sampled from."""
+"""Rules for everything that runs engines."""

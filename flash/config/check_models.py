@@ -1,6 +1,6 @@
-"""Checks of a configuration's models: the policy's, and those beside it. They look at folders and names alone.
+"""Checks of a configuration's models: the policy and the models beside it. Only folders and names are checked.
 
-Of hub ids `flash.run.checks.preflight` asks.
+`flash.run.checks.preflight` checks hub ids, which need the network.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flash.config.tree import Config
 from flash.types import RESERVED_ARGUMENTS
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""`name` or `owner/name`: anything else is a path."""
+"""Form of a hub id, `name` or `owner/name`. Anything else is a path."""
 
 SHOWN = 6
-"""Folders that are named in place of one that is not there."""
+"""Largest number of existing folders that an error message names in place of a missing one."""
 
 
 def model_rule(config: Config) -> Iterator[ConfigProblem]:
-    """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.preflight` asks."""
+    """Check that a local model folder holds a model, or will be made. `flash.run.checks.preflight` checks hub ids."""
     path = Path(config.model.path)
     if not config.model.path.strip():
         yield ConfigProblem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
@@ -46,7 +46,10 @@ def model_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def template_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The arguments of the chat template are its own. `HfTokenizer.ready` asks if the template reads them."""
+    """Check that no argument of the chat template is one that Flash sets.
+
+    `HfTokenizer.ready` checks that the template uses the arguments.
+    """
     for name in sorted(RESERVED_ARGUMENTS & set(config.model.chat_template_kwargs)):
         yield ConfigProblem(f"model.chat_template_kwargs.{name}", "is set by Flash: expected what a template reads")
 
@@ -74,7 +77,7 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
 
 
 def other_models(config: Config) -> dict[str, str]:
-    """The models beside the policy, by the keys that name them."""
+    """Return the models beside the policy, by the key that names each of them."""
     kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
     named = {"algorithm.kl.reference": kl and kl.reference, "algorithm.teacher.path": teacher and teacher.path}
     named["critic.path"] = critic and critic.path
@@ -82,7 +85,10 @@ def other_models(config: Config) -> dict[str, str]:
 
 
 def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Local folders of the reference and of the critics are models; where they are the policy's, `model_rule` looks."""
+    """Check that local folders of the reference, the teacher and the critics hold models.
+
+    A folder that is the policy's is left out, because `model_rule` checks it.
+    """
     yield from _made_critic(config)
     made = config.critic is not None and config.critic.tiny_layers is not None
     for key, path in other_models(config).items():
@@ -99,7 +105,7 @@ def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _made_critic(config: Config) -> Iterator[ConfigProblem]:
-    """A critic's model that is to be made has a place of its own, and a recipe."""
+    """Check that a critic's model which is to be made has a folder of its own and a recipe."""
     critic = config.critic
     if critic is None or critic.tiny_layers is None:
         return
@@ -113,11 +119,11 @@ def _made_critic(config: Config) -> Iterator[ConfigProblem]:
 
 
 def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
-    """The model to be fetched is known, or its file is there, and nothing else says what `model.path` is made from."""
+    """Check that the model to be fetched is known or its file exists, and that `model.path` has no second source."""
     fetch, path = config.model.fetch, config.model.path
     if fetch is None:
         return
-    # Of a GGUF file that model.path has named, that is the key that its user knows.
+    # If model.path names a GGUF file, the user knows only that key.
     key = "model.path" if is_gguf(fetch) and path == gguf_folder(fetch) else "model.fetch"
     if config.tiny_model is not None:
         yield ConfigProblem(
@@ -138,14 +144,14 @@ def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text can only be the name of a model on the hub: nothing here has that path, nor could have."""
+    """Return True if a text can only be a hub id, because no such path exists or could exist here."""
     path = Path(text)
     named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
     return named and not path.exists()
 
 
 def no_model(path: Path) -> str:
-    """What is wrong with a path that is no model folder."""
+    """Return the error message for a path that is not a model folder."""
     if is_gguf(str(path)):
         return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
     if path.is_dir():
@@ -156,7 +162,10 @@ def no_model(path: Path) -> str:
 
 
 def beside(path: Path) -> str:
-    """`; FOLDER has A, B`: what stands where something that is not there was looked for; nothing where nothing is."""
+    """Return the part of an error message that names the folders beside a missing path: `; FOLDER has A, B`.
+
+    The text is empty if there are none.
+    """
     found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
     if path.parent == Path():
         found = [name for name in (nearest(path.name, found),) if name]
@@ -164,7 +173,7 @@ def beside(path: Path) -> str:
 
 
 def unreachable(path: str) -> str | None:
-    """Why the file system cannot even say whether there is something at a path."""
+    """Return why the file system cannot say if a path exists, such as a name that is too long; None if it can."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

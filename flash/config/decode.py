@@ -1,7 +1,8 @@
-"""Strict conversion of plain values, as TOML gives them, into annotated types.
+"""Decode: strict conversion of plain values, as TOML gives them, to annotated types.
 
-An integer is accepted for a number; nothing else is coerced. What does not fit becomes a `ConfigProblem`: the key's
-path, what was expected, what was found. Problems are collected, so that one error can name them all.
+An integer is accepted as a number; nothing else is converted implicitly. A value that does not fit becomes a
+`ConfigProblem` with the path of its key, the expected type and the value. Problems are collected, so that one error can
+name all of them.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from flash.config.section import MOST, Section
 from flash.errors import ConfigError
 
 NONE = "none"
-"""Stands for None, which TOML has no word for."""
+"""Text that stands for None, because TOML has no null value."""
 
 NO_KEY = "no such key"
-"""What is wrong with a name that no section has."""
+"""Error message for a name that no section has."""
 
 _PART = "with a part "
 
 LONGEST_VALUE = 60
-"""Characters of a wrong value that a message repeats."""
+"""Largest number of characters of a wrong value that an error message repeats."""
 
 
 class ConfigProblem(NamedTuple):
-    """One thing wrong with the input."""
+    """Fault of the input: the key and the error message."""
 
     key: str
     """Dotted path of the key."""
@@ -53,9 +54,10 @@ def _convert(value: Any, annotation: Any) -> Any:
 
 
 def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProblem]]:
-    """The value as its annotated type, and what is wrong with it, each by its key inside of tables and lists of them.
+    """Convert a value to its annotated type. Returns the value and its problems.
 
-    The text `none` gives None to a key that may be None and may not be text.
+    Problems in nested tables and in lists of tables have the path of the inner key. The text `none` becomes None if the
+    key may be None and may not be text.
     """
     if value == NONE and NoneType in get_args(annotation) and str not in get_args(annotation):
         return None, []
@@ -71,12 +73,13 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
         return _convert(value, annotation), []
     except msgspec.ValidationError:
         return None, [_mismatch(key, annotation, value)]
-    except TypeError:  # an annotation that says nothing about plain values, such as a callable
+    except TypeError:  # an annotation that msgspec cannot check, such as a callable
         return value, []
 
 
 def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
-    """The structs that a value of this type may be, by their tag; one without a tag under the empty text."""
+    """Return the structs that a value of this type may be, by their tag. A struct without a tag has the empty text as
+    its key."""
     union = get_origin(annotation) in (Union, UnionType)
     return {
         str(candidate.__struct_config__.tag or ""): candidate
@@ -86,12 +89,12 @@ def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
 
 
 def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
-    """The key that tells these structs apart; None for a single one without a tag."""
+    """Return the name of the key that tells these structs apart; None for a single struct without a tag."""
     return next(iter(kinds.values())).__struct_config__.tag_field
 
 
 class Place(NamedTuple):
-    """Of a value in a table."""
+    """Place for a value in a table: its type, and True in `required` if the value must be given."""
 
     annotation: Any
     required: bool
@@ -100,12 +103,19 @@ class Place(NamedTuple):
 def examine_table(
     table: Mapping[str, Any], places: Mapping[str, Place], key: str, unknown: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """The values of a table, checked; `unknown` says of a name that has no place what is wrong with it."""
+    """Convert the values of a table. Returns the values and all problems.
+
+    Args:
+        table: the given values, by name.
+        places: the permitted values, by name.
+        key: the path of the table.
+        unknown: returns the error message for a name that has no place.
+    """
     prefix = f"{key}." if key else ""
     problems = [ConfigProblem(prefix + name, unknown(name)) for name in table if name not in places]
     values: dict[str, Any] = {}
     for name, place in places.items():
-        # Of a table that has to be there its own missing keys are named.
+        # If a required table is missing, the error names its missing keys: it is examined as an empty table.
         given = table.get(name, {} if place.required and section_in(place.annotation) else msgspec.UNSET)
         if given is not msgspec.UNSET:
             values[name], wrong = examine(given, place.annotation, prefix + name)
@@ -116,13 +126,13 @@ def examine_table(
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, optional or not."""
+    """Return the section that a field holds, optional or not; None if the field holds none."""
     found = tables_in(annotation).get("")
     return found if found is not None and issubclass(found, Section) else None
 
 
 def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[ConfigProblem]]:
-    """The struct of the table's kind, with its values checked."""
+    """Convert a table to the struct of its kind, with its values checked. Returns the struct and all problems."""
     tag = tag_field(kinds)
     kind = str(table.get(tag, "")) if tag is not None else ""
     if kind not in kinds:
@@ -146,7 +156,8 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
 
 
 def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fields: Iterable[str]) -> str:
-    """What is wrong with an option that a table of this kind does not have, and where it may belong."""
+    """Return the error message for an option that a table of this kind does not have. It may name the kinds that have
+    it."""
     own = ", ".join(f"`{field}`" for field in fields) or "none"
     others = [show(other) for other, struct in kinds.items() if name in struct.__struct_fields__]
     hint = f"; it belongs to {_either(others)}" if others else suggest(name, fields)
@@ -154,7 +165,7 @@ def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fie
 
 
 def _fault(value: Any) -> str | None:
-    """Why nothing can use a value, or a part of it."""
+    """Return why a value, or a part of it, cannot be used at all; None if it can."""
     match value:
         case float() if not math.isfinite(value):
             return "which is not a finite number"
@@ -179,19 +190,19 @@ def _is_unicode(text: str) -> bool:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that a misspelt one most resembles, or None where none is near."""
+    """Return the valid name that is most similar to a misspelt one; None if none is similar."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return near[0] if near else None
 
 
 def suggest(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean X?` for the nearest valid name, or nothing."""
+    """Return `; did you mean X?` for the most similar valid name; empty if there is none."""
     near = nearest(name, valid)
     return f"; did you mean `{prefix}{near}`?" if near else ""
 
 
 def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = MappingProxyType({})) -> ConfigError:
-    """One error for all problems; `origins` says of a key where its value was written."""
+    """Return one error for all problems. `origins` gives for each key the source in which its value was written."""
     lines: list[str] = []
     for key, message in problems:
         whole = key if key in origins else key.partition("[")[0]
@@ -203,7 +214,7 @@ def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = Mappi
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, shortened."""
+    """Return a value as text, in TOML notation and shortened."""
     if isinstance(value, msgspec.Struct):
         built = msgspec.to_builtins(value)
         return "{" + ", ".join(f"{name} = {show(one)}" for name, one in built.items()) + "}"
@@ -213,13 +224,13 @@ def show(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    except ValueError:  # a number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return f"a {type(value).__name__}"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def describe(annotation: Any) -> str:
-    """A type in words: `an integer above 0`, `"a" or "b"`, `a list of …`."""
+    """Describe a type in words: `an integer above 0`, `"a" or "b"`, `a list of …`."""
     try:
         return _words(inspect.type_info(annotation))
     except TypeError:  # msgspec cannot tell such values apart, for example those of `str | Path`
@@ -227,7 +238,10 @@ def describe(annotation: Any) -> str:
 
 
 def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
-    """`beside`: all types of the union that this one stands in, so that its tagged tables are described as one."""
+    """Describe a type in words.
+
+    `beside` holds all types of the union that this type belongs to, so that its tagged tables are described as one.
+    """
     match info:
         case inspect.IntType():
             return "an integer" + _bounds(info)
@@ -259,7 +273,7 @@ def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
 
 
 def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
-    highest = number.le if number.le != MOST else None  # not said in advance, but of what is above it
+    highest = number.le if number.le != MOST else None  # MOST is mentioned only in the message for a larger value
     if number.ge is not None and highest is not None:
         return f" from {_limit(number.ge)} to {_limit(highest)}"
     limits = [

@@ -1,9 +1,9 @@
-"""From TOML files and dotted overrides to a checked `Config`, and back.
+"""Load: reads TOML files and dotted overrides into a checked `Config`, and writes it back.
 
-Files merge left to right, tables deep; overrides come last, and an empty table among them clears one. Everything wrong
-with the input is found before anything starts: first unknown keys and wrong types, all in one `ConfigError`, with each
-key's path, its file and what was expected; then, in another, all that goes wrong with what the keys say. Needs no torch
-or vllm.
+Files merge left to right, key by key in nested tables. Overrides are applied last; an empty table as an override clears
+a table. All faults of the input are found before anything starts. One `ConfigError` names all unknown keys and wrong
+types, each with its path, its file and the expected type. If there are none, another `ConfigError` names all other
+problems. Needs no torch or vllm.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 DEEPEST = 64
-"""Tables and lists inside of one another in a source: options of environments are the only ones of any depth."""
+"""Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
 OVERRIDE = "override"
-"""What the source of an override is called."""
+"""Source name of keys that an override has set."""
 
 
 def load(
@@ -53,23 +53,23 @@ def load(
     simulated: bool = False,
     also: Callable[[Config], Iterable[ConfigProblem]] = lambda config: (),
 ) -> Config:
-    """Read, merge, decode, resolve and cross-check a configuration.
+    """Read, merge, decode, resolve and check a configuration.
 
-    Its import paths may name modules beside the files: from here on Python imports from their folders too.
+    Its import paths may name modules in the folders of the files: those folders are added to Python's import path.
 
     Args:
-        paths: a TOML file, or several, of which a later one wins.
-        overrides: `dotted.key=value`; the value is TOML, or else taken as text.
-        simulated: check what a simulation needs, and neither model, environment nor devices.
-        also: finds more problems, of keys that have none yet.
+        paths: a TOML file, or several of them; later files take precedence.
+        overrides: `dotted.key=value`; the value is parsed as TOML, or taken as text if it is not TOML.
+        simulated: check only what a simulation needs, and not the model, environment or devices.
+        also: finds more problems; problems of keys that already have one are left out.
 
     Raises:
-        ConfigError: names every unknown key and wrong type; where there is none, every other problem.
+        ConfigError: names every unknown key and wrong type; if there are none, every other problem.
     """
     files = _files(paths)
     merged, origins = _merged(files, overrides)
     if isinstance(merged.get("sft"), dict):
-        merged.setdefault("env", {"path": ""})  # nothing is played
+        merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
     decoded, problems = examine(merged, Config, "")
     if problems:
         raise refuse([_with_hint(problem) for problem in problems], origins)
@@ -86,8 +86,8 @@ def load(
 def load_checked(file: Path) -> Config:
     """Read the file that `dump` wrote of a checked configuration, in a process of its run.
 
-    Nothing is checked again: a disk or a model that is not as it was when the run began shows where it is used, with an
-    error that says so, and not as a mistake in a file that nobody has written.
+    The configuration is not checked again. If a disk or a model has changed since the run began, the error should
+    appear where it is used, and not as a mistake in a file that no user has written.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -100,7 +100,8 @@ def load_checked(file: Path) -> Config:
 
 
 def _files(paths: object) -> list[Path]:
-    """Return the files that `load` was given. Raises ConfigError: something else was given, such as a table."""
+    """Return the paths that `load` was given as a list. Raises ConfigError if they are something else, such as a
+    table."""
     several = cast("Sequence[object]", paths) if isinstance(paths, list | tuple) else [paths]
     for one in several:
         if not isinstance(one, str | os.PathLike):
@@ -112,12 +113,12 @@ def _files(paths: object) -> list[Path]:
 
 
 def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:
-    """The dotted keys that these sources set. Raises ConfigError: one cannot be read."""
+    """Return the dotted keys that these sources set. Raises ConfigError if a source cannot be read."""
     return set(_merged(paths, overrides)[1])
 
 
 def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What these sources say together, and of each key which of them said it last."""
+    """Return the merged tables of all sources, and for each dotted key the source that set it last."""
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in files:
@@ -132,7 +133,7 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
 
 
 def _check_depth(table: dict[str, Any], source: str) -> None:
-    """Raises ConfigError: there are tables or lists inside of one another that nobody could walk."""
+    """Raise ConfigError if tables or lists are nested too deeply to be walked recursively."""
     level: list[Any] = [table]
     for _ in range(DEEPEST):
         inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
@@ -142,7 +143,7 @@ def _check_depth(table: dict[str, Any], source: str) -> None:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of tables by their dotted keys."""
+    """Yield the values of nested tables with their dotted keys."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
@@ -151,15 +152,15 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def dump(config: Config) -> str:
-    """The configuration as TOML that `load` reads back to an equal one.
+    """Return the configuration as TOML, which `load` reads back to an equal configuration.
 
-    None is left out where it is the default, and written as `none` elsewhere.
+    None is left out if it is the default, and written as the text `none` otherwise.
     """
     return tomli_w.dumps(_plain(config))
 
 
 def _plain(value: Any) -> Any:
-    """Structs as tables of plain values."""
+    """Convert structs to tables of plain values, recursively."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in cast("Sequence[Any]", value)]
     if not isinstance(value, msgspec.Struct):
@@ -184,17 +185,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no configuration file {path}{near}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; expected a TOML file{_files_in(path)}") from None
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
+    except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8, or the path is invalid
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of very many digits
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number of too many digits
         what = "is not valid TOML" if path.suffix == ".toml" else "is no TOML file, as configurations are"
         raise ConfigError(f"{path} {what}: {error}") from error
 
 
 def _files_in(folder: Path) -> str:
-    """What the folder has to give in its own place."""
+    """Return the part of an error message that names TOML files in a folder; empty if there are none."""
     if (folder / "config.toml").is_file():
         return f". It looks like a run: what it was configured with is {folder / 'config.toml'}"
     found = sorted(str(file) for file in folder.glob("*.toml"))
@@ -213,7 +214,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML writes it, or else the text itself."""
+    """Return the value of a TOML text, or the text itself if it is not TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -224,7 +225,7 @@ def parse_value(text: str) -> Any:
 def _merge(
     into: dict[str, Any], table: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = ""
 ) -> None:
-    """Lay one source's table over what is merged so far, and note in `origins` which source wrote each key last."""
+    """Merge the table of one source into `into`, and note in `origins` which source set each key last."""
     for key, value in table.items():
         path = prefix + key
         existing = into.get(key)
@@ -239,21 +240,24 @@ def _merge(
 
 
 def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether a table takes the place of an earlier one because its kind, and so its options, are others."""
+    """Return True if a table replaces an earlier one because it has another kind, and so other options."""
     tag = _tagged_tables().get(path)
     return tag is not None and tag in value and value[tag] != existing.get(tag)
 
 
 @cache
 def _tagged_tables() -> dict[str, str]:
-    """Path and tag field of every key whose value is a table of one of several kinds."""
+    """Return the path and tag field of every key whose value is a table of one of several kinds."""
     found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
     return {path: tag for path, tag in found if tag is not None}
 
 
 def _with_hint(problem: ConfigProblem) -> ConfigProblem:
-    """Add a hint to the problem of an unknown key: why it is absent, the same name in another table, or the nearest
-    name, in the same table first."""
+    """Add a hint to the problem of an unknown key.
+
+    The hint is the reason why the key does not exist, a key of the same name in another table, or the nearest name,
+    first in the same table.
+    """
     if problem.message != NO_KEY:
         return problem
     if (why := ABSENT.get(problem.key)) is not None:
@@ -275,15 +279,17 @@ def _suggest_key(table: str, dot: str, key: str) -> str:
 
 
 def _keys_named(name: str) -> list[str]:
-    """The keys of that very name, in whatever table, or that very path."""
+    """Return the keys with exactly this name in any table, or with exactly this path."""
     return [path for path in key_paths() if name in (path, path.rpartition(".")[2])]
 
 
 def as_setting(word: str, after: Sequence[str]) -> str:
-    """How a setting is given that was written as `--train.async-ratio 2` or `train.async_ratio 2`; empty: it is none.
+    """Return the right form of a setting that was written as `--train.async-ratio 2` or `train.async_ratio 2`.
+
+    The result is empty if there is no such setting.
 
     Args:
-        word: without dashes before it.
+        word: the written word, without leading dashes.
         after: the words that follow.
     """
     name, equals, value = word.partition("=")
@@ -293,13 +299,13 @@ def as_setting(word: str, after: Sequence[str]) -> str:
 
 
 def key_paths() -> Iterator[str]:
-    """Every key's dotted path."""
+    """Yield the dotted path of every key."""
     return (path for path, _ in keys())
 
 
 @cache
 def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """Every key's dotted path and type."""
+    """Return the dotted path and type of every key."""
     found: list[tuple[str, Any]] = []
     for field in msgspec.structs.fields(section):
         inner = section_in(field.type)
@@ -316,7 +322,11 @@ def _resolve(config: Config) -> Config:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Config files and `key.path=value` overrides, told apart by the equals sign. Raises ConfigError."""
+    """Divide arguments into config files and `key.path=value` overrides, by the equals sign.
+
+    Raises:
+        ConfigError: no file was given, or a missing file is probably meant as a setting.
+    """
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [Path(argument) for argument in arguments if "=" not in argument]
     for place, word in enumerate(arguments):

@@ -1,4 +1,5 @@
-"""What a machine has: GPUs, a compiler for the engine's kernels, and the cores that engines and trainer ranks share."""
+"""Machine: its GPUs, the C++ compiler for the engines' graphs, and the division of cores between engines and
+trainers."""
 
 from __future__ import annotations
 
@@ -14,15 +15,19 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
-"""One folder per GPU, kept by NVIDIA's kernel driver."""
+"""Folder with one entry per GPU, which NVIDIA's kernel driver provides."""
 
 
 NVIDIA_SMI_TIMEOUT = 30.0
-"""Seconds; the tool takes a few where the driver has to wake up."""
+"""Timeout of `nvidia-smi`, in seconds. The tool takes a few seconds if the driver is not loaded yet."""
 
 
 def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
-    """NVIDIA GPUs that CUDA would show to a process of this machine, found without CUDA."""
+    """Return the number of NVIDIA GPUs that CUDA would show to a process of this machine, without using CUDA.
+
+    Raises:
+        ConfigError: `nvidia-smi` did not answer in time.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         count = 0
@@ -46,31 +51,34 @@ def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
 
 
 COMPILER = "g++"
-"""What torch's inductor calls on Linux, unless CXX names another program."""
+"""Compiler that torch's inductor calls on Linux, unless CXX names another one."""
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
-"""The first of Python's headers, where there are any."""
+"""Header file of Python that is included first; it is missing if Python's headers are not installed."""
 
 COMPILER_TIMEOUT_S = 20.0
-"""For a compiler's version; it may lie on a file system that is slow to wake up."""
+"""Timeout for asking a compiler for its version, in seconds. The file system that holds it may be slow at first."""
 
 
 def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
-    """Of the cores that a node's loop may use, those that its engines on the CPU and the loop itself work on."""
+    """Return the cores, among those that a node's loop may use, on which the loop and its CPU engines run."""
     contested = _contested(config, node, cpus, config.cluster.trainer_cpus)
     given_up = contested[(len(contested) + 1) // 2 :]
     return [cpu for cpu in cpus if cpu not in given_up]
 
 
 def trainer_threads(config: Config, node: int, cpus: Sequence[int]) -> int:
-    """Threads of each trainer rank on the CPU, where the ranks of a node may use these cores."""
+    """Return the number of threads of each trainer rank on the CPU, if the ranks of a node may use these cores."""
     contested = _contested(config, node, cpus, config.cluster.node_cpus)
     return max(1, (len(cpus) - (len(contested) + 1) // 2) // config.cluster.trainer_ranks)
 
 
 def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[int] | None) -> list[int]:
-    """Cores that engines and trainer ranks of a node would both work on at once. They get a half each: a thread that
-    waits for its core is waited for by all of its operation. Where they take turns each may use all."""
+    """Return the cores that both the engines and the trainer ranks of a node would use at the same time.
+
+    Each side gets half of them: one thread that waits for its core delays its whole operation. If engines and trainers
+    take turns, no core is contested, and each side may use all.
+    """
     take_turns = config.train.async_ratio == 0
     if config.gpus_per_node > 0 or take_turns or not config.cluster.trainer_ranks_on(node):
         return []
@@ -78,12 +86,16 @@ def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[i
 
 
 def runs_eagerly(config: Config) -> bool:
-    """Whether engines of this configuration run without compiled graphs on this machine."""
+    """Return True if engines of this configuration run without compiled graphs on this machine."""
     return config.engine.enforce_eager or why_eager(config) is not None
 
 
 def why_eager(config: Config) -> str | None:
-    """What people are told where engines run eagerly though nobody asked for it, and what would have them compiled."""
+    """Return the warning for engines that run eagerly although the configuration did not ask for it; None if there are
+    none.
+
+    The warning says what would make the engines compile their graphs.
+    """
     if config.gpus_per_node > 0 or config.engine.enforce_eager or (lacking := lacks()) is None:
         return None
     return (
@@ -93,7 +105,7 @@ def why_eager(config: Config) -> str | None:
 
 
 def lacks(headers: Path = HEADERS) -> str | None:
-    """What this machine lacks to compile graphs for the CPU; None: nothing."""
+    """Return what is missing on this machine to compile graphs for the CPU; None if nothing is missing."""
     name = compiler()
     if not _answers(name, os.environ.get("PATH", os.defpath)):
         named = f"{name!r}, which CXX names, is none" if "CXX" in os.environ else f"{name} is not on PATH"
@@ -104,18 +116,18 @@ def lacks(headers: Path = HEADERS) -> str | None:
 
 
 def remedy() -> str:
-    """How a machine gets what it lacks."""
+    """Return the advice how to install what `lacks` names."""
     return f"install {COMPILER} and Python's headers (Debian, Ubuntu: apt install g++ python3-dev), or set CXX"
 
 
 def compiler() -> str:
-    """The program that torch calls, as `torch._inductor.config.cpp.cxx` chooses it."""
+    """Return the compiler that torch calls, chosen as `torch._inductor.config.cpp.cxx` chooses it."""
     return os.environ.get("CXX", COMPILER)
 
 
 @cache
 def _answers(name: str, path: str) -> bool:
-    """Whether a program found on `path` tells its version, as torch asks it."""
+    """Return True if a program found on `path` prints its version, which is how torch checks for a compiler."""
     try:
         asked = subprocess.run(
             [name, "--version"],

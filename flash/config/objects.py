@@ -1,9 +1,9 @@
-"""Objects named in the configuration: environments, objectives and verifiers, by import path.
+"""Objects named in the configuration by import path: environments, objectives, verifiers and sinks.
 
-`module:attribute` names anything that Python can import, also from the config's folder and from the working directory,
-so that adding one needs no edit inside Flash. Options are checked against the signature before anything starts: each
-keyword argument is an option, or, where the only argument is `options` and annotated with a struct, each field of that
-struct.
+`module:attribute` names anything that Python can import, including modules in the config's folder and in the working
+directory. So adding an object needs no change inside Flash. Options are checked against the signature before anything
+starts: each keyword argument is an option. If the only argument is `options` and is annotated with a struct, each field
+of that struct is an option.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ from flash.config.decode import ConfigProblem, Place, examine_table, refuse, sug
 from flash.errors import ConfigError
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
-"""What makes a class an environment: see `flash.environment`."""
+"""Methods that a class must have to be an environment; see `flash.environment`."""
 
 WRAPPED = "wrapped"
-"""The method by which a class around another environment names that environment."""
+"""Name of the method by which a class around another environment names that environment."""
 
 OPTIONS = "options"
-"""The parameter that stands for the whole table of options, where it is the only one and annotated with a struct."""
+"""Name of the parameter that stands for the whole table of options, if it is the only one and is annotated with a
+struct."""
 
 IMPORT_PATH = "FLASH_IMPORT_PATH"
-"""The environment variable that tells the processes of a run where the one that started it imports from."""
+"""Environment variable through which the processes of a run get the import path of the process that started the run."""
 
 
 def import_from(folders: Iterable[str]) -> None:
-    """Let import paths name modules in these folders too. Whatever is installed comes first."""
+    """Add folders to the end of Python's import path. Installed modules take precedence over modules in them."""
     sys.path += [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def share_import_path() -> None:
-    """Let the processes started from here import what this one can: see `take_import_path`.
+    """Store the import path of this process in the environment, for processes that are started from here.
 
-    Not as PYTHONPATH: that would put a user's folder before the standard library, in programs of other Pythons too.
+    They read it with `take_import_path`. PYTHONPATH is not used, because it would put a user's folder before the
+    standard library, also in programs that run under another Python.
     """
     os.environ[IMPORT_PATH] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
 
 
 def take_import_path() -> None:
-    """Import also from where the process that started this one does."""
+    """Add the import path of the process that started this one, which `share_import_path` has stored."""
     import_from(filter(None, os.environ.get(IMPORT_PATH, "").split(os.pathsep)))
 
 
 def load_object(path: str) -> Any:
-    """Import `module:attribute` (dots in the attribute reach into classes).
+    """Import `module:attribute`; dots in the attribute reach into classes.
 
     Raises:
         ConfigError: the path has another form, the module is missing or fails to import, or it has no such attribute.
@@ -85,12 +87,12 @@ def _load_module(name: str) -> Any:
         raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)}{looked}")
     try:
         return importlib.import_module(name)
-    except ConfigError:  # says itself what is missing, for example a package
+    except ConfigError:  # its own message names what is missing, for example a package
         raise
     except SyntaxError as error:
         place = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
-    except BaseException as error:  # the module is a user's: whatever it raises, SystemExit too, is wrong input
+    except BaseException as error:  # the module is the user's: any exception, even SystemExit, is a fault of the input
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"importing `{name}` failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
@@ -98,7 +100,7 @@ def _load_module(name: str) -> Any:
 
 
 def _first_missing(name: str) -> str | None:
-    """The shortest prefix of a module's name that cannot be found."""
+    """Return the shortest prefix of a module's name that cannot be found; None if all can be found."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         prefix = ".".join(parts[:count])
@@ -123,7 +125,11 @@ def _nearest_module(name: str) -> str:
 
 
 def own_folders() -> list[str]:
-    """Where modules come from that are the user's: not from Python or its packages, whose names nobody means."""
+    """Return the folders of the import path that are the user's, in order.
+
+    Folders of Python and of installed packages are left out: error messages should suggest only names that a user may
+    have meant.
+    """
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     own = [folder for folder in sys.path if os.path.isdir(folder) and not _lies_in(Path(folder).resolve(), installed)]
     return list(dict.fromkeys(os.path.abspath(folder) for folder in own))
@@ -134,10 +140,10 @@ def _lies_in(folder: Path, folders: set[Path]) -> bool:
 
 
 def load_environment(path: str) -> type[object]:
-    """The environment class at `module:Class`.
+    """Return the environment class at `module:Class`.
 
     Raises:
-        ConfigError: there is none, or the path names something else.
+        ConfigError: there is no such object, or it is not an environment.
     """
     found = load_object(path)
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
@@ -146,10 +152,10 @@ def load_environment(path: str) -> type[object]:
 
 
 def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[type[Any], dict[str, Any]] | None:
-    """Find the environment class that answers a question about problems, and its keyword arguments.
+    """Find the environment class that has a classmethod about its problems, and the keyword arguments for it.
 
-    The class itself answers where it has the method. Otherwise a class around another environment names that one with
-    `wrapped` (`flash.environment.Wrapping`), and the search goes on there. None: no class has the method.
+    If the class itself has no such method but wraps another environment, its method `wrapped`
+    (`flash.environment.Wrapping`) names that one, and the search continues there. None: no class has the method.
     """
     while not callable(getattr(cls, method, None)):
         if not callable(getattr(cls, WRAPPED, None)):
@@ -159,10 +165,10 @@ def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[typ
 
 
 def load_objective(name: str) -> type[Objective]:
-    """The objective of this name (see `algorithms.OBJECTIVES`) or import path.
+    """Return the objective with this name (see `algorithms.OBJECTIVES`) or import path.
 
     Raises:
-        ConfigError: there is none, or the path names something else, or it has no formula.
+        ConfigError: there is no such object, it is not an objective, or it has no formula.
     """
     if ":" not in name and name not in OBJECTIVES:
         known = ", ".join(f"`{one}`" for one in OBJECTIVES)
@@ -176,10 +182,10 @@ def load_objective(name: str) -> type[Objective]:
 
 
 def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
-    """Return the function that `observe.sink` names, which makes a sink: see `flash.observe.trackers.receivers`.
+    """Return the function that `observe.sink` names, which makes a sink; see `flash.observe.trackers.receivers`.
 
     Raises:
-        ConfigError: there is none, or it takes other arguments.
+        ConfigError: there is no such function, or it takes other arguments.
     """
     found = load_object(path)
     if not callable(found) or not _takes(found, "config", "resumed_at"):
@@ -190,7 +196,7 @@ def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
 
 
 def is_sink(made: object) -> bool:
-    """Whether it can be called as `sink(kind, row)`."""
+    """Return True if an object can be called as `sink(kind, row)`."""
     return callable(made) and _takes(made, "kind", "row")
 
 
@@ -199,13 +205,18 @@ def _takes(function: Callable[..., object], *positional: str) -> bool:
         inspect.signature(function).bind(*positional)
     except TypeError:
         return False
-    except ValueError:  # a builtin that says nothing of its parameters
+    except ValueError:  # a builtin without a signature: its parameters cannot be checked
         pass
     return True
 
 
 def check_options(cls: Callable[..., object], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The keyword arguments for `cls`, each converted to its annotated type. `where` is the table's path, for messages.
+    """Return the keyword arguments for `cls`, each converted to its annotated type.
+
+    Args:
+        cls: the class or function that takes the options.
+        options: the table of options.
+        where: the path of the table, for error messages.
 
     Raises:
         ConfigError: names every option that is unknown, missing or of a wrong type, or says why a struct refuses them.
@@ -219,7 +230,7 @@ def check_options(cls: Callable[..., object], options: Mapping[str, Any], where:
 def examine_options(
     cls: Callable[..., object], options: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """`check_options`, with the problems returned."""
+    """Do the work of `check_options`, but return the problems instead of raising them."""
     parameters = dict(_parameters(cls))
     struct = _struct_of_options(parameters)
     if struct is None:
@@ -229,18 +240,19 @@ def examine_options(
         return {}, problems
     try:
         return {OPTIONS: struct(**values)}, []
-    except Exception as error:  # the struct is the user's: whatever it raises here is its verdict
+    except Exception as error:  # the struct is the user's, so it may raise any exception to refuse its options
         return {}, [ConfigProblem(where, refusal(cls, error))]
 
 
 def refusal(cls: Callable[..., object], error: Exception) -> str:
-    """What a class, or the struct of its options, said of options that are each of the right type."""
+    """Return the error message for options that have the right types but that the class or its options struct
+    refuses."""
     verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
     return f"{cls.__name__} refuses them: {verdict}"
 
 
 def _struct_of_options(parameters: Mapping[str, inspect.Parameter]) -> type[msgspec.Struct] | None:
-    """The annotation of `options`, where that is the only parameter and a struct."""
+    """Return the annotation of `options` if that is the only parameter and its annotation is a struct; else None."""
     annotation = parameters[OPTIONS].annotation if list(parameters) == [OPTIONS] else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
@@ -248,10 +260,10 @@ def _struct_of_options(parameters: Mapping[str, inspect.Parameter]) -> type[msgs
 def _examine(
     cls: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """The options as values of these parameters of `cls`."""
+    """Return the options, converted to the types of these parameters of `cls`, and the problems."""
     known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
     places = {name: Place(one.annotation, one.default is one.empty) for name, one in known.items()}
-    if len(known) < len(parameters):  # it takes any
+    if len(known) < len(parameters):  # the class takes any keyword argument
         places |= {name: Place(Any, False) for name in options if name not in known}
     choices = ", ".join(f"`{one}`" for one in known) or "none"
 
@@ -262,7 +274,10 @@ def _examine(
 
 
 def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Parameter]]:
-    """What can be given by keyword, with its annotation evaluated; Any where there is none that can be."""
+    """Yield each parameter that can be given by keyword, with its annotation evaluated.
+
+    The annotation is Any if there is none or if it cannot be evaluated.
+    """
     if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
         for field in msgspec.structs.fields(cls):
             default = inspect.Parameter.empty if field.required else field.default
@@ -286,5 +301,5 @@ def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
         return annotation
     try:
         return eval(annotation, namespace)
-    except (NameError, AttributeError):  # imported for type checkers only: no plain value has that type
+    except (NameError, AttributeError):  # the name is imported for type checkers only, so no plain value has that type
         return Any

@@ -1,4 +1,4 @@
-"""The tables `[observe]`, `[track]` and `[alarms]`: who is told of a run, and when it says that it goes wrong."""
+"""The tables `[observe]`, `[track]` and `[alarms]`: where metrics are sent, and when a run warns."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from flash.config.section import Fraction, NonNegativeFloat, Positive, Section
 
 
 class ObserveConfig(Section, frozen=True):
-    """Who is told of a run."""
+    """Receiver of the run's metrics, written by you."""
 
     sink: str | None = None
-    """`module:function`, [your tracker](metrics.md#your-tracker)."""
+    """Import path `module:function` of [your own tracker](metrics.md#your-tracker). None: none."""
 
 
 TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]
-"""Each is the name of a Python package too."""
+"""Name of a tracker, which is also the name of its Python package."""
 
 
 class TrackConfig(Section, frozen=True):
-    """[Trackers](view.md#in-a-tracker) that show a run beside others."""
+    """[Trackers](view.md#in-a-tracker) that receive the run's metrics and show runs side by side."""
 
     to: list[TrackerName] = field(default_factory=list[TrackerName])
-    """Each must be installed on the first node."""
+    """Names of the trackers. Each of them must be installed on the first node. Empty: none."""
     project: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+$")] = "flash"
-    """Project of trackio and Weights & Biases, experiment of MLflow."""
+    """Project name in trackio and Weights & Biases, and experiment name in MLflow."""
 
 
 MISMATCH = 0.01
-"""bfloat16 makes 1e-4 to 3e-3 in dense models; from about here on runs have been seen to collapse (Liu, Li et al. 2025,
-"When Speed Kills Stability")."""
+"""Largest healthy mismatch between engine and trainer. bfloat16 causes 1e-4 to 3e-3 in dense models, and runs were seen
+to collapse above about 0.01 (Liu, Li et al. 2025, "When Speed Kills Stability")."""
 
 AlarmName = Literal[
     "stale",
@@ -48,44 +48,45 @@ AlarmName = Literal[
     "engines_idle",
     "nonfinite",
 ]
-"""The limits below, by name."""
+"""Name of an alarm, which is also the key of its limit in `[alarms]`."""
 
 
 class AlarmsConfig(Section, frozen=True):
-    """Limits beyond which a run [warns](metrics.md#alarms); `none` turns one off."""
+    """Limits beyond which a run [warns](metrics.md#alarms); `none` turns an alarm off."""
 
     window: Positive = 10
-    """Steps in the mean."""
+    """Number of steps over which a metric is averaged before it is compared with its limit."""
     stale: Fraction | None = 0.1
-    """Most tokens too old to train."""
+    """Largest share of tokens that are too old to be trained."""
     masked: Fraction | None = 0.1
-    """Most tokens of weight 0 by cap or corrections."""
+    """Largest share of tokens with weight 0 because of a cap or a correction."""
     failures: Fraction | None = 0.1
-    """Most attempts that fail."""
+    """Largest share of attempts at a sample that fail."""
     mismatch: NonNegativeFloat | None = MISMATCH
-    """Largest mean w−1−log w at age 0. bfloat16 makes 1e-4 to 3e-3 in dense models; from 0.01 on runs have
-    collapsed."""
+    """Largest mean w − 1 − log w of tokens of age 0, a measure of the mismatch between engine and trainer. bfloat16
+    causes 1e-4 to 3e-3 in dense models; runs have collapsed above 0.01."""
     ess: Fraction | None = 0.5
-    """Least effective sample size."""
+    """Smallest effective sample size, as a share of the tokens."""
     clipping: Fraction | None = 0.5
-    """Most tokens with a cut gradient."""
+    """Largest share of tokens whose gradient is clipped."""
     entropy: NonNegativeFloat | None = 0.02
-    """Least entropy, nats."""
+    """Smallest entropy of the policy, in nats."""
     equal_rewards: Fraction | None = 0.5
-    """Most steps without any advantage."""
+    """Largest share of steps in which no sample has an advantage."""
     age: NonNegativeFloat | None = None
-    """Largest mean age, versions."""
+    """Largest mean age of trained tokens, in versions."""
     lag: Fraction | None = 0.5
-    """Least share of the learning rate that `lag` leaves."""
+    """Smallest share of the scheduled learning rate that `algorithm.lag` leaves."""
     trainer_waits: Fraction | None = 0.9
-    """Most time the trainer waits for batches."""
+    """Largest share of time that the trainer waits for batches."""
     engines_idle: Fraction | None = 0.9
-    """Most time engines have no request."""
+    """Largest share of time that engines have no request."""
     nonfinite: Fraction | None = 0.0
-    """Most steps with a non-finite loss, entropy or gradient."""
+    """Largest share of steps with a loss, entropy or gradient that is not finite."""
     checkpoint: list[AlarmName] = field(default_factory=list)
-    """Alarms that write a checkpoint."""
+    """Names of alarms that make the run write a checkpoint."""
     stop: list[AlarmName] = field(default_factory=list)
-    """Alarms that end the run."""
+    """Names of alarms that end the run."""
     command: str | None = None
-    """Run at each alarm, without a shell: text as input, name in FLASH_ALARM."""
+    """Command that is started at each alarm, without a shell. It gets the message on standard input and the alarm's
+    name in the environment variable FLASH_ALARM. None: no command."""

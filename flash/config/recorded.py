@@ -1,4 +1,4 @@
-"""A configuration as its run records it: whatever reads it later may do so from any folder."""
+"""Recorded configuration: the form in which a run writes its configuration, so that it can be read from any folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from flash.config.objects import own_folders
 from flash.config.tree import Config
 
 HOME = Path(__file__).parents[2]
-"""Where Flash itself is imported from, which is there anyway."""
+"""Folder from which Flash itself is imported. It need not be recorded, since it is always there."""
 
 AnySection = TypeVar("AnySection", bound=msgspec.Struct)
 
 
 def recorded(config: Config) -> Config:
-    """The same with absolute paths of its models, its run and its modules. Options of an environment are its own, and
-    stay as they are."""
+    """Return the configuration with absolute paths of its models, its run and its modules.
+
+    Options of an environment are not changed, because only the environment knows which of them are paths.
+    """
     algorithm, kl, teacher = config.algorithm, config.algorithm.kl, config.algorithm.teacher
     folders = [folder for folder in own_folders() if Path(folder).resolve() != HOME]
     return msgspec.structs.replace(
@@ -36,7 +38,7 @@ def recorded(config: Config) -> Config:
 
 
 def _placed(section: AnySection, key: str = "path") -> AnySection:
-    """With an absolute path, where it is one."""
+    """Return the section with the path in `key` made absolute. Hub ids and None stay unchanged."""
     path: str | None = getattr(section, key)
     if path is None or is_hub_id(path):
         return section

@@ -1,7 +1,8 @@
-"""What a change of each key does to a run that goes on with `--resume`.
+"""Resuming: the effect of a changed key on a run that continues with `--resume`.
 
-Law: a change takes effect in all that is still to be done, unless it is refused before any work, or a line says what
-does not follow from it. The tables hold dotted keys, `table.*` for all keys of a table.
+Law: a changed key takes effect in all work that is still to be done. Otherwise the change is refused before any work
+(`refused`), or a line says which part of the change has no effect (`told`). The tables hold dotted keys; `table.*`
+stands for all keys of a table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REFUSED: dict[str, str] = {
     "critic.tiny_layers": MADE,
     "train.optimizer": "its moments are those of that one",
 }
-"""Why the run needs what it had; `flash.run.checks.preflight` says it."""
+"""Keys that must not change, with the reason. `flash.run.checks.preflight` reports them."""
 
 WEIGHTS = "the newest checkpoint's weights stay; it gives only {}"
 PROBLEMS = "groups of the former environment begin nothing more: those with finished samples are trained, others leave"
@@ -42,9 +43,10 @@ TOLD: dict[str, str] = {
     **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},
     "simulate.*": "only `flash simulate` reads it",
 }
-"""What does not follow from the change."""
+"""Keys whose change has a limited effect, with the part that stays as it was."""
 BESIDE = "the adapters go on, and only beside the weights that they were trained beside"
-"""With `[lora]` of another `model.path`, whose weights count then: the trainer compares them."""
+"""Text for a changed `model.path` or `model.fetch` of a run with `[lora]`. There the weights of that model matter, and
+the trainer compares them."""
 
 LIMITS: dict[str, str] = {
     "run.steps": "at least the steps that are made",
@@ -52,18 +54,18 @@ LIMITS: dict[str, str] = {
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "as many critics as before, and a "
     'moving average (`proximal = "ewma"`) where there was one: the checkpoint holds them',
 }
-"""Of keys that take effect, what is refused all the same."""
+"""Keys whose change takes effect, with the changes that are refused anyway."""
 
 CHOOSES = ("layers", "local_heads", "global_heads")
-"""Options of rhythm that choose heads."""
+"""Options of `algorithm.rhythm` that decide which heads are chosen."""
 
 Settings = Mapping[str, Any]
 
 
 def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem]:
-    """The keys that the run at `where` had otherwise and cannot go on with, and why.
+    """Yield each key that was changed although the run at `where` cannot continue with the change, and why.
 
-    Both settings are as `dump` writes them, read again.
+    Both settings are TOML tables as `dump` writes them.
     """
     for key, before, after in _changed(REFUSED, had, now):
         yield ConfigProblem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
@@ -78,14 +80,14 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
 
 
 def told(had: Settings, now: Settings) -> list[ConfigProblem]:
-    """The keys whose change leaves something as it was, and what."""
+    """Return each changed key whose change has a limited effect, with the part that stays as it was."""
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
     words = TOLD | adapted
     return [ConfigProblem(key, words[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
 
 
 def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
-    """Those keys of a table that both have, with other values."""
+    """Yield each key of a table whose value is set in both settings and differs, with the old and the new value."""
     for key in key_paths():
         before, after = _value(had, key), _value(now, key)
         if before is not None and after is not None and before != after and _entry(table, key) in table:
@@ -93,7 +95,7 @@ def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator
 
 
 def _entry(table: Mapping[str, str], key: str) -> str:
-    """Under what a key stands in a table, if it does."""
+    """Return the name of the entry for a key in a table: the key itself, or `table.*`."""
     return key if key in table else key.partition(".")[0] + ".*"
 
 

@@ -36,8 +36,8 @@ TokenIds = tuple[NonNegative, ...]
 Biases = tuple[tuple[NonNegative, Annotated[float, Meta(ge=-100, le=100)]], ...]
 Penalty = Annotated[float, Meta(gt=0, le=10)]
 Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
-"""Time limit in seconds. Below a tenth of a second, a healthy network may be too slow; above some years, clocks
-overflow."""
+"""Time limit in seconds. Below a tenth of a second a healthy network may miss it. The upper bound keeps sums of time
+limits within the range of clocks."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]

@@ -1,9 +1,9 @@
-"""The `[simulate]` table: what stands in for hardware and workload when a run is simulated.
+"""The `[simulate]` table: the hardware and the workload that a simulated run has.
 
 The defaults describe a 7B model on one 80 GB GPU per engine, in round numbers; `flash calibrate` fits them to a
-measured run. Distributions are texts such as `constant(300)`, `normal(10, 3)`, `lognormal(1000, 1500, high=8192)`,
-`exponential(5)`: mean and standard deviation, cut at `low` (0) and `high`; or `values(1, 2, 40)`, each as likely as the
-others.
+measured run. Distributions are texts such as `constant(300)`, `normal(10, 3)`, `lognormal(1000, 1500, high=8192)` and
+`exponential(5)`, with mean and standard deviation, limited to [`low` (0), `high`]; or `values(1, 2, 40)`, all equally
+likely.
 """
 
 from __future__ import annotations
@@ -12,54 +12,55 @@ from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positi
 
 
 class SimulateConfig(Section, frozen=True):
-    """Simulated [hardware and workload](simulator.md). Lengths and times are texts: `constant(300)`, `normal(10, 3)`,
-    `exponential(5)`, `lognormal(mean, deviation, low=0, high=8192)`, `values(1, 2, 40)`."""
+    """Simulated [hardware and workload](simulator.md); only `flash simulate` uses this table. Lengths and times are
+    distributions: `constant(300)`, `normal(10, 3)`, `exponential(5)`, `lognormal(mean, deviation, low=0, high=8192)`,
+    `values(1, 2, 40)`."""
 
     gpus: Positive = 16
-    """Engines and trainers together."""
+    """Number of GPUs, of engines and trainers together."""
     rollout_gpus: Positive = 8
-    """GPUs of engines; the others train."""
+    """Number of GPUs that run engines; the others train."""
     gpus_per_engine: Positive = 1
-    """The times below are of a whole engine."""
+    """Number of GPUs per engine. The times below are those of a whole engine."""
     nodes: Positive = 1
-    """Node loops with engines."""
+    """Number of node loops among which the engines are divided."""
     step_s: NonNegativeFloat = 0.012
-    """Seconds of a decoding step by itself."""
+    """Fixed part of the time of a decoding step, in seconds."""
     sequence_s: NonNegativeFloat = 0.00006
-    """Seconds per running sequence."""
+    """Additional seconds of a decoding step per running sequence."""
     context_s: NonNegativeFloat = 2e-8
-    """Seconds per token of context."""
+    """Additional seconds of a decoding step per token of context."""
     prefill_s: NonNegativeFloat = 0.00004
-    """Seconds per uncached prompt token."""
+    """Additional seconds of a decoding step per prompt token that is not in the cache."""
     kv_tokens: NonNegative = 0
-    """KV cache of an engine, tokens; 0: unbounded."""
+    """Size of an engine's KV cache, in tokens. 0: unlimited."""
     swap_s: NonNegativeFloat = 0.5
-    """Seconds of a swap."""
+    """Seconds that an engine needs to load a version."""
     train_token_s: NonNegativeFloat = 0.0001
-    """Seconds of a GPU per token, prompts included."""
+    """Seconds of one GPU per trained token, prompts included."""
     train_step_s: NonNegativeFloat = 1.0
-    """Seconds of a step beside its tokens."""
+    """Fixed part of the time of a training step, in seconds."""
     prompt_tokens: str = "constant(300)"
-    """Of the first observation."""
+    """Length of the first observation, in tokens."""
     response_tokens: str = "lognormal(1000, 1200, low=1, high=8192)"
-    """Of one response."""
+    """Length of one response, in tokens."""
     length_correlation: Fraction = 0.0
-    """How alike answers to a prompt are in length: 0 not, 1 equal."""
+    """Correlation between the lengths of responses to the same prompt. 0: independent. 1: equal."""
     observation_tokens: str = "constant(50)"
-    """Of each later observation."""
+    """Length of each later observation, in tokens."""
     turns: str = "constant(1)"
-    """Responses of an episode."""
+    """Number of responses of an episode."""
     reset_s: str = "constant(0)"
-    """Seconds of a reset."""
+    """Seconds that the reset of an environment takes."""
     env_s: str = "constant(0)"
-    """Seconds of a step."""
+    """Seconds that a step of an environment takes."""
     reward_s: str = "constant(0)"
-    """Seconds of the reward, after the last step."""
+    """Seconds that the reward takes, after the last step."""
     fail_slow: Fraction = 0.0
-    """Share of slow environments."""
+    """Share of environments that are slow."""
     fail_slow_factor: PositiveFloat = 10.0
-    """How much slower these are."""
+    """Factor by which slow environments take longer."""
     fail_stop: Fraction = 0.0
-    """Share that never answers one of its steps."""
+    """Share of environments that never answer one of their steps."""
     success: str = "constant(0.5)"
-    """Chance of the reward 1, drawn per prompt."""
+    """Probability of the reward 1, drawn once per prompt."""

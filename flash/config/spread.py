@@ -1,10 +1,10 @@
-"""Distributions written as text, and the random numbers they are drawn with.
+"""Spread: a distribution written as text, and the random numbers that draw from it.
 
-A spread is an inverse CDF, so that a draw is a pure function of a number in (0, 1), and `uniform` makes that number
-from integers that name what is drawn. Equal names give equal draws in every process and on every machine.
+A spread is an inverse CDF, so a draw is a pure function of a number in (0, 1). `uniform` computes that number from
+integers that identify the draw. Equal integers give equal draws in every process and on every machine.
 
-`normal`, `lognormal` and `exponential` are given by their mean and standard deviation before the cut: a draw below
-`low` counts as `low`, one above `high` as `high`.
+`normal`, `lognormal` and `exponential` are given by their mean and standard deviation before limits are applied: a draw
+below `low` is set to `low`, and a draw above `high` to `high`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flash.config.decode import LONGEST_VALUE
 from flash.errors import ConfigError
 
 RARE = 1e-6
-"""Where a spread has no upper end, `upper` is what a draw exceeds with this chance."""
+"""Probability that a draw exceeds `upper` if a spread has no upper limit."""
 FORMS = (
     "constant(300)",
     "normal(10, 3)",
@@ -30,28 +30,28 @@ FORMS = (
     "uniform(5, 15)",
     "values(1, 2, 40)",
 )
-"""One example of each form, for messages."""
+"""Example of each form, for error messages."""
 
 _NORMAL = NormalDist()
 
 
 def uniform(*key: int) -> float:
-    """A number in (0, 1) that looks random and depends on nothing but the key."""
+    """Return a pseudo-random number in (0, 1) that depends only on the key."""
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
     return ((int.from_bytes(digest, "little") >> 12) + 0.5) / (1 << 52)
 
 
 class _Shape(msgspec.Struct, frozen=True):
-    """A distribution before the cut, by the three functions that draws and means need."""
+    """Distribution before limits are applied, as the three functions that draws and means need."""
 
     quantile: Callable[[float], float]
     cdf: Callable[[float], float]
     below: Callable[[float], float]
-    """E[X; X ≤ x]: the part of the mean that lies at or below x."""
+    """E[X; X ≤ x]: the part of the mean that comes from values at or below x."""
 
 
 class Spread:
-    """A distribution of lengths or seconds, cut to [low, high]."""
+    """Distribution of lengths or seconds, limited to [low, high]."""
 
     def __init__(self, text: str, shape: _Shape, low: float, high: float) -> None:
         self._text = text
@@ -63,26 +63,26 @@ class Spread:
         return self._text
 
     def draw(self, u: float) -> float:
-        """The value whose share of smaller ones is u, a number in (0, 1)."""
+        """Return the quantile of u, a number in (0, 1)."""
         return min(max(self._shape.quantile(u), self._low), self._high)
 
     def mean(self) -> float:
-        """The mean of the draws, the cut included: exact."""
+        """Return the exact mean of the draws, limits included."""
         low, high, shape = self._low, self._high, self._shape
         above = high * (1 - shape.cdf(high)) if math.isfinite(high) else 0.0
         under = low * shape.cdf(low) if math.isfinite(low) else 0.0
         return under + shape.below(high) - shape.below(low) + above
 
     def upper(self) -> float:
-        """The largest value; where there is none, the one that one draw in a million exceeds."""
+        """Return the largest possible value; without an upper limit, the value that one draw in a million exceeds."""
         return self.draw(1 - RARE) if math.isinf(self._high) else self._high
 
 
 def parse_spread(text: str) -> Spread:
-    """The distribution that a text such as `lognormal(1000, 1500, high=8192)` names.
+    """Return the distribution that a text such as `lognormal(1000, 1500, high=8192)` describes.
 
     Raises:
-        ConfigError: the text has another form, or its numbers name no distribution.
+        ConfigError: the text has another form, or its numbers describe no distribution.
     """
     name, numbers, cuts = _read(text)
     match name, numbers:
@@ -103,10 +103,15 @@ def parse_spread(text: str) -> Spread:
 
 
 def _read(text: str) -> tuple[str, list[float], dict[str, float]]:
-    """`name(1, 2, high=3)` as name, numbers and cuts."""
+    """Parse `name(1, 2, high=3)` into its name, its numbers and its limits."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python's parser says to absurd texts
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # errors of Python's parser for malformed or deeply nested texts
         raise _refused(text, "it cannot be read") from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _refused(text, "it is not of the form name(number, …)")
@@ -139,7 +144,7 @@ def _cut(text: str, shape: _Shape, cuts: dict[str, float], low: float, high: flo
 
 
 def _listed(text: str, numbers: list[float], cuts: dict[str, float]) -> Spread:
-    """Each of the numbers, as likely as the others."""
+    """Return a distribution in which each of the numbers is equally likely."""
     values, count = sorted(numbers), len(numbers)
     if cuts:
         raise _refused(text, "only distributions without listed values can be cut")

@@ -227,8 +227,8 @@ class EngineConfig(Section, frozen=True):
     """Number of tokens of a response between two deliveries from the engine to the node. If an engine dies, each of its
     responses loses at most this many tokens."""
     max_restarts: NonNegative = 3
-    """Largest number of restarts of an engine in a row, after pauses of 1, 2, 4, … s. The count begins again at 0 after
-    the engine has served ten times as long as a start takes."""
+    """Largest number of restarts of an engine in a row, after pauses of 1, 2, 4, … s. The count starts again at 0 after
+    the engine has served about ten times as long as its start took."""
     vllm: dict[str, Any] = field(default_factory=dict[str, Any])
     """[Further arguments](scaling.md#engines) for vLLM's `AsyncEngineArgs`."""
 
@@ -256,7 +256,7 @@ class EvalConfig(Section, frozen=True):
     problems: Annotated[int, Meta(gt=0, le=1_000_000)] = 128
     """Number of held-out problems."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
-    """Number of answers per problem. It is the k up to which pass@k is reported."""
+    """Number of answers per problem. If all rewards are 0 or 1, the best of these k answers gives pass@k."""
     temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] = 0.0
     """Temperature of evaluation. 0: greedy decoding."""
 

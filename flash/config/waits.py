@@ -1,4 +1,5 @@
-"""Waits that hold other waits: what they may take follows from `[deadlines]`, so that none ends before its parts."""
+"""Time limits of waits that contain other waits. They follow from `[deadlines]`, so that no wait ends before its
+parts."""
 
 from __future__ import annotations
 
@@ -7,110 +8,138 @@ import math
 from flash.config.tree import Config
 
 LONG_POLL_S = 20.0
-"""Seconds after which the hub answers a waiting request empty, so that the peer sees that the hub is alive."""
+"""Seconds after which the hub answers a waiting request with an empty reply, which shows that the hub is alive."""
 
 LONGEST_PAUSE_S = 60.0
-"""Most seconds before an engine that died starts again: what killed it may pass, and a node is not idle for long."""
+"""Largest pause before a dead engine starts again, in seconds. A pause lets the cause of the death pass; the limit
+keeps the node from being idle for long."""
 
 
 BEAT_S = 3.0
-"""Seconds after which a trainer rank shows that its process runs: often enough that, when a collective has failed after
-`deadlines.collective`, the hub knows which rank hangs."""
+"""Seconds between two heartbeats of a trainer rank. When a collective fails after `deadlines.collective`, missing
+heartbeats show the hub which rank hangs."""
 
 SILENT_S = 3 * BEAT_S
-"""Seconds after which a trainer rank counts as silent."""
+"""Seconds without a heartbeat after which a trainer rank counts as silent."""
 
 SECOND_LOOK_S = 1.0
-"""Between the moment in which a peer seems silent and the verdict: a loop that was blocked itself has to read first."""
+"""Seconds between the moment at which a peer seems silent and the decision. If the hub's own loop was blocked, it first
+has to read the messages that have arrived meanwhile."""
 
 ECHO_S = 2.0
-"""When a trainer rank is killed, the others' collectives fail, and their errors may come before the end of its own
-connection is seen: for so long the hub waits for the cause, so that a restart follows and the right rank is named."""
+"""Seconds that the hub waits for the cause of an error of a trainer rank. When a rank is killed, the collectives of
+other ranks fail, and their errors may arrive before the hub sees the end of the killed rank's connection. With this
+wait the hub restarts the ranks and names the right one."""
 
 
 def long_poll_s(config: Config) -> float:
-    """How long the hub keeps a node waiting: well below the time that the node gives it to answer."""
+    """Return the seconds that the hub keeps a node's request waiting. They are well below the node's timeout for the
+    reply."""
     return min(LONG_POLL_S, config.deadlines.request / 3)
 
 
 def news_s(config: Config) -> float:
-    """How long the hub keeps a launcher waiting for news of its ranks: well below the time until that kills it."""
+    """Return the seconds that the hub keeps a launcher's request for news of its ranks waiting.
+
+    They are well below the time after which the launcher kills a hub that does not answer.
+    """
     return min(BEAT_S, config.deadlines.hub / 3)
 
 
 def echo_s(config: Config) -> float:
-    """How long the hub keeps an error for the echo of another one: well below the time that a rank gives it."""
+    """Return the seconds that the hub holds an error back, in case it is only the echo of another error.
+
+    They are well below the timeout of the rank that reported the error.
+    """
     return min(ECHO_S, config.deadlines.request / 3)
 
 
 def emptying_s(config: Config) -> float:
-    """How long an engine may take to end or move its requests before it loads a version."""
+    """Return the seconds that an engine has to end or move its requests before it loads a version."""
     return {"drain": config.deadlines.generate, "abort": config.deadlines.swap}.get(config.rollout.swap, 0.0)
 
 
 def new_version_s(config: Config) -> float:
-    """How long an engine that serves may take from a version's announcement to its report of it."""
+    """Return the seconds that a serving engine has, from the announcement of a version to its report that the version
+    is loaded."""
     return emptying_s(config) + config.deadlines.swap + config.deadlines.request
 
 
 def first_version_s(config: Config) -> float:
-    """How long an engine may take to start and to load its first version."""
+    """Return the seconds that an engine has to start and to load its first version."""
     deadlines = config.deadlines
     return deadlines.env_reset + deadlines.engine_start + new_version_s(config)
 
 
 def taken_s(config: Config) -> float:
-    """How long a trainer rank may wait until the engines have what it has published: beyond what the hub gives them."""
+    """Return the seconds that a trainer rank waits until the engines have loaded the version that it has published.
+
+    They are longer than the time that the hub gives the engines.
+    """
     return first_version_s(config) + config.deadlines.request
 
 
 def batch_s(config: Config) -> float:
-    """The same until it has its shard: rank 0 may still be publishing meanwhile."""
+    """Return the seconds that a trainer rank waits for its shard of a batch. Rank 0 may still be publishing
+    meanwhile."""
     return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.batch
 
 
 def leaving_s(config: Config) -> float:
-    """Return how long a trainer rank may wait for the end of the run, once it has done all of its work.
+    """Return the seconds that a trainer rank waits for the end of the run, once it has done all of its work.
 
-    The rank keeps the weights during the last evaluation, in which engines may start, and die and come back.
+    The rank keeps the weights during the last evaluation, in which engines may start, die and start again.
     """
     return taken_s(config) + engine_return_s(config) + 2 * config.deadlines.step
 
 
 def kept_s(config: Config) -> float:
-    """How long a trainer rank may wait until the hub has written its state: beyond what the hub's stages last."""
+    """Return the seconds that a trainer rank waits until the hub has written its state.
+
+    They are longer than any of the hub's stages may take.
+    """
     deadlines = config.deadlines
     return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request
 
 
 def claim_s(config: Config) -> float:
-    """How long the next hub waits for nodes that have outlived the one before it: they look for it once a second, and
-    one that takes longer than a connection may take begins anew."""
+    """Return the seconds that the next hub waits for nodes that have outlived the previous hub.
+
+    Nodes look for the next hub once a second. Leases that no node has claimed by then are queued again.
+    """
     return config.deadlines.connect
 
 
 def hang_s(config: Config) -> float:
-    """How long an engine with requests may make no step: it is given up before they are."""
+    """Return the seconds after which an engine that has requests but makes no step is given up, before its requests
+    time out."""
     return min(config.deadlines.engine_step, config.deadlines.generate / 2)
 
 
 def engine_return_s(config: Config) -> float:
-    """How long a node may be without engines: each restart of the last one can end in another death, up to its load."""
+    """Return the seconds that a node may be without engines.
+
+    Each restart of its last engine can end in another death, at the latest while the engine loads its weights.
+    """
     once = config.deadlines.close + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
     return config.engine.max_restarts * once
 
 
 def lease_s(config: Config) -> float:
-    """How long a node may take from a lease to its result: an episode, in which the node may lose all of its engines,
-    its end, and the messages around it."""
+    """Return the seconds that a node has from a lease to its result.
+
+    They cover an episode in which the node may lose all of its engines, the end of the episode, and the messages around
+    it.
+    """
     deadlines = config.deadlines
     return deadlines.episode + engine_return_s(config) + deadlines.close + 2 * deadlines.request
 
 
 SHUTDOWN_MARGIN_S = 30
-"""Seconds beyond deadlines.shutdown after which what has not ended is killed: a checkpoint must not be cut off."""
+"""Seconds beyond deadlines.shutdown after which a process that has not exited is killed. The margin protects a
+checkpoint that is being written."""
 
 
 def grace_s(config: Config) -> int:
-    """Seconds in which processes that were told to end do so."""
+    """Return the seconds that a process has to exit after it was asked to."""
     return SHUTDOWN_MARGIN_S + math.ceil(config.deadlines.shutdown)
