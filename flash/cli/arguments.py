@@ -150,8 +150,8 @@ def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[st
 
     Args:
         argv: the arguments of the process, program included.
-        environment: the environment variables. `FLASH_TYPED` is removed from them, so that child processes do not inherit
-            it.
+        environment: the environment variables. `FLASH_TYPED` is removed from them, so that child processes do not
+            inherit it.
     """
     if script := environment.pop(VARIABLE, ""):
         return shlex.split(script)

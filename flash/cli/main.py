@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # For example `flash … | head`. Otherwise the interpreter would fail again when it flushes the output at its end.
+        # For example `flash … | head`. Without this, the interpreter would fail again when it flushes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except OSError as error:

@@ -118,8 +118,8 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
 
 
 def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Yield changes of the configuration, cheapest first, each with its effect and its cost. Each contains the earlier
-    ones."""
+    """Yield changes of the configuration in the order of their cost, each with its effect and cost. Earlier changes
+    stay."""
     train, cluster = config.train, config.cluster
     changes: list[str] = []
     if not train.activation_checkpointing:

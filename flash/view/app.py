@@ -1,6 +1,7 @@
-"""The page over HTTP, and what it asks for. It only reads, and answers only who calls it by a name of this machine.
+"""The page over HTTP, and the data that it requests.
 
-No path of a request reaches the file system: files are served by name, runs are asked for by their number.
+The server only reads. It answers only requests that use a host name of this machine. No path of a request reaches the
+file system: static files have fixed names, and a request names a run by its number.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript
 ASSETS = {
     f"/{file.name}".replace("/index.html", "/"): file for file in sorted(STATIC.iterdir()) if file.suffix in MEDIA_TYPES
 }
-"""Every file that is served."""
+"""Files that are served, by the path of their URL."""
 HOSTS = ("127.0.0.1", "localhost")
-"""Names by which the page is called. Others, which a strange site may let lead here, are refused."""
+"""Host names that a request may use. Others are refused: a foreign site could let its own name point to this machine
+(DNS rebinding) and so read the page."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -47,48 +49,48 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
-    # Plotly puts style elements into the page; scripts are ours and Plotly's alone.
+    # Plotly inserts style elements into the page. Scripts come only from this server.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
-"""On every answer: what a model wrote must never run in the page."""
+"""Headers of every response. Texts of a model are shown in the page and must never run as scripts."""
 DIGITS = 15
-"""Of a number in a question: JavaScript's are exact as far."""
+"""Largest number of digits of an integer in a query: JavaScript's numbers are exact up to 15 digits."""
 
 
 T = TypeVar("T")
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""Unix seconds in which floats still tell moments apart."""
+"""Unix time in seconds, limited to a range in which floats distinguish nearby moments."""
 
 
 class TimeRange(msgspec.Struct, frozen=True):
-    """Of a run's time, in Unix seconds; None: its beginning, its end."""
+    """Part of a run's time, in Unix seconds. None: the beginning, or the end, of the run."""
 
     start: Seconds | None = None
     stop: Seconds | None = None
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """One of the runs."""
+    """Description of a run in the list of runs."""
 
     name: str
     path: str
     shown: bool
-    """From the start."""
+    """True if the page shows the run from the start."""
     facts: dict[str, str]
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What the page begins with."""
+    """Data that the page needs at its start."""
 
     runs: list[RunFacts]
     charts: Sequence[DrawnChart]
 
 
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
-    """The application for these runs; the first few are shown from the start."""
+    """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
     def contents(_: Request) -> Contents:
         told = [
@@ -141,7 +143,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
 
 
 def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
-    """The runs without those that cannot be read, which take nothing from the others."""
+    """Yield the newest numbers of each run that can be read. A run that cannot be read must not affect the others."""
     for run in runs:
         with suppress(FlashError):
             yield run.latest()
@@ -156,7 +158,7 @@ def _number(request: Request, name: str, below: int | None = None) -> int:
 
 
 def _decoded(request: Request, kind: type[T]) -> T:
-    """The questions of a request; `run` is asked for on its own."""
+    """Convert the query of a request, without `run`, to a struct. Raises HTTPException if a value is invalid."""
     questions = {name: text for name, text in request.query_params.items() if name != "run"}
     try:
         return msgspec.convert(questions, kind, strict=False)
@@ -164,7 +166,7 @@ def _decoded(request: Request, kind: type[T]) -> T:
         raise HTTPException(400, str(error)) from error
 
 
-# Plain functions as endpoints run in threads: reading and encoding block nobody.
+# Starlette runs endpoints that are plain functions in threads, so reading and encoding do not block the event loop.
 def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Response]:
     def handle(request: Request) -> Response:
         return Response(msgspec.json.encode(answer(request)), media_type="application/json")
@@ -180,7 +182,7 @@ def _asset(file: Path) -> Callable[[Request], Response]:
 
 
 def _plotly(_: Request) -> Response:
-    """Five megabytes, the same for as long as the page is served."""
+    """Return the script of Plotly. Browsers cache it: it has five megabytes and does not change."""
     return Response(_plotly_script(), media_type="text/javascript", headers={"cache-control": "private, max-age=3600"})
 
 
@@ -196,11 +198,11 @@ def _failed(_: Request, error: Exception) -> Response:
 
 
 class _WithHeaders:
-    """ASGI middleware; what an answer says for itself stays."""
+    """ASGI middleware that adds HEADERS to each response. Headers that a response already has are kept."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         await self._app(scope, receive, with_headers(send, HEADERS))

@@ -1,6 +1,6 @@
-"""The charts of the overview, as the page is told of them: what each draws of a run's rows, and in which words.
+"""Charts of the overview, in the form that the page gets: the curves of each chart and its explanation.
 
-All of it stands in the table of columns.
+All of it comes from the table of columns, `flash.observe.columns.table`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ Dash = Literal["solid", "dot", "dash"]
 DASHES: Sequence[Dash] = ("solid", "dot", "dash")
 
 ALWAYS = ("step", "wall_s", "time")
-"""Of each row: where it stands on an axis."""
+"""Columns that every row needs, for the position of its values on an axis."""
 INTERVAL = ("low", "high")
-"""Of an evaluation's mean."""
+"""Columns with the confidence interval of an evaluation's mean."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One curve of a chart."""
+    """Curve of a chart."""
 
     key: str
     """Name of its column. With a star, each column that has any text in place of the star is a curve."""
     name: str
-    """Beside others; of several columns what comes before the rest of theirs."""
+    """Label of the curve if the chart has several. For a column with a star it comes before the rest of the column's
+    name."""
     dash: Dash
-    """How it differs from the others."""
+    """Dash style, which distinguishes the curves of a chart."""
 
 
 class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture, for people who see it for the first time."""
+    """Chart with an explanation for people who see it for the first time."""
 
     id: str
     title: str
@@ -45,14 +46,14 @@ class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
     means: str
     worry: str
     of: Literal["steps", "evals"]
-    """The rows it is drawn from."""
+    """Kind of rows from which the chart is drawn."""
     unit: str
     percent: bool
     log: bool
     from_zero: bool
-    """Whether a linear axis shows 0."""
+    """True if a linear axis includes 0."""
     limit: float | None
-    """From where on to worry, as a line."""
+    """Value beyond which the user should worry, drawn as a line. None: no line."""
 
 
 def _drawn(chart: Chart) -> DrawnChart:
@@ -77,7 +78,8 @@ def _drawn(chart: Chart) -> DrawnChart:
 
 
 def _told(texts: Iterable[tuple[Column, str]]) -> str:
-    """Sentences about columns, each after the column's label where there are several; each text once."""
+    """Join sentences about columns. Each follows the labels of its columns if there are several texts; equal texts are
+    joined."""
     by_text: dict[str, list[str]] = {}
     for column, text in texts:
         if text:
@@ -89,7 +91,7 @@ def _told(texts: Iterable[tuple[Column, str]]) -> str:
 
 
 DRAWN = [_drawn(chart) for chart in CHARTS]
-"""In the order in which they are shown."""
+"""Charts, in the order in which they are shown."""
 
 
 def _wanted(of: Kind, more: Sequence[str]) -> re.Pattern[str]:
@@ -101,7 +103,7 @@ _WANTED = {"step": _wanted("step", ()), "evaluation": _wanted("evaluation", INTE
 
 
 def values(rows: Iterable[Row], of: Kind) -> list[dict[str, float]]:
-    """What the charts draw of these rows: finite numbers."""
+    """Return the finite numbers of these rows that the charts draw."""
     wanted = _WANTED[of]
     return [
         {key: value for key in row if wanted.fullmatch(key) and (value := number(row, key)) is not None} for row in rows

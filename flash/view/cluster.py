@@ -1,4 +1,4 @@
-"""What the page of the cluster shows: the newest picture, and its numbers as people read them."""
+"""Cluster page: the newest snapshot of the cluster, and its numbers as text."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ from flash.observe.rundir.rundir import RunDirectory
 
 
 class ShownNumber(msgspec.Struct, frozen=True):
-    """A tile, or a column of the table of engines."""
+    """Number with its explanation: a tile, or a column of the table of engines."""
 
     title: str
     means: str
     worry: str
     text: str = ""
-    """Of a tile."""
+    """Value of a tile; empty for a column."""
 
 
 class ShownCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to show."""
+    """Content of the cluster page."""
 
     picture: Cluster | None
+    """Newest snapshot; None if there is none or if it cannot be read."""
     now: float
-    """By this machine's clock, in Unix seconds."""
+    """Time of this machine's clock, in Unix seconds."""
     there: bool
-    """Whether there is a file: without a picture, it is none that this version reads."""
+    """True if the file exists. If `picture` is None although the file exists, this version of Flash cannot read the
+    file."""
     tiles: Sequence[ShownNumber] = ()
     figures: Sequence[ShownNumber] = ()
     """Columns of the table of engines."""
     engines: dict[int, list[str]] = {}
-    """By their numbers, a text for each of these columns."""
+    """Rows of the table of engines, by the engine's number: a text for each column of `figures`."""
 
 
 FIGURES = [
     ShownNumber(capital(column.label), count.means, count.worry)
     for column, count in zip(columns("engine"), EACH_ENGINE, strict=True)
 ]
+"""Columns of the table of engines, without values."""
 
 
 def show_cluster(directory: RunDirectory) -> ShownCluster:
-    """The newest picture of a run's cluster."""
+    """Return the cluster page of a run, from the newest snapshot."""
     picture = read_cluster(directory)
     there, now = directory.cluster.exists(), time.time()
     if picture is None:

@@ -1,8 +1,8 @@
-"""The last numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
+"""Newest numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
 
-Each column of the table is a metric, one whose name holds a kind, as failures by reason, with that as a label. All are
-gauges: a run that goes back takes counters back with it. Format: "Exposition formats", version 0.0.4, in Prometheus's
-documentation.
+Each column of the table of columns is a metric. A column whose name contains a kind, such as failures by reason, is one
+metric with the kind as a label. All metrics are gauges: a run that goes back to a checkpoint also lowers its counters.
+Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from flash.view.charts import DRAWN, DrawnChart
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROWS: Sequence[Kind] = ("step", "evaluation")
-"""Of which the last one is told."""
+"""Kinds of rows of which the last one is reported."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8
 """Grafana's grid has 24 columns."""
 
 Values = Callable[["Latest"], Iterable[tuple[str, float]]]
-"""Of a run: each value with its kind, which is empty where there are none."""
+"""Function that returns the values of a metric for a run, each with its kind. The kind is empty if the metric has
+none."""
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """What a run has to tell now."""
+    """Newest state of a run."""
 
     name: str
     steps: Mapping[str, float]
-    """The last step's row."""
+    """Row of the last step."""
     evals: Mapping[str, float]
     ended: bool
     cluster: Cluster | None = None
 
 
 def exposition(runs: Sequence[Latest]) -> str:
-    """One answer to a scrape."""
+    """Return the text that Prometheus reads in one scrape."""
     lines: list[str] = []
     for metric, help_, values, label in _metrics():
         samples = [
@@ -56,7 +57,7 @@ def exposition(runs: Sequence[Latest]) -> str:
 
 
 def dashboard() -> dict[str, Any]:
-    """For Grafana's import: a panel for each chart, for all runs or those that are picked."""
+    """Return a dashboard that Grafana can import: a panel for each chart, for all runs or for selected ones."""
     return {
         "title": "Flash",
         "uid": "flash-runs",
@@ -88,7 +89,7 @@ ENDED = "flash_ended"
 
 
 def _metrics() -> Iterator[tuple[str, str, Values, str]]:
-    """Of each metric its name, its help, its values, and the label that tells these apart."""
+    """Yield each metric: its name, its help text, its values, and the label that distinguishes the values."""
     yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))], KIND
     for of in ROWS:
         for column in columns(of):
@@ -125,7 +126,10 @@ def _of_column(column: Column, of: Kind) -> Values:
 
 
 def _metric(column: Column, of: Kind) -> str:
-    """A valid name; where a column is one and also begins several, as `failures`, the several are told apart."""
+    """Return a valid name of the metric of a column.
+
+    A column such as `failures` may have the same beginning as columns by kind, so those get a suffix.
+    """
     name = re.sub(r"[^a-z0-9]+", "_", re.sub("STAT", "stat", column.name)).strip("_")
     return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.has_placeholder else ''}"
 
@@ -139,7 +143,7 @@ def _escaped(label: str) -> str:
 
 
 def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
-    """What all panels have."""
+    """Return the fields that all panels have."""
     row, column = divmod(place, PANELS_PER_ROW)
     return {
         "id": place + 1,

@@ -1,4 +1,4 @@
-"""The runs that are looked at, followed while they go on."""
+"""Runs that the page shows, read continuously while they are in progress."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from flash.view.charts import values
 from flash.view.prometheus import Latest
 
 MOST_ROWS = 5000
-"""Rows of one answer: who wants more asks again."""
+"""Largest number of rows in one response. The page requests the rest with further requests."""
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """What came since somebody asked."""
+    """Rows of a run that are new since the last request of the page."""
 
     life: str
-    """Another one than that of the question: forget what you had, these are the first ones."""
+    """Identifies the sequence of rows. If it differs from that of the request, the page must drop all earlier rows:
+    these rows are then the first ones."""
     steps: list[dict[str, float]]
     evals: list[dict[str, float]]
     more: bool
-    """There are others already."""
+    """True if there are more rows that can be requested now."""
     ended: bool
-    """The run has summed itself up."""
+    """True if the run has written its summary."""
     gone: bool
-    """Its directory was moved or removed."""
+    """True if the run directory was moved or removed."""
 
 
 class ViewedRun:
-    """One run directory. Several threads may ask. A name of a folder may hold anything: it is told escaped."""
+    """Run directory whose files are followed. Its methods may be called from several threads.
+
+    The name of a folder may contain any character, so it is escaped.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = one_line(name)
@@ -50,11 +54,11 @@ class ViewedRun:
         self._born = uuid4().hex
 
     def facts(self) -> dict[str, str]:
-        """What it is a run of, from its configuration."""
+        """Return a description of the run from its configuration."""
         return self.directory.facts()
 
     def rows(self, life: str, steps: int, evals: int) -> Rows:
-        """What came since somebody had so many rows of this life."""
+        """Return the rows that are new for a page that has `steps` and `evals` rows of the sequence `life`."""
         with self._lock:
             self._steps.read()
             self._evals.read()
@@ -72,7 +76,7 @@ class ViewedRun:
         )
 
     def latest(self) -> Latest:
-        """The last rows, as Prometheus has them."""
+        """Return the last row of each kind and the state of the cluster, for Prometheus."""
         with self._lock:
             self._steps.read()
             self._evals.read()
@@ -80,14 +84,14 @@ class ViewedRun:
         return Latest(self.name, steps, evals, self.directory.has_ended(), read_cluster(self.directory))
 
     def spans(self) -> Sequence[Activity]:
-        """All bars of the timeline so far."""
+        """Return all activities of the timeline so far."""
         with self._lock:
             self._spans.read()
             return list(self._spans.rows)
 
 
 def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
-    """The runs of these directories, each once, under names as short as tell them apart."""
+    """Return the runs in these directories, each once, under the shortest names that distinguish them."""
     whole = list(dict.fromkeys(path.resolve() for path in paths))
     names = {path: _name(path, whole) for path in whole}
     return [ViewedRun(path, names[path]) for path in whole]

@@ -1,4 +1,4 @@
-"""The readable samples of a run: found by what they are, and shown token by token."""
+"""Readable samples of a run: search by their properties, and display token by token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
 from flash.types import Span, TokenUse
 
 MOST_FOUND = 100
-"""Samples of one answer."""
+"""Number of found samples after which a search stops, at the end of a step."""
 MOST_BYTES = 32 << 20
-"""Of text that is read for one answer: a search of a long run is continued by the next one."""
+"""Size of text, in bytes, that one search reads before it stops. The next search continues from there."""
 MOST_STEPS = 300
-"""Whose files are read for one answer."""
+"""Largest number of steps whose files one search reads."""
 NAMES = {use.value: use.name for use in TokenUse}
+"""Name of each `TokenUse`, by its value."""
 EXCERPT = 160
-"""Characters of a response in the list."""
+"""Largest length of the excerpt of a response in the list, in characters."""
 DIGITS = 4
-"""Of a number of a token."""
+"""Number of decimals of a token's values."""
 
 Bound = float | None
 FloatArray = npt.NDArray[np.float64]
@@ -34,13 +35,13 @@ T = TypeVar("T")
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
-    """Which samples; bounds are meant with their ends."""
+    """Search for samples. Bounds are inclusive, and None means no bound."""
 
     before: Annotated[int, Meta(ge=0)] | None = None
-    """Steps below this one only: where an earlier answer ended."""
+    """Search only steps below this one, where an earlier search has stopped. None: start with the newest step."""
     step: Annotated[int, Meta(ge=0)] | None = None
     environment: str = ""
-    """Its name in a mixture of several, or a part of it."""
+    """Part of the environment's name, in a mixture of several environments."""
     outcome: str = ""
     reward_min: Bound = None
     reward_max: Bound = None
@@ -50,13 +51,14 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     age_max: Bound = None
     time_min: Bound = None
     time_max: Bound = None
-    """Unix seconds: between them a response was generated, or the environment made its step after it."""
+    """End of a time range in Unix seconds, whose start is `time_min`. A sample is found if the generation of a response
+    or the environment's step after it overlaps the range."""
     text: str = ""
-    """In what was shown, said or noted; upper and lower case are the same."""
+    """Text to find in observations, responses or notes. Upper and lower case are not distinguished."""
 
 
 class FoundSample(msgspec.Struct, frozen=True):
-    """A sample in the list."""
+    """Sample in the list of search results."""
 
     step: int
     group_id: int
@@ -66,37 +68,37 @@ class FoundSample(msgspec.Struct, frozen=True):
     reward: float
     turns: int
     tokens: int
-    """Of its responses."""
+    """Number of tokens of its responses."""
     age: int
-    """Of its oldest token."""
+    """Age of its oldest token, in versions."""
     excerpt: str
 
 
 class FoundSamples(msgspec.Struct, frozen=True):
-    """What a query has found, the newest first."""
+    """Result of a search, the newest samples first."""
 
     samples: list[FoundSample]
     searched_to: int | None
-    """Ask again with `before` of this step; None: nothing older is left."""
+    """Value of `before` for a search that continues this one. None: no older step is left."""
     newest: int | None
-    """The last step that has readable samples."""
+    """Last step that has readable samples; None if no step has any."""
 
 
 class ShownTurn(msgspec.Struct, frozen=True):
-    """A turn with its response's tokens; lists are one item per token, or empty where that is not known."""
+    """Turn with the tokens of its response. Lists have one item per token, or are empty if the values are unknown."""
 
     observation: str
     tokens: list[str]
     versions: list[int]
     ages: list[int]
     logprobs: list[float | None]
-    """With which they were sampled."""
+    """Log-probs with which the tokens were sampled."""
     log_ratios: list[float | None]
-    """Of the policy before the step to the one that sampled: their log-probs' difference."""
+    """Log-probs under the policy before the step, minus those with which the tokens were sampled."""
     advantages: list[float | None]
     entropies: list[float | None]
     uses: list[str]
-    """Names of `TokenUse`."""
+    """Names of `TokenUse`: how the trainer used each token."""
     reward: float
     generate_s: float
     env_s: float
@@ -106,11 +108,11 @@ class ShownTurn(msgspec.Struct, frozen=True):
 
 
 AS_IT_WAS = [name for name in SampleTurn.__struct_fields__ if name in ShownTurn.__struct_fields__]
-"""What of a turn is shown as it is kept."""
+"""Fields of a turn that are copied without a change."""
 
 
 class ShownSample(msgspec.Struct, frozen=True):
-    """A member of a group."""
+    """Sample of a group."""
 
     sample_index: int
     outcome: str
@@ -121,12 +123,12 @@ class ShownSample(msgspec.Struct, frozen=True):
 
 
 class ShownGroup(msgspec.Struct, frozen=True):
-    """The readable members of a group, side by side."""
+    """Readable samples of a group, shown side by side."""
 
     step: int
     group_id: int
     rewards: list[float]
-    """Of all its members in the step's batch."""
+    """Rewards of all samples of the group in the step's batch, including samples that are not readable."""
     samples: list[ShownSample]
 
 
@@ -138,7 +140,7 @@ def find(
     most_bytes: int = MOST_BYTES,
     most_steps: int = MOST_STEPS,
 ) -> FoundSamples:
-    """The newest samples that a query means."""
+    """Return the newest samples that match a query."""
     steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
     if query.step is not None:
@@ -190,19 +192,20 @@ def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
 
 
 def _under_way(query: Query, turn: SampleTurn) -> bool:
+    """Return True if a turn overlaps the time range of a query."""
     begun = query.time_max is None or turn.start <= query.time_max
     return begun and (query.time_min is None or query.time_min <= turn.start + turn.generate_s + turn.env_s)
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
-    """The readable members of a group."""
+    """Return the readable samples of a group."""
     samples = [one for one in read_samples(directory, step, group_id) if _whole(one)]
     rewards = samples[0].group_rewards if samples else []
     return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
 
 
 def _whole(sample: Sample) -> bool:
-    """Whether its parts fit each other: a file may be damaged and still have the right form."""
+    """Return True if the parts of a sample have consistent lengths. A damaged file may still have the right form."""
     count = sum(map(_length, sample.action_spans))
     values = [getattr(sample.values, name) for name in TokenValues.__struct_fields__]
     return (
@@ -222,7 +225,8 @@ def _shown(sample: Sample) -> ShownSample:
     lengths = [_length(spans[turn]) for turn in order]
 
     def by_turn(each: Sequence[T]) -> list[list[T]]:
-        """What is one per action token, in the order of the tokens: of each turn. Empty where there is none."""
+        """Divide values that belong to action tokens, in token order, into one list per turn. No values: empty
+        lists."""
         if not each:
             return [[] for _ in spans]
         of_turn = dict(zip(order, _parts(each, lengths), strict=True))
@@ -259,7 +263,7 @@ def _shown(sample: Sample) -> ShownSample:
 
 
 def _numbers(values: Sequence[float] | FloatArray) -> list[float | None]:
-    """Rounded; NaN has no place in JSON."""
+    """Round values, and replace values that are not finite by None, because JSON has no NaN."""
     rounded = np.round(np.asarray(values, dtype=np.float64), DIGITS)
     return [value if known else None for value, known in zip(rounded.tolist(), np.isfinite(rounded), strict=True)]
 

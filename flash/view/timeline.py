@@ -1,4 +1,4 @@
-"""What a timeline shows of a window of time: bars, or shares of time where single bars would be too thin to see."""
+"""Timeline of a window of time: bars, or shares of time if single bars would be too thin to see."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flash.observe.plots.timeline import COLOURS, IDLE, OTHER, lane_order, lane_
 from flash.types import Activity
 
 MOST_BARS = 3000
-"""In one picture: what a browser draws at once."""
+"""Largest number of bars in one picture, which a browser can still draw at once."""
 FEWEST_BARS = 60
-"""Of one lane, however many there are."""
+"""Number of bars that each lane may have, even if there are many lanes."""
 SHARES = 4
-"""Bars of one bin of time, about."""
+"""Expected number of bars per bin of time; it determines the number of bins."""
 
 
 class LaneBar(msgspec.Struct, frozen=True, array_like=True):
-    """A rectangle: from when, how many seconds, and which part of the lane's height, from 0 to 1."""
+    """Rectangle: start in Unix seconds, length in seconds, and its part of the lane's height, from 0 to 1."""
 
     name: str
     start: float
@@ -29,28 +29,31 @@ class LaneBar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShownLane(msgspec.Struct, frozen=True):
-    """One row."""
+    """Row of the timeline."""
 
     name: str
     busy: float
-    """Share of the window spent on anything but waiting."""
+    """Share of the window in which the lane did anything but wait."""
     bars: list[LaneBar]
     exact: bool
-    """Each bar is one activity; else heights are shares of a bin of time."""
+    """True if each bar is one activity. False: the heights of bars are shares of a bin of time."""
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A part of a run's time, in Unix seconds."""
+    """Part of a run's time, in Unix seconds."""
 
     start: float
     stop: float
     lanes: list[ShownLane]
     colours: dict[str, str]
-    """Of each activity in it."""
+    """Colour of each activity in the window."""
 
 
 def show_window(spans: Sequence[Activity], start: float | None, stop: float | None) -> Window | None:
-    """What was going on between two moments, or from or to the ends of the run; None where nothing is recorded."""
+    """Return the activities between two moments; None if no activity is recorded.
+
+    A bound of None is the start, or the end, of the recorded time.
+    """
     spans = [span for span in spans if span.stop > span.start]
     if not spans:
         return None
@@ -83,7 +86,7 @@ def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most:
 
 
 def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[LaneBar]:
-    """In each bin the shares of its activities, work below, waiting on top."""
+    """Yield the bars of each bin: shares of its activities, stacked with work below and waiting on top."""
     width = float(edges[1] - edges[0])
     floor = np.zeros(len(edges) - 1)
     for name in sorted(shares, key=lambda name: name in IDLE):

@@ -1,4 +1,4 @@
-"""What holds for every environment, whatever run.toml names: nothing here needs to change when you change yours."""
+"""Tests that hold for every environment. They use the one that run.toml names and need no change if you replace it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import flash
 
 CONFIG = flash.load("run.toml")
 ANSWERS = ["an answer"] * CONFIG.rollout.max_turns
-"""Whatever a model may say; an episode takes as many as it has turns."""
+"""Answers of a model, one for each turn of an episode. Their text does not matter."""
 
 
 def test_an_episode_can_be_played_whatever_is_answered() -> None:
-    # `flash.play` raises where the environment breaks its interface.
+    # `flash.play` raises an error if the environment breaks its interface.
     for answers in (ANSWERS, [""] * len(ANSWERS), ["ä\n?" * 9] * len(ANSWERS)):
         for seed in range(20):
             assert flash.play(CONFIG, answers, seed).shown[0]

@@ -1,4 +1,4 @@
-"""What should hold of the words and their rewards: replace it with the tests of your own."""
+"""Tests of the words and their rewards. Replace them with tests of your own environment."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Commands that read what a run has left, or leaves, in its directory; each like those of `flash.cli`."""
+"""Commands that read the run directory of a run, finished or in progress. They have the form of those in
+`flash.cli`."""

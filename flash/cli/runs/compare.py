@@ -1,4 +1,4 @@
-"""`flash compare`: runs side by side."""
+"""`flash compare`: compare the results and the configurations of several runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the runs came to, and where they were configured apart."""
+    """Print the results of the runs, and the settings in which they differ."""
     runs = [read_run(run_directory(path).path) for path in (arguments.run_dir, *arguments.other)]
     apart = differences(runs)
     rows = [("run", [str(run.path) for run in runs]), *results(runs)]

@@ -1,4 +1,4 @@
-"""`flash export`: the weights of a run or of a checkpoint as a model folder."""
+"""`flash export`: write the weights of a run or of a checkpoint as a model folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder, and say what is in it."""
+    """Write the folder, and print what it contains."""
     named: Path = arguments.weights.absolute()
     folder: Path = arguments.folder
     check_folder_writable(folder)
-    # A checkpoint lies in RUN_DIR/checkpoints.
+    # Checkpoints are folders of RUN_DIR/checkpoints.
     directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
     config = load([directory.config], of_run(str(named)))
     if arguments.dtype is not None and config.lora is not None and not arguments.merge:

@@ -17,7 +17,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, and say which files were written."""
+    """Draw the plots, and print the names of the files."""
     from flash.observe.plots.plots import write_plots
 
     paths = write_plots(run_directory(arguments.run_dir).path)

@@ -1,4 +1,4 @@
-"""`flash replay`: train again what a run has trained, from its recorded batches."""
+"""`flash replay`: repeat the training of a run from its recorded batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from flash.run.replay import Comparison, plan, refuse_idle, replay
 from flash.text import one_line
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
-"""Metrics that are printed, each beside what the run had."""
+"""Metrics that are printed, each beside its value in the run."""
 WIDTH = 13
+"""Width of a printed column, in characters."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -35,7 +36,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, print each step beside what the run had, and compare with its checkpoints."""
+    """Repeat the training, print the metrics of each step beside those of the run, and compare with its checkpoints."""
     check_writable(arguments.json)
     check_folder_writable(arguments.export)
     directory = run_directory(arguments.run_dir)

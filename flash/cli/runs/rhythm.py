@@ -1,4 +1,4 @@
-"""`flash rhythm`: what the attention of a model makes of a text, or of the responses that a run has trained."""
+"""`flash rhythm`: show the attention of a model in a text, or in responses that a run has trained."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from flash.run.rhythm import RhythmResponses
 
 SAMPLES = 8
-"""Recorded samples that are looked at where no number is given."""
+"""Default number of recorded samples that are examined."""
 
 
 class Under(NamedTuple):
-    """The weights that are looked at."""
+    """Weights that are examined."""
 
     model: ModelConfig
-    """Its path is a folder for as long as the command runs, or a hub id."""
+    """Model settings. Their path is a hub id, or a folder that exists until the command ends."""
     named: str
-    """What they are, for people."""
+    """Description of the weights for the output."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, print, draw and write."""
+    """Examine the responses, print the result, and write the plot and the JSON file if named."""
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.run.rhythm import look_at, options_with
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> Config | None:
-    """The run's; None where a model was named."""
+    """Return the configuration of the run; None if the user has named a model."""
     directory = RunDirectory(Path(arguments.what))
     if directory.config.is_file():
         return load(directory.config, ["run.resume=false"])
@@ -93,7 +93,7 @@ def _config(arguments: argparse.Namespace) -> Config | None:
 
 
 def _check(arguments: argparse.Namespace, config: Config | None) -> None:
-    """No option that would have no effect, and no number that means nothing."""
+    """Refuse options that would have no effect, and numbers without a meaning."""
     for override in arguments.config:
         if "=" not in override:
             raise ConfigError(f"{override!r}: expected KEY=VALUE, an option of [algorithm.rhythm]")

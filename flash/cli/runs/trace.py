@@ -1,4 +1,4 @@
-"""`flash trace`: a run's timeline for Perfetto."""
+"""`flash trace`: write a run's timeline in a format that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file, and say where it is."""
+    """Write the file, and print its name."""
     directory = run_directory(arguments.run_dir)
     output: Path = arguments.output or directory.path / "trace.json"
     check_writable(output)

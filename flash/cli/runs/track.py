@@ -53,7 +53,7 @@ def _send(directory: RunDirectory, name: TrackerName, project: str | None) -> in
                 tracking.close(failed=False)
         except FlashError:
             raise
-        except Exception as error:  # foreign code, which may raise anything
+        except Exception as error:  # the tracker's package may raise any error
             where = "rows that it has received are written down, and the same command sends the rest"
             raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; {where}") from error
     return rows

@@ -1,4 +1,4 @@
-"""`flash view`: a page in the browser that shows runs, while they go on and afterwards."""
+"""`flash view`: show runs on a page in the browser, in progress or finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 PORT = 8710
+"""Default TCP port of the page."""
 NEEDED = ("starlette", "uvicorn", "plotly")
+"""Packages that the page needs."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -31,7 +33,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say where the page is, and serve it until an interrupt."""
+    """Print the address of the page, and serve it until an interrupt."""
     named: list[Path] = arguments.run_dir
     paths = [run_directory(path).path for path in named] or runs_in(OUTPUTS, "view")
     if not 0 <= arguments.port <= 65535:

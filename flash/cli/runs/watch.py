@@ -1,4 +1,4 @@
-"""`flash watch`: a run on one screen of a terminal, while it goes on and afterwards."""
+"""`flash watch`: show a run on one screen of a terminal, in progress or finished."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from flash.cli.arguments import OUTPUTS, CommandParsers, run_directory, runs_in
 
 EVERY_S = 1.0
+"""Seconds between two updates of the screen."""
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -19,7 +20,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw it again every second, until an interrupt."""
+    """Draw the run every second until an interrupt, or once if the output is no terminal."""
     from rich.console import Console
     from rich.live import Live
 
