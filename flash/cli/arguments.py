@@ -1,5 +1,4 @@
-"""Arguments that several commands share: run directories, output files and hubs; and error messages for mistyped
-ones."""
+"""Arguments that several commands share (run directories, output files, hubs), and error messages for mistyped ones."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def run_directory(path: Path) -> RunDirectory:
 
 
 def runs_in(folder: Path, command: str) -> list[Path]:
-    """Return the run directories in a folder, the newest first. `command` is the calling command, for the error
-    message.
+    """Return the run directories in a folder, the newest first. `command`: the calling command, for the error message.
 
     Raises:
         ConfigError: the folder contains no run.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flash.run.checks.doctor import Found
 
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
-"""Beginnings of import paths whose objects run programs in sandboxes."""
+"""Beginnings of the import paths of objects that run programs in sandboxes."""
 OF_SANDBOXES = {"sandboxes", "box"}
 """Names of options that describe sandboxes."""
 CONFIG_S = 90.0

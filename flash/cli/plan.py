@@ -83,6 +83,7 @@ def _ranks(config: Config) -> int:
 
 
 def _trainer(config: Config, memory: RankMemory) -> str:
+    """Return the table of a trainer rank's memory."""
     tokens = config.train.max_tokens_per_microbatch
     kept = "float32" if config.lora is None else f"{config.model.dtype}, adapters in float32"
     rows = [

@@ -1,7 +1,7 @@
 """Common part of `flash eval` and `flash rollout`: play a model in the environment of a config, without training.
 
-Both commands accept the arguments of `flash train`, with `--model` to replace `model.path`; or a run directory, whose
-configuration and newest weights are used; or a model together with `--env`. They write nothing to the run directory.
+Both commands accept the arguments of `flash train`, with `--model` to replace `model.path`; or a run directory, with
+its configuration and newest weights; or a model together with `--env`. They write nothing to the run directory.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ def undivided_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
+    """Yield the problems of the advantage estimator: groups of one sample, which it cannot compare, or an unused
+    discount."""
     algorithm, teacher = config.algorithm, config.algorithm.teacher
     counts = teacher is None or teacher.reward
     if config.rollout.group_size == 1 and advantage in COMPARING and counts:
@@ -114,15 +116,15 @@ def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigPro
 
 
 def is_off_policy(config: Config) -> bool:
-    """Return True if the objective has to correct for the age of samples, because they may be old and nothing else
-    corrects."""
+    """Return True if the objective must correct for the age of samples: they may be old, and nothing else corrects
+    it."""
     weighed = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
     return config.train.async_ratio > 0 and not weighed and not config.train.allow_uncorrected
 
 
 def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Yield the problems of law 6 (training on old samples needs a correction), and of options that need samples with
-    an age."""
+    """Yield the problems of law 6: training on old samples needs a correction. Also those of options that need old
+    samples."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
     corrected = corrected or config.train.allow_uncorrected
@@ -154,8 +156,7 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
 
 
 def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Yield the problems of law 6 within a step: after the first update, a batch's samples are those of an older
-    policy."""
+    """Yield the problems of law 6 within a step: after the first update, the samples are those of an older policy."""
     train = config.train
     if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
         message = (
@@ -167,6 +168,8 @@ def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
 
 
 def _critic(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
+    """Yield the problems of the critics: a missing or unused table, too long a warm-up, or more critics than
+    samples."""
     critic = config.critic
     if advantage == "gae" and critic is None:
         message = "is missing: advantage 'gae' takes its values from a critic; an empty [critic] table gives one"
@@ -264,6 +267,7 @@ def _longest(config: Config) -> int:
 
 
 def _rhythm(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the problems of `algorithm.rhythm`: options without effect, and a distance beyond the longest response."""
     rhythm = config.algorithm.rhythm
     if rhythm is None:
         return

@@ -84,6 +84,7 @@ def vllm_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
+    """Return the error message for an argument of vLLM; None if the argument is valid. `known`: names that vLLM has."""
     why = next((why for pattern, why in NOT_PASSED.items() if fnmatch(name, pattern)), None)
     if why is not None:
         return f"is not passed on: {why}"
@@ -102,7 +103,7 @@ def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
 
 
 def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
-    """Yield the problems of arguments whose values would affect weights or the distribution of sampled tokens."""
+    """Yield the problems of argument values that would affect weights or the distribution of sampled tokens."""
     given, table = config.engine.vllm, "engine.vllm"
     if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
         message = "is of weights that are quantized in their files, and each version comes as it is trained"

@@ -55,6 +55,7 @@ def template_rule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
+    """Yield the settings that do not fit the model in a local folder. `file` is its config.json."""
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -273,6 +273,7 @@ def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
 
 
 def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
+    """Return the bounds of a number in words, with a leading space; empty if it has none."""
     highest = number.le if number.le != MOST else None  # MOST is mentioned only in the message for a larger value
     if number.ge is not None and highest is not None:
         return f" from {_limit(number.ge)} to {_limit(highest)}"

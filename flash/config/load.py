@@ -177,6 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError if the file is missing, cannot be read, or is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -247,7 +248,7 @@ def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]
 
 @cache
 def _tagged_tables() -> dict[str, str]:
-    """Return the path and tag field of every key whose value is a table of one of several kinds."""
+    """Return the path and tag field of every key that holds a table of one of several kinds."""
     found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
     return {path: tag for path, tag in found if tag is not None}
 

@@ -61,7 +61,7 @@ COMPILER_TIMEOUT_S = 20.0
 
 
 def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
-    """Return the cores, among those that a node's loop may use, on which the loop and its CPU engines run."""
+    """Return the cores on which a node's loop and its CPU engines run. `cpus`: the cores that the loop may use."""
     contested = _contested(config, node, cpus, config.cluster.trainer_cpus)
     given_up = contested[(len(contested) + 1) // 2 :]
     return [cpu for cpu in cpus if cpu not in given_up]

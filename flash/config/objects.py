@@ -79,6 +79,7 @@ def load_object(path: str) -> Any:
 
 
 def _load_module(name: str) -> Any:
+    """Import a module. Raises ConfigError if the module is missing or fails to import."""
     import_from([os.getcwd()])
     importlib.invalidate_caches()
     missing = _first_missing(name)

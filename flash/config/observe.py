@@ -68,7 +68,7 @@ class AlarmsConfig(Section, frozen=True):
     ess: Fraction | None = 0.5
     """Smallest effective sample size, as a share of the tokens."""
     clipping: Fraction | None = 0.5
-    """Largest share of tokens whose gradient is clipped."""
+    """Largest share of tokens with a clipped gradient."""
     entropy: NonNegativeFloat | None = 0.02
     """Smallest entropy of the policy, in nats."""
     equal_rewards: Fraction | None = 0.5

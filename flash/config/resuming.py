@@ -43,7 +43,7 @@ TOLD: dict[str, str] = {
     **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},
     "simulate.*": "only `flash simulate` reads it",
 }
-"""Keys whose change has a limited effect, with the part that stays as it was."""
+"""Keys that have only a limited effect when they are changed, with the part that stays as it was."""
 BESIDE = "the adapters go on, and only beside the weights that they were trained beside"
 """Text for a changed `model.path` or `model.fetch` of a run with `[lora]`. There the weights of that model matter, and
 the trainer compares them."""
@@ -54,7 +54,7 @@ LIMITS: dict[str, str] = {
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "as many critics as before, and a "
     'moving average (`proximal = "ewma"`) where there was one: the checkpoint holds them',
 }
-"""Keys whose change takes effect, with the changes that are refused anyway."""
+"""Keys that take effect when they are changed, with the changes that are refused anyway."""
 
 CHOOSES = ("layers", "local_heads", "global_heads")
 """Options of `algorithm.rhythm` that decide which heads are chosen."""
@@ -80,14 +80,14 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
 
 
 def told(had: Settings, now: Settings) -> list[ConfigProblem]:
-    """Return each changed key whose change has a limited effect, with the part that stays as it was."""
+    """Return each changed key that has only a limited effect, with the part that stays as it was."""
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
     words = TOLD | adapted
     return [ConfigProblem(key, words[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
 
 
 def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key of a table whose value is set in both settings and differs, with the old and the new value."""
+    """Yield each key of a table that is set in both settings with different values: key, old value, new value."""
     for key in key_paths():
         before, after = _value(had, key), _value(now, key)
         if before is not None and after is not None and before != after and _entry(table, key) in table:

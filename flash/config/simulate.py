@@ -37,7 +37,7 @@ class SimulateConfig(Section, frozen=True):
     swap_s: NonNegativeFloat = 0.5
     """Seconds that an engine needs to load a version."""
     train_token_s: NonNegativeFloat = 0.0001
-    """Seconds of one GPU per trained token, prompts included."""
+    """Seconds of one GPU per token of a batch, prompts included."""
     train_step_s: NonNegativeFloat = 1.0
     """Fixed part of the time of a training step, in seconds."""
     prompt_tokens: str = "constant(300)"

@@ -47,7 +47,7 @@ class _Shape(msgspec.Struct, frozen=True):
     quantile: Callable[[float], float]
     cdf: Callable[[float], float]
     below: Callable[[float], float]
-    """E[X; X ≤ x]: the part of the mean that comes from values at or below x."""
+    """E[X; X ≤ x]: the part of the mean from values at or below x."""
 
 
 class Spread:
@@ -106,12 +106,7 @@ def _read(text: str) -> tuple[str, list[float], dict[str, float]]:
     """Parse `name(1, 2, high=3)` into its name, its numbers and its limits."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # errors of Python's parser for malformed or deeply nested texts
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the text is malformed or nested too deeply
         raise _refused(text, "it cannot be read") from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _refused(text, "it is not of the form name(number, …)")

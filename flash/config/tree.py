@@ -114,7 +114,7 @@ class EnvConfig(Section, frozen=True):
     """Environment in which the policy acts."""
 
     path: str
-    """Import path `module:Class` of the environment: [your own](environments.md) or [one that comes with
+    """Import path `module:Class` of the environment: [your own](environments.md) or [one that is part of
     Flash](environment-list.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments that the environment class is called with."""
@@ -148,15 +148,15 @@ class RolloutConfig(Section, frozen=True):
     """Number of batches by which a domain may be ahead of its share of the samples. A larger value waits less for slow
     domains."""
     extra_groups: NonNegative = 0
-    """Number of redundant groups in flight. In each step up to this many groups whose first tokens are getting too old
-    are cancelled. 0: none."""
+    """Number of redundant groups in flight. In each step, up to this many groups are cancelled because their first
+    tokens could become too old, and redundant groups take their places. 0: none."""
     extra_per_group: NonNegative = 0
     """Number of redundant samples per group. The first `group_size` samples to finish are used, and the others are
     cancelled. 0: none. This saves time with few very slow samples, but favours short answers."""
     drop_equal_rewards: bool = False
-    """Replace groups whose samples all have the same reward, since they give no advantage."""
+    """Replace groups in which all samples have the same reward, since they give no advantage."""
     accuracy_bounds: tuple[float, float] | None = None
-    """Replace groups whose mean reward is outside of [low, high]. None: keep all."""
+    """Replace groups with a mean reward outside of [low, high]. None: keep all."""
     queue_scheduling: bool = True
     """True: a finished sample frees its place for the next one at once. False: the samples of the next batch start only
     when all samples of the last one have ended (for comparison)."""
@@ -176,8 +176,8 @@ class RolloutConfig(Section, frozen=True):
     top_k: TopK = 0
     """Number of [most likely tokens](asynchrony.md#sampling) among which each token is drawn. 0: all tokens."""
     top_p: TopP = 1.0
-    """Nucleus sampling: of the tokens that `top_k` keeps, keep the most likely whose probabilities sum to `top_p`. 1:
-    keep all. Needs `top_k`."""
+    """Nucleus sampling: keep the most likely tokens with probabilities that sum to `top_p`, of those that `top_k`
+    keeps. 1: keep all. Needs `top_k`."""
     min_p: BelowOne = 0.0
     """Drop tokens less probable than `min_p` times the most likely token. 0: drop none. Needs `top_k`."""
     min_tokens: NonNegative = 0
@@ -434,7 +434,7 @@ class Config(Section, frozen=True):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of the run, for samples whose domain has no settings of its own."""
+        """Sampling settings of the run, for samples of domains without settings of their own."""
         return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
 
     def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:

@@ -31,8 +31,8 @@ class Line(msgspec.Struct, frozen=True):
     key: str
     """Name of its column. With a star, each column that has any text in place of the star is a curve."""
     name: str
-    """Label of the curve if the chart has several. For a column with a star it comes before the rest of the column's
-    name."""
+    """Label of the curve if the chart has several. For a column with a star, the label precedes the rest of the
+    column's name."""
     dash: Dash
     """Dash style, which distinguishes the curves of a chart."""
 
@@ -57,6 +57,7 @@ class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _drawn(chart: Chart) -> DrawnChart:
+    """Return a chart in the form that the page gets."""
     found = chart.columns
     alone, unit = len(found) == 1, found[0].unit
     return DrawnChart(

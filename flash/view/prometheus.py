@@ -1,8 +1,8 @@
 """Newest numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
 
-Each column of the table of columns is a metric. A column whose name contains a kind, such as failures by reason, is one
-metric with the kind as a label. All metrics are gauges: a run that goes back to a checkpoint also lowers its counters.
-Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
+Each column of the table of columns is a metric. If the name of a column contains a kind, as in failures by reason, the
+kind becomes a label of one metric. All metrics are gauges: a run that goes back to a checkpoint also lowers its
+counters. Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
 
 
 def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
+    """Return the dashboard's panel of a chart, at a place counted from 0."""
     unit = "percentunit" if drawn.percent else "none"
     return _frame(place, drawn.title, drawn.means, drawn.worry) | {
         "fieldConfig": {

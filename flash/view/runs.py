@@ -39,7 +39,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class ViewedRun:
-    """Run directory whose files are followed. Its methods may be called from several threads.
+    """Run directory that is read continuously. Its methods may be called from several threads.
 
     The name of a folder may contain any character, so it is escaped.
     """

@@ -21,7 +21,7 @@ MOST_FOUND = 100
 MOST_BYTES = 32 << 20
 """Size of text, in bytes, that one search reads before it stops. The next search continues from there."""
 MOST_STEPS = 300
-"""Largest number of steps whose files one search reads."""
+"""Largest number of steps of which one search reads the files."""
 NAMES = {use.value: use.name for use in TokenUse}
 """Name of each `TokenUse`, by its value."""
 EXCERPT = 160
@@ -51,7 +51,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     age_max: Bound = None
     time_min: Bound = None
     time_max: Bound = None
-    """End of a time range in Unix seconds, whose start is `time_min`. A sample is found if the generation of a response
+    """End of a time range in Unix seconds; `time_min` is its start. A sample is found if the generation of a response
     or the environment's step after it overlaps the range."""
     text: str = ""
     """Text to find in observations, responses or notes. Upper and lower case are not distinguished."""
@@ -159,6 +159,7 @@ def find(
 
 
 def _found(sample: Glance) -> FoundSample:
+    """Return a sample in the form of the list."""
     return FoundSample(
         step=sample.step,
         group_id=sample.group_id,
@@ -174,6 +175,7 @@ def _found(sample: Glance) -> FoundSample:
 
 
 def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
+    """Return True if a sample matches a query. `found`: the sample in the form of the list."""
     within = (
         (query.reward_min, found.reward, query.reward_max),
         (query.tokens_min, found.tokens, query.tokens_max),
@@ -220,6 +222,7 @@ def _length(span: Span) -> int:
 
 
 def _shown(sample: Sample) -> ShownSample:
+    """Return a sample with its values divided by turn. It must have consistent lengths (`_whole`)."""
     spans, values = sample.action_spans, sample.values
     order = sorted(range(len(spans)), key=lambda turn: spans[turn].start)
     lengths = [_length(spans[turn]) for turn in order]

@@ -110,6 +110,8 @@ def _check(arguments: argparse.Namespace, config: Config | None) -> None:
 
 @contextmanager
 def _weights(arguments: argparse.Namespace, config: Config | None) -> Generator[Under]:
+    """Yield the weights to examine. A checkpoint is written as a model folder, which exists while the context is
+    open."""
     from flash.run.models.models import chosen_model, model_folder
     from flash.trainer.checkpoint_files import MANIFEST, read_manifest
 
@@ -149,6 +151,7 @@ def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
 
 
 def _tell(seen: RhythmSeen, show: int) -> None:
+    """Print what was seen, and the response of number `show`."""
     columns = shutil.get_terminal_size().columns
     response = seen.responses[show]
     tokens = sum(len(one.places) for one in seen.responses)
