@@ -108,8 +108,8 @@ def begun(config: Config) -> Begun:
 def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
     """Return a sentence that says how to continue an interrupted run, or that nothing is left to do.
 
-    A run that was interrupted before it had written its run directory cannot be continued: the directory is missing, or
-    it is that of an earlier run with the mark `before`.
+    A run that was interrupted before it had written its run directory cannot be continued. The directory is then
+    missing, or it is that of an earlier run with the mark `before`.
     """
     from flash.run.processes.launcher import resume_command
     from flash.run.restart.history import is_done

@@ -87,7 +87,7 @@ def load_checked(file: Path) -> Config:
     """Read the file that `dump` wrote of a checked configuration, in a process of its run.
 
     The configuration is not checked again. If a disk or a model has changed since the run began, the error should
-    appear where it is used, and not as a mistake in a file that no user has written.
+    appear where it is used. It is not a mistake in a file that no user has written.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -91,8 +91,7 @@ def runs_eagerly(config: Config) -> bool:
 
 
 def why_eager(config: Config) -> str | None:
-    """Return the warning for engines that run eagerly although the configuration did not ask for it; None if there are
-    none.
+    """Return the warning for engines that run eagerly although the configuration did not ask for it; None if none do.
 
     The warning says what would make the engines compile their graphs.
     """

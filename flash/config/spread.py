@@ -3,7 +3,7 @@
 A spread is an inverse CDF, so a draw is a pure function of a number in (0, 1). `uniform` computes that number from
 integers that identify the draw. Equal integers give equal draws in every process and on every machine.
 
-`normal`, `lognormal` and `exponential` are given by their mean and standard deviation before limits are applied: a draw
+`normal`, `lognormal` and `exponential` are given by their mean and standard deviation before limits are applied. A draw
 below `low` is set to `low`, and a draw above `high` to `high`.
 """
 

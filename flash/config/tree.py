@@ -237,7 +237,8 @@ class WeightsConfig(Section, frozen=True):
     """Transfer of [weights](weights.md) from the trainer to the engines, and its check."""
 
     backend: Literal["auto", "tcp", "gloo", "nccl", "ipc"] = "auto"
-    """Method of transfer. `auto`: tcp without GPUs or with `[lora]`, ipc on shared GPUs, else nccl."""
+    """Method of transfer. `auto`: tcp without GPUs or with `[lora]`, ipc on shared GPUs, else nccl. `gloo` works as
+    nccl does, over host memory."""
     deltas: bool = False
     """Send only [the elements that have changed](weights.md#deltas). Each engine worker then keeps a copy of all
     weights in host memory. Works only with `tcp`."""
@@ -269,7 +270,8 @@ class CheckpointConfig(Section, frozen=True):
     keep: Positive = 2
     """Number of complete checkpoints that are kept; older ones are deleted."""
     batches: Literal["kept", "all", "none"] = "kept"
-    """Recorded batches that are kept for replay and restarts. `kept`: batches since the oldest kept checkpoint."""
+    """Recorded batches that are kept for replay and restarts. `kept`: those since the oldest kept checkpoint. `all`:
+    all. `none`: none; then the loss of a trainer rank restarts all processes."""
     journal: Literal["write", "fsync", "off"] = "write"
     """Record of samples since the last checkpoint. `write`: it survives the death of processes. `fsync`: it also
     survives the death of the machine, but is slower. `off`: these samples are lost."""
