@@ -86,8 +86,8 @@ def load(
 def load_checked(file: Path) -> Config:
     """Read the file that `dump` wrote of a checked configuration, in a process of its run.
 
-    The configuration is not checked again. If a disk or a model has changed since the run began, the error should
-    appear where it is used. It is not a mistake in a file that no user has written.
+    The configuration is not checked again. If a disk or a model has changed since the run began, the error appears
+    where the run uses it. A check here would report it as a mistake in a file that no user has written.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -126,7 +126,7 @@ def _nearest_module(name: str) -> str:
 
 
 def own_folders() -> list[str]:
-    """Return the folders of the import path that are the user's, in order.
+    """Return the folders of the import path that hold the user's own modules, in order.
 
     Folders of Python and of installed packages are left out: error messages should suggest only names that a user may
     have meant.

@@ -47,9 +47,9 @@ def news_s(config: Config) -> float:
 
 
 def echo_s(config: Config) -> float:
-    """Return the seconds that the hub holds an error back, in case it is only the echo of another error.
+    """Return the seconds that the hub waits before it acts on an error that may be only the echo of another one.
 
-    They are well below the timeout of the rank that reported the error.
+    They are well below the timeout of the process that reported the error.
     """
     return min(ECHO_S, config.deadlines.request / 3)
 
