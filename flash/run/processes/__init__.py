@@ -1,8 +1,8 @@
-"""The processes of a job: started, found by each other, watched, and ended together.
+"""Processes of a job: how they start, find each other, are watched, and end together.
 
-- `launcher` is the way in of `flash train`, `launch` what runs on a machine then, `supervisor` how its processes
-  start, are watched, start again and end, `ranks` the trainer ranks among them; `worker` is what is started, `forked`
-  how: from a process that has imported what it needs.
-- `rendezvous`, `hub_place`, `hub_search`, `token`: how processes find the hub, and prove that they belong to the run.
-- `locks`, `scratch`, `starter_watch`, `error_marker`, `requeue`: what holds when one of them dies.
+- `launcher` is the entry point of `flash train`. `launch` runs the parts of one machine. `supervisor` starts, watches,
+  restarts and ends the processes of a part; `ranks` is the part of the trainer ranks. `worker` is the code of a started
+  process. `forked` forks that process from a server that has imported its modules.
+- `rendezvous`, `hub_place`, `hub_search` and `token` let processes find the hub and prove that they belong to the run.
+- `locks`, `scratch`, `starter_watch`, `error_marker` and `requeue` handle the death of one of these processes.
 """

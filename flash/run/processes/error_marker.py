@@ -1,4 +1,5 @@
-"""The mark of an error that no restart could mend: restarted processes end at once instead of failing the same way."""
+"""Marker of an error that no restart can fix: a restarted process sees it and ends at once, instead of failing
+again."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from flash.run.processes.scratch import VARIABLE as SCRATCH
 log = logging.getLogger("flash")
 
 ERROR_FILE = "error.json"
-"""In the run directory."""
+"""Name of the marker file in the run directory."""
 
 
 class ErrorMarker:
-    """`error.json`: the error that ended this launch, so that a restart does not repeat it.
+    """File `error.json` with the error that ended this launch, so that a restart does not repeat the error.
 
-    Where the disk of the run directory is full it lies in the job's folder for temporary files.
+    If the disk of the run directory is full, the file is written to the job's folder for temporary files.
     """
 
     def __init__(self, run_dir: Path, launch: str) -> None:
@@ -29,30 +30,32 @@ class ErrorMarker:
         self._launch = launch
 
     def stands(self) -> bool:
-        """Whether an earlier incarnation of the same launch ended for good."""
+        """Return True if an earlier incarnation of the same launch ended with an error that no restart can fix."""
         return self.message() is not None
 
     def message(self) -> str | None:
-        """The error that ended an earlier incarnation of the same launch for good."""
+        """Return the message of the error that ended an earlier incarnation of the same launch; None if there is no
+        such error."""
         for path in self._places():
             try:
                 row = json.loads(path.read_text())
                 if row["launch"] == self._launch:
                     return str(row["message"])
             except (OSError, ValueError, KeyError):
-                continue  # none there
+                continue  # no marker in this place
         return None
 
     def _places(self) -> list[Path]:
-        """Best first."""
+        """Return the paths where the marker may be, the preferred one first."""
         scratch = os.environ.get(SCRATCH)
         return [self._path] if scratch is None else [self._path, Path(scratch) / ERROR_FILE]
 
     def write(self, error: FlashError) -> None:
-        """Leave the error behind. A full disk must not hide the error itself."""
+        """Write the error to the first place that can be written. Log a warning if none can."""
         row = {"launch": self._launch, "error": type(error).__name__, "message": str(error), "time": time.time()}
         problems: list[str] = []
         for path in self._places():
+            # No exception is raised here: a full disk must not hide the error itself.
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, json.dumps(row, indent=2).encode())

@@ -1,8 +1,8 @@
-"""A process that a supervisor starts: forked from one that has imported what such a process is made of.
+"""Processes that a supervisor starts. Each is forked from a server process that has imported its modules already.
 
-A machine has one such server for its trainer ranks, and one for its node loop and the engines of that. They begin with
-the first process that is forked, stay where that ends, and so spare the next one seconds of a processor. They end with
-the launch.
+A machine has one such server for its trainer ranks, and one for its node loop and the engines of that loop. A server
+starts when the first process is forked from it. It outlives this process, so the next process needs no imports, which
+take seconds of CPU time. A server ends with its launch.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, ForkServer, set_process_title, use_own_resource_tracker
 from flash.run.processes.hub_place import HubPlace
 
+# Modules that the servers import.
 OF_ALL = "flash.run.processes.worker"
 OF_RANKS = (OF_ALL, "flash.run.trainer_rank", "flash.trainer.loop", "flash.weights.publisher")
 OF_LOOPS = (OF_ALL, "flash.run.joined")
 OF_ENGINES = "flash.rollout.vllm.fork_server"
 PASSIVE = "OMP_WAIT_POLICY"
-"""Threads that spin while they wait for each other take the cores that engines and others work on."""
+"""Environment variable of OpenMP. With the value `passive`, threads that wait for each other sleep. Threads that spin
+would take the CPU cores of engines and other processes."""
 
 
 def ranks_server() -> ForkServer:
-    """What trainer ranks are forked from."""
-    # Else torch might initialise CUDA when it is asked whether there is one, and no fork could.
+    """Return a new server from which trainer ranks are forked."""
+    # With this variable, torch checks for a GPU without initialising CUDA. CUDA cannot be used in a process that is
+    # forked after its initialisation.
     without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return ForkServer(*OF_RANKS, variables={PASSIVE: os.environ.get(PASSIVE, "passive"), **without_cuda})
 
 
 def loops_server(config: Config, node: int) -> ForkServer:
-    """What the node loop of a machine is forked from, and its engines."""
+    """Return a new server from which the node loop of a machine and its engines are forked."""
     if not config.engines_on(node):
         return ForkServer(*OF_LOOPS)
     from flash.rollout.vllm.start import server_variables
@@ -44,31 +47,31 @@ def loops_server(config: Config, node: int) -> ForkServer:
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process is told by its launcher, beside the configuration."""
+    """Arguments that a process gets from its launcher, in addition to the configuration."""
 
     node: int
-    """The number of the machine in its job; of one that no job has started, the number of nodes with trainers."""
+    """Number of the machine in its job. A machine that joins without a job has the number of nodes with trainers."""
     restarts: int = 0
-    """How often its part has started again."""
+    """Number of times that the part of this process was restarted."""
     local: int = 0
-    """Of a trainer rank: its number on this machine."""
+    """Number of a trainer rank on this machine; 0 for other processes."""
     place: HubPlace = HubPlace()
-    """Of a node loop that joins: where the hub is."""
+    """Address of the hub, for a node loop that joins."""
     digest: str = ""
-    """Of a node loop that joins: of the run's configuration, as the hub has it."""
+    """Digest of the run's configuration as the hub reports it, for a node loop that joins."""
     begun: float = 0.0
-    """Of a node loop that joins: when the launcher began with it, in Unix seconds."""
+    """Time at which the launcher began to start the node loop, in Unix seconds, for a node loop that joins."""
 
 
 class JobProcess(ForkedProcess):
-    """See the module's docstring.
+    """A process of the job, forked from a server, in a session of its own.
 
     Args:
-        server: what it is forked from.
-        role: as of `flash.run.processes.worker`.
-        file: of its configuration.
-        order: its own.
-        variables: of its environment, beside those of this process.
+        server: the server that the process is forked from.
+        role: role of the process, one of `flash.run.processes.worker.Role`.
+        file: file of the configuration.
+        order: arguments of this process.
+        variables: environment variables of the process, in addition to those of the supervisor.
     """
 
     def __init__(
@@ -82,12 +85,13 @@ class JobProcess(ForkedProcess):
         self._order = order
 
     def enter(self) -> None:
-        """As of `ForkedProcess`."""
+        """Set up the new process: session, resource tracker, title, import path and output streams."""
         super().enter()
         os.setsid()
         use_own_resource_tracker()
         set_process_title(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
-        # As `python -m` has it; and nobody waits for what a process says until a buffer is full.
+        # `python -m` puts the working directory on the import path, too. Output is written through, so that people see
+        # it at once and not only when a buffer is full.
         sys.path.insert(0, os.getcwd())
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
@@ -97,10 +101,11 @@ class JobProcess(ForkedProcess):
             SERVER.use_parent_server()
 
     def run(self) -> None:
-        """As of `Process`, in the new process."""
+        """Run the worker in the new process, and exit with the exit code that the worker returns."""
         self.enter()
         code: int = import_module(OF_ALL).main(self._role, self._file, self._order)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Threads of libraries that wait on a dead peer must not keep the process: engines watch it and end with it.
+        # `os._exit` does not wait for threads of libraries, which may wait for a dead peer. Engines watch this process
+        # and end with it.
         os._exit(code)

@@ -1,7 +1,7 @@
-"""Where the hub of a run is: what a person names is turned into an address and a token.
+"""Place of the hub: turns a run directory, or a host and a port, into the address and the token of the hub.
 
-While a hub runs, `hub.json` lies in the run directory: the address with a proof of the token, and the name of the
-token's own file.
+While a hub runs, the file `hub.json` in the run directory holds the hub's address with a proof of the token, and the
+name of the file that holds the token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.run.processes.token import VARIABLE, parse_token, sign, verify
 
 HUB_FILE = "hub.json"
-"""In the run directory."""
+"""Name of the file in the run directory that announces the hub."""
 
 
 class HubAddress(msgspec.Struct, frozen=True):
-    """What a peer needs to reach the hub."""
+    """Address and token with which a peer connects to the hub."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class HubAddress(msgspec.Struct, frozen=True):
 
 
 class HubPlace(msgspec.Struct, frozen=True):
-    """A run directory, or a host and a port."""
+    """Place where a hub is looked for: either a run directory, or a host and a port."""
 
     run_dir: str = ""
     host: str = ""
@@ -39,15 +39,15 @@ class HubPlace(msgspec.Struct, frozen=True):
 
     @property
     def announced(self) -> bool:
-        """Whether a hub may be there."""
+        """True if a hub may be there: a host and a port are given, or the run directory announces a hub."""
         return not self.run_dir or (Path(self.run_dir) / HUB_FILE).exists()
 
     def find(self, given: str | None) -> HubAddress:
-        """The hub's address and token; `given` is the value of FLASH_TOKEN.
+        """Return the hub's address and token. `given` is the value of FLASH_TOKEN; None if it is not set.
 
         Raises:
             ConfigError: there is no hub, or no token for it.
-            TransportError: what lies in the run directory is not what a hub leaves there.
+            TransportError: the announcement in the run directory was not written by a hub.
         """
         if self.run_dir:
             folder = Path(self.run_dir)
@@ -61,13 +61,15 @@ class HubPlace(msgspec.Struct, frozen=True):
 
 
 def announce(run_dir: Path, address: HubAddress, token_file: str) -> None:
-    """Tell the other processes, and nodes that are to join, where the hub is, but for its token."""
+    """Write the hub's address, without the token, to the run directory, for the job's processes and for nodes that
+    join."""
     open_part = msgspec.json.encode(msgspec.structs.replace(address, token=b""))
     write_atomically(run_dir / HUB_FILE, sign(open_part, address.token, token_file))
 
 
 def withdraw(run_dir: Path) -> None:
-    """The hub is about to end. A disk that has become read-only must not hide why."""
+    """Delete the announcement of the hub from the run directory, because the hub is about to end."""
+    # A disk that has become read-only must not hide the error that ends the hub.
     with suppress(OSError):
         (run_dir / HUB_FILE).unlink(missing_ok=True)
 
@@ -76,7 +78,7 @@ def _announcement(folder: Path) -> bytes:
     try:
         return (folder / HUB_FILE).read_bytes()
     except OSError:
-        pass  # the reasons are told apart below
+        pass  # the code below finds the reason
     run = RunDirectory(folder)
     if not run.config.is_file():
         raise ConfigError(f"{folder} is no run directory: expected the folder run.output_dir/run.name of a running job")

@@ -1,4 +1,4 @@
-"""Finding the hub of a run: the first one, and the next one when it is gone."""
+"""Search for the hub of a run: for the first one, and for the next one after a hub has ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flash.transport.frames import ReplyT, Request
 from flash.waiting import deadline
 
 ASK_S = 20.0
-"""Seconds for a hub to say what its run is, before we know the run's own deadlines."""
+"""Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
 RETRY_S = 1.0
-"""Between two looks for a hub: nobody can tell us that one has started on another machine."""
+"""Seconds between two searches for a hub. A hub that starts on another machine cannot notify this process."""
 
 
 async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
-    """A hub's answer to a guest. Errors as of `connect` and `Client.call`."""
+    """Send one request to a hub as a guest, and return the reply. Raises the errors of `connect` and `Client.call`."""
     try:
         async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds) as hub:
             return await hub.call(request, seconds)
@@ -36,13 +36,14 @@ async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = AS
 
 
 class HubSearch:
-    """Looks for the hubs of one run, which come one after the other.
+    """Search for the hubs of one run, of which there is at most one at a time.
 
     Args:
-        place: where they are.
-        token: the value of FLASH_TOKEN.
-        tells: whether people are told that one is waited for.
-        silence_s: how long one that is there may be silent; None: it is asked again, as long as one is waited for.
+        place: where the hubs are found.
+        token: the value of FLASH_TOKEN; None if it is not set.
+        tells: True to print a line when the search has to wait.
+        silence_s: seconds after which a hub that does not answer ends the search with an error. None: the search tries
+            again until its own time is over.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class HubSearch:
         self._place = place
         self._token = token
         self._summary = 0
-        """When the run's summary was written last, as of the last answer of a hub."""
+        """Time of the last change of the run's summary when a hub last answered, as `_written` returns it."""
 
     async def find(self, wait_s: float, before: p.RunReply | None = None) -> tuple[HubAddress, p.RunReply] | None:
-        """The hub, and what its run is.
+        """Wait for the hub. Returns its address and its description of the run.
 
         Args:
-            wait_s: how long one is waited for; 0 asks the one that is there.
-            before: the run, if a hub of it was found earlier; then None is returned where the run has ended since.
+            wait_s: seconds to wait for a hub; 0: ask once, without a retry.
+            before: the run, if its hub was found before. Then None is returned if the run has ended since.
 
         Raises:
-            DeadlineError: no hub came, or one was silent.
-            FlashError: it cannot be joined; without a time to wait also that there is none; the run has failed.
+            DeadlineError: no hub was found in time, or the hub did not answer.
+            FlashError: this process cannot join the hub; or the run has failed; or, if `wait_s` is 0, there is no hub.
         """
         problem = told = ""
         with deadline(
@@ -78,8 +79,9 @@ class HubSearch:
                     self._summary = _written(self._place)
                     return address, run
                 except FlashError as error:
-                    # No hub, or one that has just ended: the next one may be on its way.
-                    # What answers at an old address may be anybody; what a hub says of us will not change.
+                    # There is no hub, or it has just ended; the next one may be about to start. So a TransportError is
+                    # retried: any process may answer at an old address. Other errors come from a hub itself, and it
+                    # would repeat them.
                     silent = self._silence_s is not None and isinstance(error, DeadlineError)
                     if wait_s == 0 or silent or (address is not None and not isinstance(error, TransportError)):
                         raise
@@ -93,7 +95,7 @@ class HubSearch:
                 await anyio.sleep(RETRY_S)
 
     def _has_ended(self, run: p.RunReply) -> bool:
-        """Whether the run directory says so. Raises FlashError: with an error."""
+        """Return True if the run directory shows that the run has ended. Raises FlashError if the run has failed."""
         if not self._place.run_dir:
             return False
         error = ErrorMarker(Path(self._place.run_dir), run.launch).message()
@@ -103,7 +105,7 @@ class HubSearch:
 
 
 def _written(place: HubPlace) -> int:
-    """When the summary of a run was written last; 0 for never."""
+    """Return the time at which the summary of a run was last written, in nanoseconds; 0 if there is none."""
     with suppress(OSError):
         if place.run_dir:
             return RunDirectory(Path(place.run_dir)).summary.stat().st_mtime_ns

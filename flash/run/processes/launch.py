@@ -1,8 +1,9 @@
-"""One launch: the parts of this machine, from their start to their end, and what signals do to them.
+"""Launch: runs the parts of this machine from their start to their end, and handles signals.
 
-The first node's loop has the hub: it is told of a signal, ends the run in order, and nothing outlives it. On another
-machine the loop is a node that has joined, which leaves; where there are trainer ranks the whole run is interrupted.
-Who does not end in time is killed, and a Ctrl-C after the first signal kills at once.
+On the first node, the node loop has the hub: it receives the signal and ends the run in order, and all other parts end
+with it. On another node with trainer ranks, a signal interrupts the whole run. On another node without trainer ranks,
+the node loop leaves the run. Processes that do not end in time are killed. A Ctrl-C after the first signal kills all
+processes at once.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from flash.run.processes.supervisor import End, SupervisedPart
 from flash.waiting import first_error, run_apart
 
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a launch. Processes of its own take the last for SIGTERM."""
+"""Signals that end a launch. The launch passes SIGHUP on to its processes as SIGTERM."""
 NAMED = 2
-"""Exit code of a run that an error with a name has ended, as of every command."""
+"""Exit code of a run that ended with a FlashError; all commands use it."""
 LOST = 75
-"""Exit code of a launch whose node has failed for good, while the run goes on; launch.sh knows it."""
+"""Exit code of a launch whose node has failed while the run goes on without it; `launch.sh` relies on this value."""
 
 
 class Launch:
-    """See the module's docstring.
+    """Parts of this machine: a node loop, trainer ranks, or both, run until they end.
 
     Args:
-        loop: the node loop of this machine, if it has one.
-        ranks: its trainer ranks, if it has any.
-        marker: where the error is left that ends the run; None: it is no machine of the run's own job.
-        has_hub: whether the loop has the hub.
+        loop: the node loop of this machine; None if it has none.
+        ranks: the trainer ranks of this machine; None if it has none.
+        marker: file for the error that ends the run. None: this machine is not part of the run's own job.
+        has_hub: True if the node loop has the hub.
     """
 
     def __init__(
@@ -55,22 +56,25 @@ class Launch:
         self._has_hub = has_hub
         self._parts: list[SupervisedPart] = [part for part in (loop, ranks) if part is not None]
         self._told = False
-        """Whether a signal has asked for the end."""
+        """True if a signal has asked for the end of the launch."""
         self._ranks_failed = False
         self._early: list[int] = []
         self._hear = self._early.append
-        """Takes a signal, in whatever thread handlers run."""
+        """Handler of a signal number. Python calls it in the main thread, which may not be the thread of the event
+        loop."""
 
     def run(self) -> int:
-        """Run to the end; the exit code. The caller is the main thread, whose handlers of signals are kept.
+        """Run the parts to their end, and return the exit code. The caller must be the main thread.
+
+        The signal handlers of the thread are restored at the end.
 
         Raises:
-            FlashError: as of the parts.
+            FlashError: a part has failed; see the parts.
         """
         with self._heeding_signals():
             try:
                 return run_apart(self._run)
-            except BaseExceptionGroup as group:  # of the task groups below
+            except BaseExceptionGroup as group:  # raised by the task groups below
                 raise first_error(group) from None
             finally:
                 for part in self._parts:
@@ -78,7 +82,8 @@ class Launch:
 
     @contextmanager
     def _heeding_signals(self) -> Generator[None]:
-        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]  # nohup
+        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        # nohup ignores SIGHUP, which then must not end the launch.
         before = {number: signal.signal(number, lambda heard, _: self._hear(heard)) for number in heeded}
         try:
             yield
@@ -93,7 +98,7 @@ class Launch:
         for number in self._early:
             send.send_nowait(number)
         ending = anyio.Event()
-        end = End.OVER  # also where it is told to end before anything runs
+        end = End.OVER  # also if a signal comes before any process runs
         with send, receive:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._heed, receive, ending, tasks)
@@ -103,7 +108,10 @@ class Launch:
         return self._exit_code(end)
 
     async def _heed(self, signals: ObjectReceiveStream[int], ending: anyio.Event, tasks: TaskGroup) -> None:
-        """Consumes signals. Waits for the next one. Produces the end of what runs."""
+        """Handle signals: the first starts the end of all parts, and a later SIGINT kills them.
+
+        Consumes signals. Waits for the next one.
+        """
         async for number in signals:
             if self._told and number == signal.SIGINT:
                 self._kill()
@@ -120,7 +128,7 @@ class Launch:
         return 0 if end == End.OVER else LOST
 
     async def keep(self, ending: anyio.Event) -> End:
-        """Keep the parts going, until all are over, or the hub's is; how the loop ended."""
+        """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended."""
         end, ranks_over = End.OVER, anyio.Event()
         async with anyio.create_task_group() as tasks:
             if self._ranks is not None:
@@ -138,7 +146,8 @@ class Launch:
         return end
 
     async def _end_with_hub(self, ranks: Ranks, ending: anyio.Event, over: anyio.Event) -> None:
-        """Without a hub they can do nothing: those that never had one end by a signal, the others know it."""
+        """End the trainer ranks after the hub has ended, since they cannot go on without it."""
+        # Ranks that were connected to the hub notice its end themselves. The signal ends ranks that never reached it.
         ending.set()
         ranks.processes.signal(signal.SIGTERM)
         with anyio.move_on_after(ranks.grace_s):
@@ -146,12 +155,12 @@ class Launch:
         ranks.processes.kill_all()
 
     def _mark(self, part: SupervisedPart | None, kind: type[PeerLostError]) -> None:
-        """Leave the error behind that has ended the run, where the processes could not."""
+        """Write the error that ended `part` to the marker, if no process has written one."""
         if part is not None and part.why and self._marker is not None and not self._marker.stands():
             self._marker.write(kind(part.why))
 
     async def _keep_ranks(self, ranks: Ranks, ending: anyio.Event, over: anyio.Event) -> None:
-        """Produces the end of the run where they cannot go on."""
+        """Keep the trainer ranks running. If they fail for good, report that to the hub, or end this machine's part."""
         end = await ranks.keep(ending)
         if end != End.OVER and not ending.is_set():
             self._ranks_failed = True
@@ -171,12 +180,13 @@ class Launch:
             ranks.processes.kill_all()
 
     def _hub_hangs(self, why: str) -> None:
-        """The hub is silent: here is where its process can be ended."""
+        """Kill the process that has the hub, because the hub does not answer. Only the hub's own machine can do
+        this."""
         if self._has_hub and self._loop is not None:
             self._loop.kill_hanging(self._loop.processes.pids, why)
 
     async def _end(self, number: signal.Signals, all_of_it: anyio.CancelScope) -> None:
-        """End in order what runs, at a signal; what does not end in time is killed."""
+        """End the running parts in order after a signal, and kill processes that do not end in time."""
         if not any(part.processes.pids for part in self._parts):
             all_of_it.cancel()
             return
@@ -187,7 +197,7 @@ class Launch:
             ranks = self._ranks
             if ranks and await ranks.tell_hub(p.Interrupt(f"node {ranks.node} received {number.name}")):
                 await anyio.sleep_forever()
-        self._kill()  # late, or without a hub that ends the run
+        self._kill()  # the time is over, or no hub can end the run
 
     def _kill(self) -> None:
         for part in self._parts:

@@ -1,11 +1,12 @@
-"""Starts what `flash train` is on this machine: a node loop, trainer ranks, or both.
+"""Launcher: starts the processes of `flash train` on this machine: a node loop, trainer ranks, or both.
 
-The first node's loop has the hub (`HubLoop`); the loop of every other node joins its run (`flash.run.join`). In a job
-of several nodes every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set:
-launch.sh does it under SLURM. torchrun, with one process per node, has variables of its own that say the same.
+The node loop of the first node has the hub (`HubLoop`). The node loop of any other node joins the run
+(`flash.run.join`). In a job of several nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK`
+and `FLASH_RDZV_ENDPOINT` set. Under SLURM, launch.sh sets them. Under torchrun with one process per node, they are
+derived from torchrun's own variables.
 
-While it runs, the first node's launch is the only one to write its run directory, and each the owner of a folder for
-temporary files; its processes end when it is gone.
+While a launch runs on the first node, no other launch may write its run directory. Each launch owns a folder for
+temporary files. The processes of a launch end when the launch is gone.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
 
 SPARE_NODE = "FLASH_SPARE_NODE"
-"""Environment variable: the file that tells launch.sh, after this process was killed, that the run goes on."""
+"""Environment variable with the path of a file. The launcher creates the file if the run can go on without this node.
+launch.sh looks for it if the launcher was killed."""
 ENDPOINT = re.compile(r".+:[0-9]+")
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Variables of all processes where no trainer rank is elsewhere: gloo looks for this machine's name, which leads
-nowhere on some, and torch warns of each look in vain. What people have set themselves stays."""
+"""Environment variables of all processes if one node has all trainer ranks. gloo looks up the machine's own name, which
+cannot be resolved on some machines, and torch warns of each failed attempt. Values that the user has set are kept."""
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
-    """The number of this node among those of the job.
+    """Return the number of this node in the job.
 
     Raises:
-        ConfigError: the environment and cluster.nodes disagree, or a variable is not what it has to be.
+        ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
     """
     nodes, node = _number(environment, "FLASH_NNODES", 1), _number(environment, "FLASH_NODE_RANK", 0)
     if (token := environment.get(TOKEN)) is not None:
@@ -79,13 +81,13 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def resume_command(command: Sequence[str]) -> str:
-    """What to type to continue the run of a command, which may have been one that continued it."""
+    """Return the command with which a user resumes the run that `command` started or resumed."""
     kept = [part for part in command if part != "--resume" and not part.startswith("run.resume=")]
     return shlex.join([*kept, "--resume"])
 
 
 class HubLoop(SupervisedPart):
-    """The first node's loop, with the hub: it starts again with its engines and the trainer ranks."""
+    """Node loop of the first node, with the hub. When it restarts, its engines and the trainer ranks restart too."""
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
@@ -93,7 +95,7 @@ class HubLoop(SupervisedPart):
         self._run = config
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `SupervisedPart`."""
+        """Run the node loop once. Implements `SupervisedPart.once`."""
         self.processes.fork_from(loops_server(self._run, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
@@ -103,21 +105,21 @@ class HubLoop(SupervisedPart):
 
 
 def launch(config: Config) -> int:
-    """Run the job on this node to its end; the exit code: 0, 1, NAMED, LOST or INTERRUPTED.
+    """Run this node's part of the job to its end, and return the exit code: 0, 1, NAMED, LOST or INTERRUPTED.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
         RunDirectoryError: another launch writes the run directory.
-        RequeueError: SLURM has requeued the job again and again without a step of progress.
-        FlashError: on another node than the first: there is no hub, or it has failed.
+        RequeueError: SLURM has requeued the job several times without progress.
+        FlashError: on a node other than the first: there is no hub, or it has failed.
     """
     node = place_in_job(config, os.environ)
     ranks_here = config.cluster.trainer_ranks_on(node) > 0
     if ranks_here:
         sys.stdout.write(f"[{describe_start(config)}]\n")
         sys.stdout.flush()
-        if config.algorithm.options or ":" in config.algorithm.objective:  # what is ours, as it is, has been tried
-            from flash.trainer.objective import try_objective  # torch, which nothing else here needs
+        if config.algorithm.options or ":" in config.algorithm.objective:  # Flash's own objectives are tested
+            from flash.trainer.objective import try_objective  # imports torch
 
             try_objective(config)
         if config.cluster.trainer_nodes == 1:
@@ -129,7 +131,7 @@ def launch(config: Config) -> int:
         with suppress(OSError):  # without the file the job ends with this process, and launch.sh names the node
             Path(file).touch()
     if config.cluster.nodes > 1:
-        advertised_host(config)  # each process asks for it; a wrong name is refused here, once
+        advertised_host(config)  # a wrong name fails here once, and not in every process
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     share_import_path()
     marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)
@@ -156,7 +158,7 @@ def launch(config: Config) -> int:
 
 
 def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) -> None:
-    """Leave what the hub could not, where an error has ended it or a signal has killed it."""
+    """Withdraw the hub's announcement, and write a summary if the hub could not because of an error or a signal."""
     from flash.observe.recorder import write_summary
 
     withdraw(config.run_dir)
@@ -168,7 +170,8 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
 
 
 def describe_start(config: Config) -> str:
-    """What this node is about to start, in words: seconds pass before its processes can speak."""
+    """Return a line about the processes that this node is about to start."""
+    # It takes seconds until these processes can print anything.
     node = int(os.environ.get("FLASH_NODE_RANK", "0"))
     trainers, engines = config.cluster.trainer_ranks_on(node), config.engines_on(node)
     where = f"node {node}: " if config.cluster.nodes > 1 else ""
@@ -176,5 +179,5 @@ def describe_start(config: Config) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
+    """Return a number with a noun, in the singular or the plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,11 +1,15 @@
-"""Locks between launches: who may write a run directory, whether the owner of a temporary folder still lives, and
-who makes first what all of them need.
+"""Locks between the launches on a file system.
 
-A launcher holds the first byte of the lock's file, alone; each process that it started shares the second, so that what
-a killed launcher left behind counts until it has ended. The kernel releases both when a process dies, however it dies.
+They decide which launch may write a run directory, whether the owner of a temporary folder is alive, and which process
+makes first something that several processes need.
 
-These are `fcntl.lockf`'s locks: unlike `flock`'s they never pass to forked children, and network file systems know
-them. They go when a process closes *any* descriptor of the file, so each process opens a lock's file once.
+A launcher holds an exclusive lock on the first byte of the lock file. Each process that it started holds a shared lock
+on the second byte, so processes that a killed launcher left behind count until they have ended. The kernel releases
+both locks when a process dies, whatever the cause.
+
+These are the locks of `fcntl.lockf`. Unlike the locks of `flock`, they are never inherited by forked children, and
+network file systems support them. A process loses them when it closes *any* descriptor of the file, so each process
+opens a lock file once.
 """
 
 from __future__ import annotations
@@ -28,22 +32,24 @@ from flash.errors import RunDirectoryError
 log = logging.getLogger("flash")
 
 LAUNCHER, PROCESSES = 0, 1
-"""The bytes of a lock's file."""
+"""Offsets of the locked bytes in a lock file."""
 
+# errno of a lock that another process holds.
 BUSY = (errno.EACCES, errno.EAGAIN)
+# errno of a file system that has no locks.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _shared: list[int] = []
-"""Descriptors that hold this process's shared locks to its end."""
+"""Descriptors of this process's shared locks. They stay open until the process ends."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a lock, as written into its file."""
+    """Process that holds a lock, as it is written into the lock file."""
 
     pid: int
     host: str
     since: float
-    """Unix seconds."""
+    """Time at which it got the lock, in Unix seconds."""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -51,15 +57,15 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Busy(Exception):
-    """Somebody else has the lock; the message says who."""
+    """Raised if another process holds the lock; the message describes that process."""
 
 
 @contextmanager
 def exclusive(path: Path, wait_s: float) -> Generator[None]:
-    """Be the one launcher while the block runs, after waiting for what an earlier one has left behind.
+    """Hold the launcher's lock while the block runs. Wait first until the processes of a killed launcher have ended.
 
     Raises:
-        Busy: another launcher lives, or processes of an earlier one still do after `wait_s`.
+        Busy: another launcher is alive, or processes of an earlier one are still alive after `wait_s` seconds.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -76,12 +82,14 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
 
 @contextmanager
 def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
-    """Be the only process in such a block, after waiting for the one that is in it.
+    """Hold the lock while the block runs, so that one process at a time runs it. Waits for another holder first.
+
+    `doing` says in the log message what the holder does.
 
     Raises:
-        Busy: it still is after `wait_s`.
+        Busy: another process still holds the lock after `wait_s` seconds.
     """
-    # Other users may share the folder.
+    # Processes of other users may need the same lock, so all users may write the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _lock(descriptor, LAUNCHER, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -95,17 +103,18 @@ def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
 
 
 def share(path: Path) -> None:
-    """Count as one of the launcher's processes until this process ends."""
-    with suppress(FileNotFoundError):  # a folder that has been removed by hand protects nothing
-        # A shared lock needs no right to write, which a disk that has failed does not give any more.
+    """Hold the shared lock of the launcher's processes until this process ends."""
+    with suppress(FileNotFoundError):  # a user has removed the folder, so no lock is needed
+        # A shared lock needs no permission to write. A disk that has become read-only no longer gives it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         _shared.append(descriptor)
         _lock(descriptor, PROCESSES, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def is_free(path: Path) -> bool:
-    """Whether neither a launcher nor a process of one lives; never to be asked of a lock that this process holds."""
+    """Return True if no launcher that holds this lock, and no process of one, is alive."""
     try:
+        # Closing the descriptor would also release a lock that this process holds, so it must hold none on this file.
         with exclusive(path, wait_s=0):
             return True
     except Busy:
@@ -113,22 +122,23 @@ def is_free(path: Path) -> bool:
 
 
 def run_lock(run_dir: Path) -> Path:
-    """The lock of a run directory. It lies beside it, since a new run moves an older one of its name away."""
+    """Return the path of a run directory's lock file. It lies beside the directory, which a new run of that name may
+    move."""
     return run_dir.with_name(f".{run_dir.name}.lock")
 
 
 def in_use(run_dir: Path) -> bool:
-    """Whether a launch of this run lives, or a process of one. Leaves nothing behind."""
+    """Return True if a launch of this run, or a process of one, is alive. Creates no file."""
     path = run_lock(run_dir)
     try:
         return path.exists() and not is_free(path)
-    except OSError:  # not a file of ours: whoever wants the run directory is told
+    except OSError:  # not one of our files: the launch that wants the run directory reports it
         return False
 
 
 @contextmanager
 def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
-    """Be the only launch that writes a run directory while the block runs.
+    """Allow no other launch to write the run directory while the block runs.
 
     Raises:
         RunDirectoryError: another launch writes it, or the output folder cannot be written.
@@ -150,7 +160,10 @@ def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
 
 
 def _lock(descriptor: int, byte: int, how: int) -> bool:
-    """Whether a byte could be locked. A file system without locks protects nothing, and is told of once."""
+    """Try to lock one byte. Returns False if another process holds it.
+
+    Returns True if the file system has no locks. Then a warning is logged, and nothing is protected.
+    """
     try:
         fcntl.lockf(descriptor, how, 1, byte)
     except OSError as error:
@@ -158,13 +171,14 @@ def _lock(descriptor: int, byte: int, how: int) -> bool:
             return False
         if error.errno not in UNSUPPORTED:
             raise
+        # The warning is logged for one of the two bytes only.
         if byte == LAUNCHER:
             log.warning("no locks on this file system (%s): two launches of a run would not notice", error.strerror)
     return True
 
 
 def _others_end(descriptor: int, seconds: float) -> bool:
-    """Whether what a killed launcher left behind ends in time."""
+    """Wait up to `seconds` until the processes of a killed launcher have ended. Returns True if they have."""
     if seconds == 0:
         return False
     log.warning("waiting up to %g s for the processes that a killed launcher left behind", seconds)
@@ -172,11 +186,12 @@ def _others_end(descriptor: int, seconds: float) -> bool:
 
 
 def _gets(descriptor: int, byte: int, seconds: float) -> bool:
-    """Whether a byte can be locked in time. In a thread, since lockf knows no deadline."""
+    """Wait up to `seconds` for an exclusive lock on one byte. Returns True if this process got it."""
+    # lockf has no timeout, so a thread waits for it.
     ours = threading.Event()
 
     def wait() -> None:
-        with suppress(OSError):  # we gave up, and closed the file
+        with suppress(OSError):  # the time was over, and the file has been closed
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
             ours.set()
 

@@ -1,9 +1,9 @@
-"""The trainer ranks of a machine, as their launcher keeps them.
+"""Trainer ranks of a machine, and how their launcher starts and ends them.
 
-They meet in a store that rank 0 opens, and of which the hub tells the others. The hub also says whose incarnation is
-over: since another rank is gone, on whatever machine, or since one hangs. A rank may be held by a collective then, or
-hang itself, so that its launcher ends it. All ranks start again, each on its own machine, and come to the hub as the
-next incarnation.
+Rank 0 opens a store in which all ranks meet, and the hub gives its address to the other ranks. When a rank dies or
+hangs, on any machine, the hub declares the incarnation of its peers over, too. A rank may then be blocked in a
+collective, or hang itself, so its launcher kills it. All ranks restart, each on its own machine, and report to the hub
+as the next incarnation.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
 LOST_S = 2.0
-"""Seconds in which ranks end by themselves whose hub is gone, or by which their incarnation has ended: they may be
-about to, and their own end tells more than ours."""
+"""Seconds that ranks have to exit by themselves after the hub is gone, or after they caused the end of their
+incarnation. Their own exit explains more than a kill."""
 LOOK_S = 0.05
-"""Between two looks whether they have."""
+"""Seconds between two checks whether they have exited."""
 RANKS_FAILED = "the trainer ranks have failed"
-"""The reason for the end of a run where no process had an error message."""
+"""Reason for the end of the run if no process had an error message."""
 RETRY_S = 1.0
-"""Before the hub is looked for again."""
+"""Seconds before the next search for the hub."""
 
 
 async def run_ranks(
@@ -43,7 +43,7 @@ async def run_ranks(
 ) -> list[EndedProcess]:
     """Start the trainer ranks of a node as processes of this part, and wait until all have ended."""
     here = range(config.cluster.trainer_ranks_on(node))
-    # As torchrun names them: libraries look there.
+    # torchrun sets the same variables, and libraries read them.
     variables = [
         {
             "RANK": str(node * config.cluster.trainer_ranks + local),
@@ -59,14 +59,14 @@ async def run_ranks(
 
 
 class Ranks(SupervisedPart):
-    """See the module's docstring.
+    """Part with the trainer ranks of one machine. It starts them, and kills those whose incarnation is over.
 
     Args:
-        config: the run.
-        node: the number of the machine in its job.
-        file: what they read the configuration from.
+        config: the run's configuration.
+        node: number of the machine in its job.
+        file: file from which the ranks read the configuration.
         place: where the hub is.
-        tells: whether people are told that the hub is waited for; else a node loop does.
+        tells: True to print a line while the hub is searched for; False if a node loop of this machine does it.
     """
 
     def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, tells: bool = False) -> None:
@@ -78,17 +78,19 @@ class Ranks(SupervisedPart):
         self._place = place
         self._tells = tells
         self.hub_came = anyio.Event()
-        """Set when a hub is found; `keep` waits for the next one with a new event."""
+        """Set when a hub is found. `keep` waits for the next hub with a new event."""
 
     async def keep(self, ending: anyio.Event) -> End:
-        """As of `SupervisedPart`. Ranks that have left in order start again for a hub that starts after that.
+        """Keep the ranks running. Implements `SupervisedPart.keep`.
 
-        Such a hub was killed between the goodbye of the ranks and its own end. It has the last version, of which nobody
-        holds the weights any more, and would wait for ranks. Where hosts share no run directory nobody can tell that
-        the run is over, and ranks of another host than the hub's do not start again.
+        Ranks that have ended in order start again if a hub starts after that. Such a hub replaces one that was killed
+        after its ranks had left and before its own end. It has the last version, but no process holds the weights of
+        that version, so it would wait for ranks.
         """
         while True:
             end = await super().keep(ending)
+            # Without a shared run directory, this host cannot learn that the run is over. So ranks on a host other than
+            # the hub's do not start again.
             if end != End.OVER or ending.is_set() or (self.node > 0 and not self._place.run_dir):
                 return end
             self.hub_came = anyio.Event()
@@ -101,26 +103,26 @@ class Ranks(SupervisedPart):
             say("the hub has started again at the end of the run: so do the trainer ranks")
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `SupervisedPart`."""
+        """Run all ranks once. Implements `SupervisedPart.once`."""
         ended = await run_ranks(self, "trainer", self._run, self.node, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
-            return End.WITH_PEER, []  # they have ended with the hub, whose end is told
+            return End.WITH_PEER, []  # they have ended with the hub, which reports its own end
         if end == End.WITH_PEER and self.hung:
             return End.FAILED, []
         first = self.node * self._run.cluster.trainer_ranks
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
     async def heed_hub(self, on_silence: Callable[[str], object]) -> None:
-        """End the processes whose incarnation is over; returns when the run is.
+        """End processes whose incarnation is over. Return when the run is over.
 
-        Of a hub that is silent for deadlines.hub, or does not come for deadlines.rendezvous, its own machine is told,
-        and what it was waited for.
+        Calls `on_silence` with the reason if the hub does not answer for deadlines.hub, or is not found for
+        deadlines.rendezvous. This happens only on the hub's own machine, where the hub can be killed.
 
-        Consumes news of the ranks. Waits for the hub, and for the next ones. Produces ends of processes.
+        Consumes news about the ranks. Waits for the hub, and then for the next hubs. Ends processes.
 
         Raises:
-            FlashError: on another machine than the hub's: there is no hub, or the run has failed.
+            FlashError: on a machine other than the hub's: there is no hub, or the run has failed.
         """
         first, deadlines = self.node == 0, self._run.deadlines
         silence_s = deadlines.hub if first else None
@@ -134,7 +136,7 @@ class Ranks(SupervisedPart):
                     raise
                 if isinstance(error, DeadlineError):
                     on_silence(str(error))
-                await anyio.sleep(RETRY_S)  # the node loop says why
+                await anyio.sleep(RETRY_S)  # the node loop reports the reason
                 continue
             if found is None:
                 return
@@ -149,16 +151,16 @@ class Ranks(SupervisedPart):
                         if news.number != after:
                             after, living = news.number, news.living
                             await self.hear(news)
-            except FlashError as error:  # it has ended, and with it the incarnations of its ranks, or it is to end
+            except FlashError as error:  # the hub has ended, and with it the incarnations of its ranks; or it hangs
                 if isinstance(error, DeadlineError):
                     on_silence(str(error))
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
 
     async def tell_hub(self, message: p.Fatal | p.Interrupt) -> bool:
-        """Whether there was a hub that heard it."""
+        """Send a message to the hub. Returns True if a connection to the hub was made."""
         heard, deadlines = False, self._run.deadlines
-        with suppress(FlashError):  # the hub's answer may be its end
+        with suppress(FlashError):  # the hub may end before it replies
             hub = self._place.find(os.environ.get(VARIABLE))
             async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
                 heard = True
@@ -168,12 +170,13 @@ class Ranks(SupervisedPart):
     async def hear(self, news: p.RanksReply) -> None:
         """End the processes whose incarnation is over.
 
-        The restart of a process that caused the end counts, since it has not ended with another one.
+        Processes that caused the end get some time to exit by themselves. Their restart counts, because their own
+        failure ended them.
         """
         causes = self.processes.pids & set(news.causes)
         self.processes.kill(set(news.ended) - causes)
         with anyio.move_on_after(LOST_S):
-            while causes & self.processes.pids:  # noqa: ASYNC110 - nobody tells that one has ended
+            while causes & self.processes.pids:  # noqa: ASYNC110 - a process cannot notify us of its end
                 await anyio.sleep(LOOK_S)
         hanging = causes & self.processes.pids
         self._failed = news.missing or RANKS_FAILED

@@ -1,6 +1,6 @@
-"""How the processes of a job find the hub, and at which address this machine is found.
+"""Rendezvous of a job's processes: how they find the hub, and at which address other machines reach this machine.
 
-The hub is found as by nodes that join (`flash.run.processes.hub_place`).
+Nodes that join the run find the hub in the same way (`flash.run.processes.hub_place`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from flash.run.processes.supervisor import say
 from flash.run.processes.token import VARIABLE
 
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
-"""Variable with HOST:PORT of the first node of several, towards which each has the address that the others reach."""
+"""Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
+the interface that routes to this host."""
 ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses of no machine (RFC 5737, RFC 3849), which the default route of this one leads to."""
+"""Addresses that belong to no machine (RFC 5737, RFC 3849), so they are routed by this machine's default route."""
 RETRY_S = 0.5
-"""Between two looks for the hub: nobody can tell us that one has started, maybe on another machine."""
+"""Seconds between two searches for the hub. A hub that starts, maybe on another machine, cannot notify this process."""
 QUIET_S = 20.0
-"""Seconds for which nothing is said of looking for it."""
+"""Seconds of searching for the hub before a line is printed."""
 
 T = TypeVar("T")
 
 
 def heed_torchrun(environment: MutableMapping[str, str]) -> None:
-    """Take this machine's place in its job from torchrun's variables, where it has started us and nothing else says it.
+    """Set this node's number and the number of nodes from torchrun's variables, if torchrun has started this process.
+
+    Does nothing if FLASH_NNODES is set.
 
     Raises:
-        ConfigError: it has started several processes per node.
+        ConfigError: torchrun has started several processes per node.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or "FLASH_NNODES" in environment:
         return
@@ -47,7 +50,11 @@ def heed_torchrun(environment: MutableMapping[str, str]) -> None:
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
-    """Where a process of the job finds the hub: in the run directory, or, where hosts share none, at its port."""
+    """Return the place where a process of the job finds the hub.
+
+    The place is the hub's host and port if FLASH_TOKEN is set and both are known, for hosts that share no run
+    directory. Otherwise it is the run directory.
+    """
     first = config.cluster.hub_host or environment.get(RENDEZVOUS, "").rpartition(":")[0].strip("[]")
     if VARIABLE in environment and config.cluster.hub_port and first:
         return HubPlace(host=first, port=config.cluster.hub_port)
@@ -55,16 +62,16 @@ def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
 
 
 def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], *, tells: bool = True) -> T:
-    """Wait for the hub of a run, and begin to use it: what was done with the first that let us.
+    """Wait for the hub of a run, call `use` with its address until it succeeds, and return the result of `use`.
 
     Args:
-        config: the run.
-        token: the value of FLASH_TOKEN.
-        use: connects to it; raises FlashError where it is not the one, or about to end.
-        tells: whether people are told when it takes long.
+        config: the run's configuration.
+        token: the value of FLASH_TOKEN; None if it is not set.
+        use: connects to the hub. It raises FlashError if another process answers, or if the hub is about to end.
+        tells: True to print a line if the search takes long.
 
     Raises:
-        DeadlineError: there was none.
+        DeadlineError: no hub was found within deadlines.rendezvous.
     """
     place = hub_place(config, os.environ if token is None else os.environ | {VARIABLE: token})
     seconds = config.deadlines.rendezvous
@@ -73,7 +80,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
         try:
             return use(place.find(token))
         except FlashError as error:
-            # The hub before this one may have left its address, and the next one may be on its way.
+            # The address may be that of an earlier hub, and the next hub may be about to start.
             problem = error
         waited = time.monotonic() - begun
         if waited >= seconds:
@@ -87,8 +94,6 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
 def advertised_host(config: Config) -> str:
     """Return the address at which the other processes and nodes of the job reach this machine.
 
-    A job of one node is reached by itself only, unless SLURM has started it: then nodes of the cluster may join it.
-
     Raises:
         ConfigError: the job has several nodes, and the first one's name or this machine's address cannot be found.
     """
@@ -96,6 +101,8 @@ def advertised_host(config: Config) -> str:
         return config.cluster.hub_host
     if config.cluster.nodes > 1:
         return address_towards(os.environ[RENDEZVOUS])
+    # No other machine needs the address of a job with one node, unless SLURM has started it: then nodes of the cluster
+    # may join the run.
     with suppress(ConfigError):
         if RENDEZVOUS in os.environ:
             return address_towards(os.environ[RENDEZVOUS])
@@ -103,7 +110,7 @@ def advertised_host(config: Config) -> str:
 
 
 Resolve = Callable[[str, int], Sequence[tuple[Any, ...]]]
-"""Find the addresses of a name, as `socket.getaddrinfo` does."""
+"""Function that finds the addresses of a name, as `socket.getaddrinfo` does."""
 
 
 def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
@@ -111,10 +118,10 @@ def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
 
 
 def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
-    """Return this machine's address on the way to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
+    """Return this machine's address on the route to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
 
     Raises:
-        ConfigError: the host leads nowhere, or only loopback addresses of this machine are found.
+        ConfigError: the host cannot be resolved, or only loopback addresses of this machine are found.
     """
     first, _, port = endpoint.rpartition(":")
     first = first.strip("[]")
@@ -128,8 +135,8 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
         ) from error
     if not _is_loopback(host) or first == "localhost" or _is_loopback(first):
         return host
-    # Debian's /etc/hosts has a line such as `127.0.1.1 node1`, by which a machine's own name leads to loopback: what
-    # the others would reach there is themselves.
+    # Debian's /etc/hosts has a line such as `127.0.1.1 node1`, which resolves a machine's own name to loopback. Other
+    # machines would reach themselves at that address.
     for family, far in ELSEWHERE:
         with suppress(OSError):
             if not _is_loopback(own := _own_address(family, (far, int(port)))):
@@ -154,5 +161,5 @@ def _own_address(family: int, place: tuple[Any, ...]) -> str:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False

@@ -1,6 +1,6 @@
-"""Notices a job that SLURM requeues for ever: one whose time limit, or the next preemption, always comes before a step.
+"""Detection of a job that SLURM requeues forever, because its time limit or a preemption always ends it before a step.
 
-Each incarnation of a requeued job leaves in `requeues.json` of the run directory at which version it began.
+Each incarnation of a requeued job writes the version at which it began to `requeues.json` in the run directory.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from flash.run.restart.history import booked_version, reach
 from flash.trainer.checkpoint_files import newest_complete, read_manifest
 
 MOST_IDLE = 2
-"""Incarnations of a requeued job, one after the other, that may begin where the one before began."""
+"""Largest number of consecutive incarnations of a requeued job that may begin without progress."""
 
+# Name of the file in the run directory.
 FILE = "requeues.json"
 
 
 class Requeues(msgspec.Struct, frozen=True):
-    """What the incarnations of a job have come to."""
+    """Progress of the incarnations of a requeued job."""
 
     job: str
     version: int
-    """At which the newest incarnation began; −1 with neither a checkpoint nor a step."""
+    """Version at which the newest incarnation began; −1 if there was neither a checkpoint nor a step."""
     idle: int
-    """Incarnations in a row that began where the one before began."""
+    """Number of consecutive incarnations that began at the version of the one before, or earlier."""
 
 
 def refuse_idle_requeues(config: Config) -> None:
-    """Count this incarnation of a requeued job. The caller is the only launch of the run.
+    """Count this incarnation of a requeued job. No other launch of the run may be active.
 
     Raises:
-        RequeueError: as many incarnations before it as there may be have brought the run nowhere.
+        RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
     """
     file = config.run_dir / FILE
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -57,7 +58,10 @@ def refuse_idle_requeues(config: Config) -> None:
 
 
 def _begins_at(config: Config) -> int:
-    """The version at which this incarnation begins: what was trained after a checkpoint counts where it is kept."""
+    """Return the version at which this incarnation begins.
+
+    Steps after the newest checkpoint count if the journal allows the run to repeat them.
+    """
     checkpoint = newest_complete(config.run_dir)
     version = -1 if checkpoint is None else read_manifest(checkpoint).version
     if config.checkpoint.journal == "off":

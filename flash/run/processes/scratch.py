@@ -1,7 +1,7 @@
-"""The job's folder for temporary files on a machine: sockets, the configuration, whatever libraries leave there.
+"""Temporary folder of the job on one machine: sockets, the configuration, and temporary files of libraries.
 
-It is removed at the job's end. What a killed job has left is removed by the next launch on the machine: the folder's
-lock tells whether anybody still needs it.
+The folder is removed at the end of the job. If the job was killed, the next launch on the machine removes the folder,
+once the folder's lock shows that no process needs it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from flash.run.processes.locks import exclusive, is_free, share
 
 PREFIX = "flash-job-"
 VARIABLE = "FLASH_SCRATCH"
-"""Tells the job's processes where its folder is."""
+"""Environment variable with the path of the folder, for the processes of the job."""
 LONGEST = 64
-"""Bytes in the path of a folder whose sockets still have names that fit: vLLM's add 37 to it, of the 107 that Linux
-takes."""
+"""Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
+Linux allows 107."""
 LOCK = "lock"
 SHARED = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
-"""Shared memory and semaphores of Python's multiprocessing, among the lines of a process's maps."""
+"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
 SHARED_MEMORY = "shared-memory"
-"""Lists what the job's engines keep in /dev/shm, which nobody else could tell from what others keep there."""
+"""Name of the file that lists the names that the job's engines use in /dev/shm. Nothing else distinguishes them from
+the names of other jobs."""
 
 
 @contextmanager
 def scratch_folder(beside: Path | None = None) -> Generator[Path]:
-    """Give the processes started in the block a temporary folder of their own, and remove it with what is in it.
+    """Create a temporary folder for the processes that are started in the block, and remove it with its contents.
 
-    It lies in `beside`, or else where Python has its temporary files.
+    The folder lies in `beside`, or else in Python's folder for temporary files, or in /tmp if its path would be too
+    long.
     """
     base = str(beside or tempfile.gettempdir())
     short = base if len(os.fsencode(base)) < LONGEST - 20 else "/tmp"
     remove_abandoned(Path(short))
-    # Locked before it has the name by which others look for it.
+    # Locked before it gets its final name, under which other launches look for abandoned folders.
     folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=short))
     with exclusive(folder / LOCK, wait_s=0):
         folder = folder.rename(folder.with_name(folder.name.replace(".flash-new-", PREFIX)))
         variables = {
             VARIABLE: str(folder),
             "TMPDIR": str(folder),
-            # Compiled kernels are worth keeping: this is where torch looks for them without us.
+            # Compiled kernels are worth keeping, so their cache stays where torch puts it by default.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", os.path.join(base, f"torchinductor_{getpass.getuser()}")
             ),
@@ -62,30 +64,31 @@ def scratch_folder(beside: Path | None = None) -> Generator[Path]:
 
 
 def join_scratch_folder() -> None:
-    """Let the folder live as long as this process, even if its launcher does not."""
+    """Keep the folder as long as this process lives, even if the launcher dies."""
     share(Path(os.environ[VARIABLE]) / LOCK)
 
 
 def remember_shared_memory(core: int) -> None:
-    """Note what an engine's processes, the group of its core, keep in /dev/shm: it ends with the job.
+    """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the job.
 
-    Called again, it notes what has come since. What cannot be noted, since the disk is full, costs no engine.
+    Called again, the function adds new names. `core` is the process id of the engine's core, which leads the group. If
+    the disk is full, the names are not recorded, and the engine goes on.
     """
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if os.getpgid(int(process.name)) == core:
                 found.update(SHARED.findall((process / "maps").read_text()))
     with suppress(OSError), (Path(os.environ[VARIABLE]) / SHARED_MEMORY).open("a+") as file:
         file.seek(0)
-        # One write: several engines may start at once.
+        # A single write, because several engines may start at the same time.
         file.write("".join(f"{name}\n" for name in sorted(found - set(file.read().splitlines()))))
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the folders of this user's jobs that were killed."""
+    """Remove the folders that killed jobs of this user have left in `base`."""
     for folder in base.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another launch removes it at the same time, or it is not ours to remove
+        with suppress(OSError):  # another launch removes it at the same time, or we have no permission
             if folder.stat().st_uid == os.getuid() and (folder / LOCK).is_file() and is_free(folder / LOCK):
                 _remove(folder)
 

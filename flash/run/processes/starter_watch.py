@@ -1,9 +1,9 @@
-"""What ends a process of a job when the one that started it is gone: nothing else would, after `kill -9`.
+"""Watches the process that started this one, and ends this one when that process is gone, for example after `kill -9`.
 
-On the first node the end of the launcher of `flash train` is treated as an interrupt: the run leaves a checkpoint and
-ends in order. Whoever does not manage that in time is killed, with the process group that it is in. On another node
-all are killed at once, for the others to go on without it; so are its trainer ranks. Where torchrun has started the
-launcher, its end is a SIGTERM to that.
+On the first node, the end of the launcher of `flash train` counts as an interrupt: the run writes a checkpoint and ends
+in order. A process that does not end in time is killed with its process group. On any other node all processes are
+killed at once, and the other nodes go on without them; trainer ranks, too, are killed at once. If torchrun started the
+launcher, the end of torchrun sends SIGTERM to the launcher.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import time
 from contextlib import suppress
 
 LAUNCHER = "FLASH_LAUNCHER"
-"""The variable that names the launch to all that it starts: the launcher's process id, a dot, and when it began."""
+"""Environment variable that names the launch to all of its processes: process id of the launcher, a dot, and the time
+of its start in Unix nanoseconds."""
 
 
 def begin_launch() -> str:
-    """Let this process be a launcher, and what it starts end with it; the name of its launch."""
+    """Make this process the launcher of all processes that it starts, and return the name of the launch."""
     os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
     return name
 
 
 def end_with_torchrun() -> None:
-    """Interrupt this launcher once torchrun is gone, if that has started it."""
+    """Send SIGTERM to this launcher when torchrun ends, if torchrun started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # It may be gone already: then the parent is another one, and nobody tells.
+        # If torchrun has already ended, the parent is another process, and the end of torchrun is not noticed.
         descriptor = os.pidfd_open(os.getppid())
         threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
 
@@ -40,9 +41,10 @@ def _terminate_after(descriptor: int) -> None:
 
 
 def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
-    """Interrupt this process once the one that started it is gone, and kill it `grace_s` later; one of a node speaks.
+    """Interrupt this process when its launcher is gone, and kill it `grace_s` seconds later; 0: kill it at once.
 
-    Without a grace it is killed at once. When the other is gone before it can be watched, this one ends at once, too.
+    If the launcher is gone before it can be watched, this process exits at once. If `speaks` is True, it prints a line
+    about the end of the launcher; one process of a node does that.
     """
     starter = int(os.environ[LAUNCHER].partition(".")[0])
     try:
@@ -56,11 +58,12 @@ def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
 
 
 def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
-    # Readable when the process ends. Not PR_SET_PDEATHSIG: that ends with the thread that started us, and says nothing.
+    # Readable when the process ends. PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and
+    # prints nothing.
     select.select([descriptor], [], [])
     if speaks:
         what = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
-        with suppress(OSError):  # who read it may have gone with the starter: this process ends all the same
+        with suppress(OSError):  # the reader of the output may have ended with the launcher
             sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
             sys.stderr.flush()
     if grace_s:

@@ -1,10 +1,11 @@
-"""Supervises the processes of one machine: how they are started, watched, started again and ended.
+"""Supervisor of the processes of one machine: starts, watches, restarts and ends them.
 
-A machine has a node loop, trainer ranks, or both. Each of the two is a `SupervisedPart` with restarts of its own; a
-subclass says what it starts, and what an end of it means. Every process is a child of the launcher, in a session of its
-own, so that a terminal's signals come through the launcher, and what a process has started can be ended with it.
+A machine has a node loop, trainer ranks, or both. Each of the two is a `SupervisedPart` with its own count of restarts.
+A subclass decides which processes to start, and how to interpret their exit codes. Every process is a child of the
+launcher in a session of its own. So a terminal's signals reach it only through the launcher, and it can be killed with
+all processes that it has started.
 
-Law: a part whose end was asked for never starts again.
+Law: a part that was asked to end never starts again.
 """
 
 from __future__ import annotations
@@ -31,80 +32,84 @@ from flash.text import harmless
 from flash.waiting import first_error
 
 KILLED_S = 2.0
-"""Seconds in which a process ends that is killed; blocks."""
+"""Seconds to wait for the exit of a killed process. The wait blocks the event loop."""
 RETRY_S = 1.0
-"""Before a process that the system would not start is tried again."""
+"""Seconds before the next attempt if the system could not start a process."""
 TOLD_S = 2.0
-"""Seconds in which a signal that has ended a process may reach the launcher too: Slurm sends it to all of a job."""
+"""Seconds within which a signal that killed a process may also reach the launcher: Slurm sends it to every process of a
+job."""
 
 
 class End(IntEnum):
-    """Exit codes of the processes that are supervised."""
+    """Exit codes of supervised processes."""
 
     OVER = 0
-    """The run is over, or it was told to leave."""
+    """The run is over, or the process was asked to leave."""
     FAILED = 1
-    """With an error that may not come again; it has been told."""
+    """The process failed with an error that a restart may fix. It has reported the error."""
     FINAL = 3
-    """With an error that would come again; it has been told."""
+    """The process failed with an error that no restart can fix. It has reported the error."""
     WITH_PEER = 75
-    """With its hub, or with another rank: nothing is wrong with it, and starting it again counts as no restart."""
+    """The process lost its hub or another rank. It is not at fault, and its restart is not counted."""
     INTERRUPTED = 130
-    """By a signal: 128 + SIGINT, as shells have it."""
+    """A signal interrupted the process: 128 + SIGINT, as in shells."""
 
 
 class EndedProcess(NamedTuple):
-    """A process that has ended."""
+    """Result of a process that has ended."""
 
     local: int
     pid: int
     code: int
-    """Below 0: the signal that killed it."""
+    """Exit code; −N if signal N killed the process."""
 
 
 class NotStartedError(Exception):
-    """The system does not start a process."""
+    """The system could not start a process."""
 
 
 class Processes:
-    """Processes that start together, and end once one of them has failed."""
+    """Group of processes that start together. When one of them fails, the others are ended."""
 
     linger_s = 10.0
-    """Seconds in which those end of which another one has failed: they know it already, and who hangs does not end."""
+    """Seconds after the first failure until the remaining processes are killed. They notice the failure and exit; a
+    process that hangs does not."""
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
         self._living: dict[int, ForkedProcess] = {}
         self._begins = False
-        """Whether one is about to start."""
+        """True while a process is being started."""
         self._told: signal.Signals | None = None
-        """What those that start from now on are told as well."""
+        """Last signal that was sent to all processes. Processes that start later get it, too."""
         self.killed: set[int] = set()
-        """Of the processes of the last start, those that we have killed."""
+        """Process ids of the last start that this supervisor has killed."""
 
     @property
     def pids(self) -> set[int]:
-        """The process ids of those that live."""
+        """Process ids of the running processes."""
         return {process.pid or 0 for process in self._living.values()}
 
     def fork_from(self, server: ForkServer) -> None:
-        """What is started from now on is forked from this one, or one that has imported the same."""
+        """Fork later processes from `server`. If the present server has the same environment variables, it is kept."""
         if self._server is None or self._server.variables != server.variables:
             self.end_server()
             self._server = server
 
     def end_server(self) -> None:
-        """Nothing more is to be started."""
+        """Kill the fork server, because no more processes are needed."""
         if self._server is not None:
             self._server.end()
 
     async def run(
         self, role: str, file: Path, orders: Sequence[ProcessOrder], variables: Sequence[Mapping[str, str]] = ()
     ) -> list[EndedProcess]:
-        """Start one process for each order, each with variables of its own, and wait until all have ended.
+        """Start one process for each order, and wait until all have ended. Returns their results as they ended.
+
+        `variables` holds the additional environment variables of each process; empty: none has any.
 
         Raises:
-            NotStartedError: the system does not start one.
+            NotStartedError: the system could not start a process.
         """
         ended: list[EndedProcess] = []
         failing = anyio.Event()
@@ -123,12 +128,12 @@ class Processes:
         return ended
 
     def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
-        """One of them, not started."""
+        """Return a new process that is not started yet. Tests replace this method."""
         assert self._server is not None, "it was named before"
         return JobProcess(self._server, role, file, order, variables)
 
     async def _begin(self, process: ForkedProcess) -> None:
-        """Waits until its server has imported all, at the first of them for seconds."""
+        """Start a process. This takes seconds if the server has to import its modules first."""
         self._begins = True
         try:
             await anyio.to_thread.run_sync(process.start, abandon_on_cancel=True)
@@ -141,7 +146,8 @@ class Processes:
     async def _follow(
         self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
     ) -> None:
-        """Waits for the end of a process, which is also the end of what it has started where we are cancelled."""
+        """Wait until a process has ended, and add its result to `ended`. If this task is cancelled, kill the
+        process."""
         self._living[number] = process
         if self._told is not None:
             _send(process, self._told)
@@ -163,20 +169,21 @@ class Processes:
         self.kill(self.pids)
 
     def signal(self, number: signal.Signals) -> None:
-        """Ask for the end of all, also of those that are about to start; what they have started is not asked."""
+        """Send a signal to all processes, and to each process that starts later. Processes that they have started do
+        not get it."""
         self._told = number
         for process in self._living.values():
             _send(process, number)
 
     def kill_all(self) -> None:
-        """End all at once, also those that are about to start, with what they have started."""
+        """Kill all processes and all that they have started. A process that is about to start is killed, too."""
         self._told = signal.SIGKILL
         self.kill(self.pids)
         if self._begins:
             self.end_server()
 
     def kill(self, pids: Collection[int]) -> None:
-        """End those of ours with these process ids at once, with what they have started."""
+        """Kill the processes with these process ids and all that they have started. Ignores ids of other processes."""
         for process in self._living.values():
             if (pid := process.pid) is not None and pid in pids:
                 self.killed.add(pid)
@@ -184,13 +191,14 @@ class Processes:
 
 
 class SupervisedPart(ABC):
-    """A part of a machine that is started again when it fails.
+    """A part of the work of a machine. It is restarted when it fails.
 
     Args:
-        config: the run; None: it is still to be learned.
-        follows: what a restart is, in words.
-        failed: what has failed, where no process has a word for it; empty: that has been told.
-        without: what is said when no restart is left.
+        config: the run's configuration; None if it is not known yet.
+        follows: sentence that is printed before a restart.
+        failed: reason for the final failure if no process has an error message; empty if the error was reported
+            already.
+        without: text that is added to the line that is printed when no restart is left.
     """
 
     def __init__(self, config: Config | None, follows: str, failed: str = "", without: str = "") -> None:
@@ -200,35 +208,40 @@ class SupervisedPart(ABC):
         self._without = without
         self.processes = Processes()
         self.hung: set[int] = set()
-        """Of the processes of the last start, those that were killed since they hang."""
+        """Process ids of the last start that were killed because they hang."""
         self.hang = ""
-        """By what that showed."""
+        """Reason why a process is considered to hang; empty if no process hung."""
         self.ending = anyio.Event()
         self.restarts = 0
-        """Those that counted, so far."""
+        """Number of restarts that counted so far."""
         self.why = ""
-        """What has ended it for good, when it was started again too often, and nobody has told why."""
+        """Reason why the part has ended for good. Set when no restart is left and the error was not reported; empty
+        otherwise."""
 
     @property
     def grace_s(self) -> int:
-        """Seconds in which it ends that was told to."""
+        """Seconds that a process has to exit after it was asked to."""
         assert self.config is not None, "without a configuration nothing has started"
         return grace_s(self.config)
 
     def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
-        """End those of its processes that hang, by which it fails."""
+        """Kill processes of this part that hang; `why` says how that was detected. The part then counts as failed."""
         self.hung.update(pids)
         self.hang = why
         self.processes.kill(pids)
 
     @abstractmethod
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """From a start to its end; what has killed processes that had no voice, in words."""
+        """Run the processes of the part once, and return how they ended.
+
+        Also returns a sentence for each process that ended without an error message. `restarts` is the number of
+        restarts before this run.
+        """
 
     async def keep(self, ending: anyio.Event) -> End:
-        """Start it again until it is over, cannot go on, or its end is asked for, which is `ending`; how it ended.
+        """Restart the part until it is over, cannot go on, or `ending` is set. Returns how it ended.
 
-        Consumes ends of processes. Waits for the next one. Produces the next processes.
+        Consumes the results of `once`. Waits for the next one. Produces the next processes.
         """
         self.ending, self.restarts = ending, 0
         while True:
@@ -259,11 +272,13 @@ class SupervisedPart(ABC):
 async def judge(
     ended: Sequence[EndedProcess], killed: Collection[int], ending: anyio.Event
 ) -> tuple[End, list[EndedProcess]]:
-    """What the ends of processes that started together come to, and which of them had no voice.
+    """Combine the exit codes of processes that started together into one result.
 
-    Whom we have killed has ended with another one. One that a signal has ended may not be the only one that heard it.
+    Also returns the processes that ended without an error message. Killed processes do not count, because another
+    process caused their end.
     """
     own = [one for one in ended if one.pid not in killed]
+    # A signal that ended a process may also have been sent to the launcher, which then sets `ending`.
     if any(one.code in (-signal.SIGTERM, -signal.SIGINT) for one in own):
         with anyio.move_on_after(TOLD_S):
             await ending.wait()
@@ -279,12 +294,12 @@ async def judge(
 
 
 def describe(who: str, process: EndedProcess) -> str:
-    """How a process has ended, in words."""
+    """Return a sentence about how a process ended."""
     return f"{who} (process {process.pid}) {describe_exit_code(process.code)}"
 
 
 def say(words: str) -> None:
-    """One line for people; who read it may be gone."""
+    """Print one line for people to standard error. Errors are ignored, because the reader may be gone."""
     with suppress(OSError):
         sys.stderr.write(f"flash: {harmless(words)}\n")
         sys.stderr.flush()
@@ -296,7 +311,8 @@ def _send(process: ForkedProcess, number: signal.Signals) -> None:
 
 
 def _kill(process: ForkedProcess) -> None:
-    """At once, with its session, which it may just be about to begin."""
+    """Kill a process and its session."""
+    # The process may not have begun its session yet, so the process itself is killed first.
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):  # it has ended
             kill(process.pid or 0, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""The hub's token, and where the job's own processes find it while nobody else does.
+"""Token of the hub, which authenticates the job's own processes, and the announcement of the hub.
 
-It lies in a file of mode 0600 in the run directory, which the hosts of a job share; hosts that share none are given it
-in `FLASH_TOKEN`. Beside it lies, for all who may read the folder, the file's name, and the hub's address with a proof
-of the token over it. So a stranger can read there nothing that opens a port, and write there nothing that a process of
-the job believes.
+The token lies in a file of mode 0600 in the run directory, which the hosts of a job share. Hosts without a shared run
+directory get the token in `FLASH_TOKEN`. Beside the token's file lies an announcement that all users of the folder may
+read: the file's name, the hub's address, and a proof that the writer knows the token. So other users learn nothing
+there that lets them connect to the hub, and no process of the job believes what they write there.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from flash.errors import ConfigError, RunDirectoryError, TransportError
 from flash.transport.auth import new_token
 
 VARIABLE = "FLASH_TOKEN"
-"""Environment variable with the token, in hexadecimal, for hosts that share no run directory."""
+"""Environment variable with the token in hexadecimal, for hosts that share no run directory."""
 MIN_HEX_DIGITS = 32
-"""16 bytes: fewer could be guessed."""
+"""Least length of a token in hexadecimal digits: 16 bytes, since fewer could be guessed."""
 _SET_IT = f"set {VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
 _FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What lies in the run directory."""
+    """Content of the announcement file in the run directory."""
 
     body: bytes
-    """What is announced: where the hub is."""
+    """Encoded address of the hub."""
     token_file: str
-    """Name of the token's file in the run directory; empty where the token is in the environment."""
+    """Name of the token's file in the run directory; empty if the token is in the environment."""
     proof: bytes
-    """HMAC-SHA256 of the body under the token."""
+    """HMAC-SHA256 of the body, with the token as key."""
 
 
 @contextmanager
 def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
-    """The token of a new hub and the name of its file, which lies in the run directory inside the block.
+    """Make the token of a new hub. Yields the token and the name of its file, which exists while the block runs.
 
-    `given`: the value of FLASH_TOKEN; then there is no file, and its name is empty.
+    If `given`, the value of FLASH_TOKEN, is not None, it is the token. Then there is no file, and the name is empty.
 
     Raises:
-        ConfigError: the environment's token is none.
-        RunDirectoryError: the file cannot be written, or cannot be kept from other users.
+        ConfigError: `given` is not a valid token.
+        RunDirectoryError: the file cannot be written, or other users could read it.
     """
     if given is not None:
         yield parse_token(given), ""
         return
     token = new_token()
-    # A name of its own for each incarnation of the hub: no host can have cached an older file under it.
+    # Each incarnation of the hub uses a new file name, so no host can have cached an older file of that name.
     path = run_dir / f"hub-{token_hex(8)}.token"
     try:
         _leave(path, token)
@@ -83,16 +83,16 @@ def _leave(path: Path, token: bytes) -> None:
 
 
 def sign(body: bytes, token: bytes, token_file: str) -> bytes:
-    """What is to lie in the run directory."""
+    """Return the content of an announcement file, with a proof that `token` is known."""
     return msgspec.json.encode(Announcement(body, token_file, _proof(body, token)))
 
 
 def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, bytes]:
-    """The announced body and the token, from what lay in the run directory.
+    """Check the content of an announcement file, and return the announced body and the token.
 
     Raises:
-        ConfigError: this process has no token, or another one than the hub.
-        TransportError: that is not what a hub announces.
+        ConfigError: this process has no token, or a token other than the hub's.
+        TransportError: the content is not that of an announcement.
     """
     try:
         found = msgspec.json.decode(stored, type=Announcement)
@@ -127,10 +127,10 @@ def _token_of(found: Announcement, run_dir: Path, given: str | None) -> bytes:
 
 
 def parse_token(text: str) -> bytes:
-    """The token that FLASH_TOKEN holds.
+    """Return the token that `text`, the value of FLASH_TOKEN, holds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is not a valid token.
     """
     try:
         token = bytes.fromhex(text)

@@ -1,8 +1,8 @@
-"""What a supervisor starts: the first node's loop, which has the hub, a loop that joins, or a trainer rank, of
-a run or of `flash sft`.
+"""Entry point of a supervised process.
 
-Its exit code is an `End`. An error that a restart cannot mend is left as `error.json` in the run directory where the
-process belongs to the first node.
+The process is a node loop with the hub, a joined node loop, or a trainer rank of a run or of `flash sft`.
+The exit code is an `End`. If the process belongs to the first node and fails with an error that no restart can fix, it
+writes that error to `error.json` in the run directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from flash.transport.server import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
+# Kind of a supervised process: the node loop with the hub, a joined node loop, a trainer rank of a run or of `flash
+# sft`.
 Role = Literal["hub", "node", "trainer", "sft"]
 
 
 def main(role: str, file: Path, order: ProcessOrder) -> int:
-    """Do the work of a supervised process, and return its exit code, an `End`. `role`: as of `Role`."""
+    """Run a supervised process, and return its exit code, an `End`. `role` is a `Role`."""
     begin_logging()
     raise_descriptor_limit()
     take_import_path()
@@ -53,7 +55,8 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     try:
         return _become(cast(Role, role), order, config)
     except FlashError as error:
-        # In its last incarnation every error ends the run; that of a lost peer is the echo of another's.
+        # On the first node, every error after the last restart ends the run. A PeerLostError does not, because it only
+        # follows from the error of another process.
         last = order.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
         final = error.fatal or (last and order.node == 0)
         if final and order.node == 0:
@@ -62,22 +65,22 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
         return End.FINAL if final else End.FAILED
     except KeyboardInterrupt:
         return End.INTERRUPTED
-    except Exception:  # the process's outermost boundary: show the bug, end with a code that the supervisor knows
+    except Exception:  # outermost boundary of the process: show the bug, and end with a code that the supervisor knows
         sys.stderr.write(harmless(traceback.format_exc()))
         return End.FAILED
 
 
 def begin_logging() -> None:
-    """Send what a process of a job logs to standard error."""
+    """Send the log messages of a process of the job to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    # Errors of user code and of other services are logged, with whatever text they have.
+    # Log messages may quote errors of user code and of other services, which may contain any text.
     handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
 
 
 def complain(error: FlashError) -> None:
-    """Show an error on stderr, where people look."""
+    """Print an error to standard error."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
     sys.stderr.flush()
