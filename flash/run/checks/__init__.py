@@ -1,1 +1,1 @@
-"""What is tried before any work: by `flash train` (`preflight`), by `--dry-run`, and by `flash doctor`."""
+"""Checks before any work: for `flash train` (`preflight`), for its option `--dry-run`, and for `flash doctor`."""

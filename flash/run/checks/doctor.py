@@ -1,7 +1,7 @@
-"""`flash doctor`: whether a machine has what a run needs, check by check, each under a deadline.
+"""Checks of `flash doctor`: each finds out whether a machine has one thing that a run needs. All share one deadline.
 
-A check is a function of the configuration, or of None where there is none. It only looks: what it writes to try whether
-it may, it removes.
+A check is a function of the configuration; the argument is None if there is no configuration. A check changes nothing:
+it removes the temporary files with which it tests a folder.
 """
 
 from __future__ import annotations
@@ -33,32 +33,35 @@ from flash.run.processes.token import VARIABLE as TOKEN
 from flash.transport.server import port_holder
 
 DEADLINE_S = 45.0
-"""For all checks together, which run side by side: longer than `nvidia-smi` may take."""
+"""Seconds for all checks together, which run in parallel. `nvidia-smi` may take almost as long."""
+# Bytes in one GiB.
 GIB = 1 << 30
 BASE_GIB = 5
-"""Memory beside the KV cache that a run of a small model takes: its trainer, its engine and the hub."""
+"""Memory in GiB that a run of a small model takes beside the KV cache: for the trainer, the engine and the hub."""
 DISK_GIB = 5
-"""Free space that a run of a small model never uses up; checkpoints of a large one need more."""
+"""Free disk space in GiB that suffices for a run of a small model. Checkpoints of a large model need more."""
 CORES = 2
-"""One for the engine, one for the trainer."""
+"""Number of cores that a run needs: one for the engine and one for the trainer."""
 CLOCK_S = 2.0
-"""Difference of two clocks from which plots and logs of several machines no longer fit together."""
+"""Difference of two clocks in seconds from which plots and logs of several machines are hard to compare."""
 SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "panfs", "wekafs")
-"""Beginnings of the names of file systems that several machines see; those in user space have `fuse.` before them."""
+"""Beginnings of the names of file systems that several machines can share. A file system in user space has `fuse.`
+before this name."""
+# File that lists the mounted file systems.
 MOUNTS = Path("/proc/self/mountinfo")
 PINS = Path(__file__).parents[3] / "requirements"
-"""The lock of the CPU environment, where Flash runs from its source."""
+"""Folder with the lock files of the CPU environment, if Flash runs from its source."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a check found."""
+    """Result of a check."""
 
     state: Literal["ok", "not needed", "missing"]
     text: str
     advice: str = ""
-    """What to do where something is missing."""
+    """Advice on how to get a missing thing."""
     check: str = ""
-    """Its name."""
+    """Name of the check."""
 
 
 Check = Callable[[Config | None], Found]
@@ -68,25 +71,27 @@ missing = partial(Found, "missing")
 
 
 def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Found]:
-    """Make all checks, side by side; one that raises, or does not answer, has found something missing."""
+    """Run all checks in parallel, and return their results. A check that raises an error or is too late counts as
+    missing."""
     end = time.monotonic() + seconds
     running = {name: _Asked(check, config) for name, check in checks.items()}
     return [msgspec.structs.replace(asked.found(end, seconds), check=name) for name, asked in running.items()]
 
 
 class _Asked:
-    """One check under way, in a thread that nobody waits for in the end: a dead file system never answers."""
+    """A running check, in a daemon thread."""
 
     def __init__(self, check: Check, config: Config | None) -> None:
         self._check, self._config = check, config
         self._found: Found | None = None
+        # A daemon thread, because a check of a dead file system may never return.
         self._thread = threading.Thread(target=self._make, daemon=True)
         self._thread.start()
 
     def _make(self) -> None:
         try:
             self._found = self._check(self._config)
-        except Exception as error:  # whatever goes wrong on a broken machine is what is to be told
+        except Exception as error:  # an error of any kind on a broken machine is the result
             self._found = missing(f"{type(error).__name__}: {error}")
 
     def found(self, end: float, seconds: float) -> Found:
@@ -95,7 +100,7 @@ class _Asked:
 
 
 def machine(config: Config | None) -> Found:
-    """The operating system and Python."""
+    """Check the operating system, and show the version of Python."""
     text = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
     if sys.platform != "linux":
         return missing(text, "Flash runs on Linux: take a container, WSL or a virtual machine")
@@ -103,7 +108,7 @@ def machine(config: Config | None) -> Found:
 
 
 def cores(config: Config | None, usable: Set[int] | None = None) -> Found:
-    """Cores that this process may use, or those that are given."""
+    """Check the number of cores that this process may use. `usable` replaces the set of these cores in tests."""
     usable = os.sched_getaffinity(0) if usable is None else usable
     text = f"{len(usable)} of {os.cpu_count()} cores may be used"
     named = set() if config is None else {*(config.cluster.node_cpus or ()), *(config.cluster.trainer_cpus or ())}
@@ -115,7 +120,7 @@ def cores(config: Config | None, usable: Set[int] | None = None) -> Found:
 
 
 def memory(config: Config | None) -> Found:
-    """Memory that is free, of the machine and of the control group."""
+    """Check the free memory of the machine and of the control group."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) << 10
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -131,7 +136,7 @@ def memory(config: Config | None) -> Found:
 
 
 def gpus(config: Config | None) -> Found:
-    """As many GPUs as the configuration wants."""
+    """Check that the machine has as many GPUs as the configuration wants."""
     count, wanted = count_gpus(), None if config is None else config.gpus_per_node
     text = f"{count} NVIDIA GPU{'s' if count != 1 else ''}"
     if wanted and count < wanted:
@@ -144,7 +149,7 @@ def gpus(config: Config | None) -> Found:
 
 
 def compilers(config: Config | None) -> Found:
-    """What engines on the CPU are compiled with. They run without it, too."""
+    """Check for the compiler that engines on the CPU use. Engines also run without it, but slower."""
     if config is not None and config.gpus_per_node > 0:
         return not_needed("engines run on GPUs")
     if config is not None and config.engine.enforce_eager:
@@ -155,7 +160,7 @@ def compilers(config: Config | None) -> Found:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, if it is installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -163,7 +168,7 @@ def installed(name: str) -> str | None:
 
 
 def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Found:
-    """torch, transformers and vLLM, in the versions that were tested."""
+    """Check that torch, transformers and vLLM are installed in versions that were tested."""
     from packaging.requirements import Requirement
 
     wanted = {line.name: line.specifier for line in map(Requirement, importlib.metadata.requires("flash-rl") or [])}
@@ -188,7 +193,7 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
 
 
 def pinned(name: str) -> str | None:
-    """The version of a package in the lock, if there is one."""
+    """Return the version of a package in the lock files; None if they do not have it."""
     for file in PINS.glob("*.txt"):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{name}=="):
@@ -197,7 +202,7 @@ def pinned(name: str) -> str | None:
 
 
 def port(config: Config | None) -> Found:
-    """The hub's port is free."""
+    """Check that the hub's port is free."""
     number = 0 if config is None else config.cluster.hub_port
     if number == 0:
         return not_needed("the hub takes any free port")
@@ -211,7 +216,7 @@ def port(config: Config | None) -> Found:
 
 
 def model(config: Config | None) -> Found:
-    """What a run would fetch or convert first."""
+    """Show the model that a run would have to fetch or convert first."""
     if config is None or config.model.fetch is None:
         return not_needed("nothing is fetched")
     folder, source = Path(config.model.path), source_of(config.model.fetch)
@@ -221,7 +226,7 @@ def model(config: Config | None) -> Found:
 
 
 def trackers(config: Config | None) -> Found:
-    """The packages of the trackers that the run is to tell."""
+    """Check that the packages of the trackers in track.to are installed."""
     names = config.track.to if config is not None else []
     if not names:
         return not_needed("track.to names none")
@@ -230,7 +235,7 @@ def trackers(config: Config | None) -> Found:
 
 
 def output(config: Config | None, least_gib: float = DISK_GIB) -> Found:
-    """The output folder, or where it will be made: may it be written, and is there space?"""
+    """Check that the output folder, or its first existing parent, can be written and has free space."""
     folder = _output_folder(config)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".flash-doctor-"):
@@ -244,7 +249,7 @@ def output(config: Config | None, least_gib: float = DISK_GIB) -> Found:
 
 
 def shared(config: Config | None, mounts: Path = MOUNTS) -> Found:
-    """The run directory of several nodes lies where all of them see it."""
+    """Check that all nodes of a job can see the run directory."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
     if TOKEN in os.environ and config.cluster.hub_port:
@@ -260,7 +265,7 @@ def shared(config: Config | None, mounts: Path = MOUNTS) -> Found:
 
 
 def clock(config: Config | None, most_s: float = CLOCK_S) -> Found:
-    """This machine's clock agrees with the one of the server that keeps the run directory."""
+    """Check that this machine's clock agrees with the clock of the server that holds the run directory."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
     with tempfile.NamedTemporaryFile(dir=_output_folder(config), prefix=".flash-doctor-") as file:
@@ -272,7 +277,7 @@ def clock(config: Config | None, most_s: float = CLOCK_S) -> Found:
 
 
 def slurm(config: Config | None) -> Found:
-    """What starts the processes of several nodes."""
+    """Check that something can start the processes on several nodes: SLURM, or the user with a rendezvous address."""
     nodes = 1 if config is None else config.cluster.nodes
     if job := os.environ.get("SLURM_JOB_ID"):
         return ok(f"job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
@@ -289,7 +294,7 @@ def slurm(config: Config | None) -> Found:
 
 
 def file_system(folder: Path, mounts: str) -> str:
-    """The kind of file system that a folder is on, by the text of /proc/self/mountinfo."""
+    """Return the kind of file system that a folder is on. `mounts` is the text of /proc/self/mountinfo."""
     path = folder.resolve()
     kinds: dict[Path, str] = {}
     for line in mounts.splitlines():
@@ -301,7 +306,7 @@ def file_system(folder: Path, mounts: str) -> str:
 
 
 def _output_folder(config: Config | None) -> Path:
-    """The first folder on the way up from run.output_dir that exists."""
+    """Return run.output_dir, or the first of its parents that exists."""
     folder = Path("outputs" if config is None else config.run.output_dir).absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -323,4 +328,4 @@ CHECKS: dict[str, Check] = {
     "clock": clock,
     "SLURM": slurm,
 }
-"""In the order in which they are told."""
+"""Checks by name, in the order in which their results are shown."""

@@ -1,7 +1,7 @@
-"""`flash train --dry-run`: everything that can be tried without an engine and without training.
+"""Checks of `flash train --dry-run`: everything that can be tried without an engine and without training.
 
-The environment plays a first turn, its data are read, its verifier is called; the model's configuration, tokenizer and
-chat template are loaded; the objective computes a loss.
+The environment reads its data, plays a first turn and calls its verifier. The model's configuration, tokenizer and chat
+template are loaded. The objective computes a loss.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from flash.types import Trajectory
 from flash.waiting import deadline
 
 SHOWN = 200
-"""Characters of a prompt that are shown."""
+"""Most characters of a prompt that are shown."""
 
 
 def dry_run(config: Config) -> list[str]:
-    """Try it all; what was found, in lines for people.
+    """Run all checks, and return the lines that are shown to the user.
 
     Raises:
         ConfigError: something would stop the run.
@@ -75,10 +75,10 @@ def dry_run(config: Config) -> list[str]:
 
 
 def _engine(config: Config) -> str:
-    """What vLLM makes of its arguments, as far as there are GPUs and a model for it.
+    """Return a sentence about vLLM's check of its arguments. They are only checked if the GPUs and the model are there.
 
     Raises:
-        ConfigError: it refuses them.
+        ConfigError: vLLM refuses the arguments.
     """
     names, model = ", ".join(config.engine.vllm), Path(config.model.path)
     if count_gpus() < config.gpus_per_node or not (is_hub_id(str(model)) or (model / "config.json").is_file()):
@@ -89,7 +89,8 @@ def _engine(config: Config) -> str:
 
 
 async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[str]]:
-    """Play the first turn of a problem. Also returns lines on its collected answer and on the held-out problems."""
+    """Play the first turn of a problem. Returns the trajectory, and lines about the problem's answer and held-out
+    problems."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
@@ -97,7 +98,7 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
         settings, seed = EpisodeSettings.of_run(config), config.run.seed
         played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
         told = await try_own_answer(config, env, played.task.seed)
-        with suppress(ConfigError):  # it fails now and then: the run tries such a sample again
+        with suppress(ConfigError):  # this may fail sometimes: a run tries such a sample again
             again = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
             told += other_problem(played, again)
         await with_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
@@ -105,12 +106,13 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
 
 
 async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> list[str]:
-    """Have the environment judge the collected answer to a problem, where it has one. Returns lines for people."""
+    """Let the environment judge the problem's own answer, if it has one. Returns the lines that are shown to the
+    user."""
     solution = await anyio.to_thread.run_sync(env.solution_of, seed)
     if solution is None:
         return []
     one, times = env.make(env.kind_of(seed)), config.deadlines
-    if isinstance(one, Informed):  # it would want to know of tokens, of which there are none
+    if isinstance(one, Informed):  # such an environment expects token ids, and here there are none
         return []
     said = f"environment: the problem's own answer {_short(solution)} as the answer"
     try:
@@ -127,7 +129,7 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
 
 
 def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
-    """Return a line for people if two episodes of one seed show different problems."""
+    """Return a line for the user if two episodes with one seed show different problems."""
     (one,), (other,) = played.turns, again.turns
     if played.task.seed != again.task.seed or one.observation == other.observation:
         return []
@@ -139,7 +141,7 @@ def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
 
 @contextmanager
 def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
-    """The model's tokenizer, None where it is still to be fetched, and what is known of the model."""
+    """Yield the model's tokenizer and a description of the model. The tokenizer is None if it must be fetched first."""
     path = Path(config.model.path)
     source = source_of(config.model.fetch) if config.model.fetch is not None else None
     if source is not None and why_not_there(path, source) is not None:
@@ -166,11 +168,11 @@ def _of_folder(config: Config, folder: str) -> HfTokenizer:
 
 
 def model_described(config: Config) -> str:
-    """The model's class and size, by its configuration alone.
+    """Return the class and the size of the model. Only its configuration is read, not its weights.
 
     Raises:
-        ConfigError: transformers knows no such causal language model, ranks cannot divide its layers, it lacks those
-            that adapters are for, or another model reads its tokens otherwise.
+        ConfigError: transformers knows no such causal language model, its layers cannot be divided among the ranks, it
+            lacks the layers that adapters are made for, or the tokenizer of another model differs.
     """
     from flash.trainer.model.adapters import empty_policy
     from flash.trainer.model.model import check_divisible, trained_parameters
@@ -179,7 +181,7 @@ def model_described(config: Config) -> str:
     made = empty_policy(config)
     check_divisible(made.config, config.parallel)
     for key, path in other_models(config).items():
-        if Path(path).is_dir() or is_hub_id(path):  # else it is still to be made
+        if Path(path).is_dir() or is_hub_id(path):  # otherwise the run makes the model first
             check_tokenizer(config, key, path)
     size = sum(weight.numel() for weight in made.parameters())
     own = sum(weight.numel() for _, weight in trained_parameters(made))

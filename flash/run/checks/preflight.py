@@ -1,7 +1,7 @@
-"""What a run needs of this machine and of its own past, tried by `flash train` before any work, with `--dry-run` too.
+"""Checks of this machine and of the resumed run, which `flash train` makes before any work, also with `--dry-run`.
 
-A configuration is checked by `flash.config` in every process of a job; what is here is asked once, by the command: it
-writes, asks for names, or reads what a run has left.
+`flash.config` checks the configuration itself, in every process of a job. The checks here run once, in the command:
+they write files, resolve host names, or read files that a run has left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
 
 
 def start_problems(config: Config) -> list[ConfigProblem]:
-    """What would stop the run that this command is about to start. The configuration may have problems of its own."""
+    """Return the problems that would stop the run that `flash train` is about to start, beside those of the
+    configuration."""
     if config.sft is not None:
         message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
         return [ConfigProblem("sft", message)]
@@ -64,7 +65,7 @@ def start_problems(config: Config) -> list[ConfigProblem]:
 
 
 def sft_problems(config: Config) -> list[ConfigProblem]:
-    """Return what would stop the run that `flash sft` is about to start, but for faults of single rows."""
+    """Return the problems that would stop the run that `flash sft` is about to start, except faults of single rows."""
     if config.sft is None:
         return [ConfigProblem("sft", "is missing: an [sft] table names the rows, as `sft.data=rows.jsonl`")]
     problems: list[ConfigProblem] = []
@@ -73,7 +74,7 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
             _ = path and column_names(path)
         except ConfigError as error:
             problems.append(ConfigProblem(key, str(error)))
-    return [*problems, *_start_problems(config)]  # the steps follow from the rows, which are not read yet
+    return [*problems, *_start_problems(config)]  # the number of steps follows from the rows, which are not read yet
 
 
 def _start_problems(config: Config) -> list[ConfigProblem]:
@@ -84,7 +85,7 @@ def _start_problems(config: Config) -> list[ConfigProblem]:
 
 
 def _temporary() -> Iterator[ConfigProblem]:
-    """Processes have a place for temporary files."""
+    """Yield a problem if no folder takes temporary files."""
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -92,9 +93,10 @@ def _temporary() -> Iterator[ConfigProblem]:
 
 
 def _importable(config: Config) -> Iterator[ConfigProblem]:
-    """The processes of the run can import its classes, which the program that starts it may have defined itself."""
+    """Yield problems of classes that the other processes of the run cannot import."""
     named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
     for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
+        # The program that starts the run may have defined them itself.
         for path in dict.fromkeys(one for one in texts_in(value) if one.partition(":")[0] == "__main__"):
             name = path.partition(":")[2]
             message = (
@@ -105,14 +107,15 @@ def _importable(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _trackers(config: Config) -> Iterator[ConfigProblem]:
-    """The first node can import what it is to tell."""
+    """Yield problems of trackers whose packages the first node cannot import."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         for fault in filter(None, map(not_installed, config.track.to)):
             yield ConfigProblem("track.to", fault)
 
 
 def _output(config: Config) -> Iterator[ConfigProblem]:
-    """The first node writes the run directory, and its lock beside it."""
+    """Yield problems of folders that the first node has to write: the run directory, and its parent with the lock
+    file."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
         for fault in filter(None, map(_unwritable, folders)):
@@ -120,7 +123,7 @@ def _output(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _models(config: Config) -> Iterator[ConfigProblem]:
-    """Model folders hold weights, hub ids lead to models; tiny models that are to be made find a place of their own."""
+    """Yield problems of models: folders without weights, hub ids without a model, tiny models that cannot be made."""
     made = {path: key for key, path, _ in tiny_models(config)}
     for path, key in made.items():
         if unreachable(str(path)) is not None:
@@ -153,7 +156,8 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _damaged(folder: Path) -> str:
-    """Which of a model's files is missing or cut off, by their headers alone; empty: none."""
+    """Return the first file of a model that is missing, damaged or cut off; empty if all are whole. Reads only
+    headers."""
     parts = set(folder.glob("*.safetensors"))
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
@@ -172,7 +176,7 @@ def _damaged(folder: Path) -> str:
 
 
 def _fetched(config: Config) -> Iterator[ConfigProblem]:
-    """The pretrained model is there, or can be made as far as that shows before it is fetched."""
+    """Yield problems of the pretrained model that the run has to make, as far as they show before it is fetched."""
     named, path = config.model.fetch, config.model.path
     if named is None or unreachable(path) is not None:
         return
@@ -194,7 +198,8 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _hub(config: Config) -> Iterator[ConfigProblem]:
-    """The hub's name leads to a machine: in a job of one node to this one, where its port is free."""
+    """Yield problems of the hub's host and port. In a job of one node, the host must be this machine and the port
+    free."""
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
         if host is not None and alone:
@@ -206,7 +211,8 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
         return
     except (OSError, UnicodeError) as error:
         yield ConfigProblem("cluster.hub_host", f"{host} leads to no machine: {error}")
-    # What is left of this very run may still hold the port: the launch waits for it, or says who runs it.
+    # Processes of the same run may still hold the port. The launch waits for them, or reports which process uses the
+    # run.
     if alone and port and not in_use(config.run_dir):
         try:
             run_apart(try_listening, host or advertised_host(config), port)
@@ -215,14 +221,16 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
 
 
 def left_as_it_was(config: Config) -> list[ConfigProblem]:
-    """What of a resumed run's configuration was changed, and leaves something as it was, by key."""
+    """Return the changed keys of a resumed run's configuration that leave something unchanged in the run, with a
+    message."""
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
     return told(had, _settings(config))
 
 
 def _past(config: Config) -> Iterator[ConfigProblem]:
-    """A run goes on with what it was made with, from where it is, and with what counts its hubs."""
+    """Yield problems of the run that is resumed: a missing run, keys that may not change, or an unreadable list of its
+    hubs."""
     if not config.run.resume or not config.run_dir.is_dir():
         return
     yield from _left(config)
@@ -238,7 +246,7 @@ def _past(config: Config) -> Iterator[ConfigProblem]:
 
 
 def made_steps(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if a run that goes on has made more steps than it is to make."""
+    """Yield a problem if the resumed run has already made more steps than run.steps."""
     if unreachable(str(config.run_dir.absolute())) is not None:
         return
     if not config.run.resume or not config.run_dir.is_dir() or _had(config) is None:
@@ -252,7 +260,8 @@ def made_steps(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _left(config: Config) -> Iterator[ConfigProblem]:
-    """There is a run to go on with, and something of its weights: where the first node is, which has them."""
+    """Yield a problem if there is no run to resume, or no undamaged checkpoint. Only the first node checks its
+    folder."""
     if os.environ.get("FLASH_NODE_RANK", "0") != "0":
         return
     directory = RunDirectory(config.run_dir)
@@ -266,7 +275,7 @@ def _left(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _kept(config: Config) -> Iterator[ConfigProblem]:
-    """What trainers keep beside the policy is what the checkpoint has, and tokens mean what they did."""
+    """Yield problems of a checkpoint whose other weights or whose meaning of tokens do not fit the configuration."""
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
     from flash.trainer.objective import make_objective, resolve_method
@@ -275,7 +284,7 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
         method = resolve_method(config, make_objective(config.algorithm))
         manifest = read_manifest(checkpoint)
     except FlashError:
-        return  # told elsewhere
+        return  # reported by another check
     kl = config.algorithm.kl
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
@@ -285,14 +294,14 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
     elif config.lora is not None and (fault := alpha_mismatch(checkpoint, manifest, config.lora.alpha)):
         yield ConfigProblem("lora.alpha", fault)
     for _, path, tiny in tiny_models(config):
-        with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
+        with suppress(ConfigError):  # the environment has no alphabet, so it cannot be compared with the tokenizer
             if path.exists() and "alphabet" in changed_parts(path, tiny, config.env.path, config.env.options):
                 message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
                 yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
 def _had(config: Config) -> dict[str, Any] | None:
-    """The settings of the run that is to go on, as far as they can be read; None: there is none."""
+    """Return the settings of the resumed run; empty if they cannot be read; None if no run is resumed."""
     file = RunDirectory(config.run_dir).config
     if not config.run.resume or not file.is_file():
         return None
@@ -307,13 +316,14 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _unwritable(folder: Path) -> str:
-    """Why no file can be made in a folder; empty: one can. Permissions alone do not tell: some file systems refuse."""
+    """Return the reason why no file can be written in a folder; empty if one can be."""
+    # A file is written, because permissions alone do not show it: some file systems refuse a write that they allow.
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")

@@ -1,1 +1,1 @@
-"""The models that a command begins with, made where they are missing. The way in is `models`."""
+"""Models that a command begins with. Missing ones are made. The entry point is the module `models`."""

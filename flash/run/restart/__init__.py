@@ -1,1 +1,1 @@
-"""What a run goes on from: the hub's state, the journal after it, and what the trainer ranks train again."""
+"""Restart of a run: the hub's state, the journal after it, and the steps that the trainer ranks train again."""

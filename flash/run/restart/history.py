@@ -1,4 +1,4 @@
-"""What a run has left on the disk, for trainer ranks that start again alone or with the hub.
+"""Records that a run has left on the disk, from which its trainer ranks restart, alone or with the hub.
 
 Implements `flash.hub.recovery.RunHistory`.
 """
@@ -29,16 +29,16 @@ NO_STEP = (
     *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders"),
     *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
 )
-"""What may change while a run is down: with it the recorded batches make the same steps. So may `run.steps`, where the
-learning rate does not depend on it."""
+"""Keys, and beginnings of keys, that may change while a run is stopped: the recorded batches then still make the same
+steps. `run.steps` may change, too, if the learning rate does not depend on it."""
 
 
 class RecordedHistory:
     """Checkpoints and batches of a run directory.
 
     Args:
-        run_dir: has the checkpoints.
-        recorder: has the batches.
+        run_dir: the run directory, which holds the checkpoints.
+        recorder: recorder of the run, which holds the batches.
     """
 
     def __init__(self, run_dir: Path, recorder: Recorder) -> None:
@@ -46,10 +46,12 @@ class RecordedHistory:
         self._recorder = recorder
 
     async def start(self, version: int) -> TrainerStart:
-        """The newest whole checkpoint, whose every byte is read. Errors as of `choose_checkpoint`.
+        """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
+
+        Raises the errors of `choose_checkpoint`, too.
 
         Raises:
-            RecordingError: batches since then are missing.
+            RecordingError: batches since the checkpoint are missing.
         """
         checkpoint, notes = await run_sync(choose_checkpoint, self._run_dir)
         for note in notes:
@@ -64,26 +66,28 @@ class RecordedHistory:
         return TrainerStart(held, str(checkpoint or ""))
 
     async def batch(self, step: int) -> Batch:
-        """What a step has trained. Raises RecordingError."""
+        """Return the batch that a step has trained. Raises RecordingError."""
         return await run_sync(self._recorder.batches.of, step)
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Whether the fingerprints of both are equal."""
+        """Return True if the fingerprints of both publications are equal."""
         return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
 
 
 class Reach(NamedTuple):
-    """How far trainer ranks can come that start from a checkpoint."""
+    """Version that trainer ranks can reach from a checkpoint."""
 
     version: int
     why: str = ""
-    """Why no further; empty: as far as the run was."""
+    """Reason why they cannot reach a later version; empty if this is the version that the run had reached."""
 
 
 def reach(config: Config, held: int, reached: int) -> Reach:
-    """To which version a run can go on that had come to `reached`, with trainer ranks that hold version `held`.
+    """Return the version from which a restarted run can go on.
 
-    What they train again has its batches and its rows, whose bytes are read here. Later steps are booked anew.
+    The run had reached version `reached`, and its trainer ranks hold version `held`. The ranks train the steps between
+    the two again. This needs the batch and the row of metrics of each step; the batches are read here. A step that
+    lacks one of them, and all later steps, are generated and counted again.
     """
     if held == reached:
         return Reach(reached)
@@ -104,14 +108,14 @@ def reach(config: Config, held: int, reached: int) -> Reach:
 
 
 def booked_version(config: Config) -> int:
-    """The version after the last step that has a row."""
+    """Return the version after the last step that has a row of metrics; 0 if there is none."""
     return max(
         (int(row["step"]) + 1 for row in RunDirectory(config.run_dir).read_metrics() if "step" in row), default=0
     )
 
 
 def is_done(config: Config) -> bool:
-    """Whether nothing of the run is left to do: its steps, its last evaluation and its summary are there."""
+    """Return True if the run has made all of its steps, its last evaluation and its summary."""
     directory = RunDirectory(config.run_dir)
     cluster = read_cluster(directory)
     finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
@@ -119,7 +123,7 @@ def is_done(config: Config) -> bool:
 
 
 def _changed(directory: RunDirectory, config: Config) -> str:
-    """The keys that the run had otherwise, of those that a step depends on; empty: none."""
+    """Return the changed keys on which a step depends; empty if there are none."""
     try:
         had = tomllib.loads(directory.config.read_text())
     except (OSError, ValueError) as error:

@@ -1,10 +1,12 @@
-"""The hub's state in a checkpoint: written by the hub's own process, and read back by it, with the journal after it.
+"""State of the hub in a checkpoint: written by the hub's process, and read again with the journal after it.
 
-The run goes on from the version that it had: the checkpoint is what the trainer ranks start from, to train again what
-is recorded since. Where that is not there, it goes back so far that it is.
+A restarted run goes on from the version that it had reached. The trainer ranks start from the checkpoint, and train the
+recorded steps after it again. If records of these steps are missing, the run goes back to the last version that can be
+reached.
 
-Trainer rank 0 shares the machine with the hub and has made the folder; it is told size and checksum, for the manifest.
-So the state passes through no message, and lies in no memory as a whole beside what it is made of.
+The hub and trainer rank 0 run on the same machine, and rank 0 makes the folder of the checkpoint. The hub writes its
+state there in pieces and sends only size and checksum to rank 0, for the manifest. So the state passes through no
+message, and the serialised state is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ from flash.trainer.checkpoint_files import HUB_STATE, hub_state, step_folder, te
 async def keep_hub_state(
     run_dir: Path, written: Callable[[], None], version: int, pieces: Generator[bytearray]
 ) -> SnapshotReply:
-    """Write a state, in pieces, into the checkpoint that the trainer ranks are writing. Others are served meanwhile.
+    """Write the hub's state in pieces into the checkpoint that the trainer ranks are writing.
+
+    The hub serves other requests while the pieces are written.
 
     Args:
         run_dir: the run directory.
-        written: blocks until what is recorded of the steps before lies there: nobody does them again who goes on from
-            the checkpoint.
-        version: the checkpoint's.
-        pieces: the state.
+        written: blocks until the records of the earlier steps are on the disk, because a run that goes on from this
+            checkpoint does not repeat these steps.
+        version: version of the checkpoint.
+        pieces: the serialised state.
 
     Raises:
-        CheckpointError: it cannot be written.
-        FlashError: of `written`.
+        CheckpointError: the state cannot be written.
+        FlashError: raised by `written`.
     """
     await run_sync(written)
     file = temporary_of(step_folder(run_dir, version)) / HUB_STATE
@@ -60,28 +64,28 @@ async def keep_hub_state(
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What a hub goes on from."""
+    """State from which a restarted hub goes on."""
 
     state: HubState | None
-    """None: nothing was ever begun."""
+    """State of the previous hub; None if the hub begins without one."""
     start: TrainerStart
-    """What the trainer ranks begin with."""
+    """Checkpoint and version that the trainer ranks begin with."""
     place: JournalPlace
-    """Where its journal goes on."""
+    """Place in the journal where the hub continues it."""
     notes: list[str]
-    """What people should know."""
+    """Messages for the user."""
 
 
 NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
-"""Of a new run."""
+"""State of the hub in a new run."""
 
 
 def restored(checkpoint: Path | None, config: Config) -> Restored:
-    """What a checkpoint kept of the hub, and the journal after it; without a checkpoint, all of the journal.
+    """Return the hub's state from a checkpoint and the journal after it; without a checkpoint, from the whole journal.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
-        ConfigError: it belongs to a run of another size.
+        ConfigError: the checkpoint belongs to a run of another size.
         RunDirectoryError: the journal is damaged, and cannot be set aside.
     """
     kept = None if checkpoint is None else kept_state(checkpoint, config)
@@ -100,7 +104,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         note = (
             f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"
         )
-        # Read again: the replay has changed it.
+        # The replay has changed the state, so it is read again.
         kept = None if checkpoint is None else kept_state(checkpoint, config)
         return Restored(kept, begin, JournalPlace(number, 0), [note])
     if config.checkpoint.journal == "off":
@@ -122,18 +126,18 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
 
 
 def kept_state(checkpoint: Path, config: Config) -> HubState:
-    """What a checkpoint kept of the hub. Errors as of `restored`."""
+    """Return the hub's state from a checkpoint. Raises the errors of `restored`."""
     with hub_state(checkpoint) as data:
         return HubState.restore(data, config)
 
 
 def _open(file: Path) -> FileIO:
-    # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+    # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
     return file.open("wb", buffering=0)
 
 
 def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
-    """The checksum of all so far."""
+    """Write one piece. Returns the checksum of all pieces so far; `crc32` is the checksum of those before."""
     written = 0
     with memoryview(piece) as view:
         while written < len(view):

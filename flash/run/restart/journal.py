@@ -1,9 +1,9 @@
-"""The journal in files: `journal/000003-step-000020.log` in the run directory, one from each checkpoint to the next.
+"""Journal in files: `journal/000003-step-000020.log` in the run directory, one file from each checkpoint to the next.
 
-A file is a sequence of records (`flash.observe.rundir.recording`): a `JournalHead`, then events
-(`flash.samples.journal`). Files are numbered over all incarnations of a run, and a checkpoint names the one that
-follows it. A record that a crash has torn is the end of its file; one that is damaged with others behind it is an
-error. What lies before the oldest checkpoint is deleted.
+A file is a sequence of records (`flash.observe.rundir.recording`): a `JournalHead`, followed by events
+(`flash.samples.journal`). Files are numbered over all incarnations of a run, and each checkpoint stores the number of
+the file that follows it. A crash can leave an incomplete record at the end of a file; it is cut off. A damaged record
+with others behind it is an error. Files from before the oldest checkpoint are deleted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from flash.samples.replay import Replay
 from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
+# Beginning of the names of damaged files that are kept for people.
 _DAMAGED = "damaged-"
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
-    """The first record of a file."""
+    """First record of a file."""
 
     version: int
-    """Of the checkpoint that it follows."""
+    """Version of the checkpoint that the file follows."""
     before: int
-    """Events of the run in the files before it: one that is missing is noticed."""
+    """Number of the run's events in all files before this one. A missing file is noticed by this number."""
 
 
 _HEADS = msgspec.msgpack.Decoder(JournalHead)
@@ -47,19 +48,19 @@ _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 class JournalPlace(NamedTuple):
-    """Where a journal goes on."""
+    """Place where a journal is continued."""
 
     number: int
-    """Of the next file."""
+    """Number of the next file."""
     events: int
-    """Before it."""
+    """Number of events in the files before it."""
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
-    """What is to be written to one file."""
+    """Data to be written to one file."""
 
     number: int
     version: int
@@ -67,17 +68,17 @@ class _Part(NamedTuple):
 
 
 class FileJournal:
-    """Writes a journal; `run` has to run as a task.
+    """Writer of a journal. Its `run` must run as a task.
 
-    What is recorded while a write is under way is the next write, so that the disk's pace holds up who waits for an
-    answer and nobody else. A disk that is full holds up nobody: people are told, and the next checkpoint tries again.
+    Events that are recorded during a write belong to the next write. So a slow disk delays only requests that wait for
+    `written`. A full disk delays nothing: the user gets a message, and the writer tries again at the next checkpoint.
 
     Args:
         run_dir: the run directory.
-        version: the one that the run goes on from.
-        place: where the journal goes on.
-        to_disk: force each write to the disk: then it also survives the end of the machine.
-        tell: is given what people should know.
+        version: version from which the run goes on.
+        place: place where the journal is continued.
+        to_disk: True to force each write to the disk, so that it survives a crash of the machine.
+        tell: called with messages for the user.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class FileJournal:
         self.begin(version)
 
     def record(self, event: Event) -> None:
-        """As of `flash.samples.journal.Journal`."""
+        """Record an event. Implements `flash.samples.journal.Journal`."""
         append_frame(self._parts[-1].data, event)
         self._recorded += 1
         self._wake.set()
 
     def begin(self, version: int) -> int:
-        """As of `flash.samples.journal.Journal`."""
+        """Start a new file. Implements `flash.samples.journal.Journal`, and returns the number of the file."""
         part = _Part(self._next_number, version, bytearray())
         append_frame(part.data, JournalHead(version, self._recorded))
         self._parts.append(part)
@@ -108,16 +109,16 @@ class FileJournal:
         return part.number
 
     async def written(self) -> None:
-        """As of `flash.samples.journal.Journal`."""
+        """Wait until all recorded events are written. Implements `flash.samples.journal.Journal`."""
         recorded = self._recorded
         while self._written < recorded:
             await self._progress.wait()
 
     async def run(self) -> None:
-        """Write what is recorded, until cancelled.
+        """Write recorded events to the files, until cancelled.
 
-        Consumes records. Waits for some, then for the disk. Unblocked by `record`. Produces files, and wakes those who
-        wait for it.
+        Consumes recorded events. Waits for some, then for the disk. Unblocked by `record`. Produces files, and wakes
+        the callers of `written`.
         """
         alone = anyio.CapacityLimiter(1)
         try:
@@ -128,6 +129,7 @@ class FileJournal:
                 self._parts = [_Part(parts[-1].number, parts[-1].version, bytearray())]
                 problem = await run_sync(self._files.write, parts, limiter=alone)
                 self._say(problem, parts[-1].version)
+                # Also after an error: callers of `written` must not wait for a full disk.
                 self._written = recorded
                 self._progress.set()
                 self._progress = anyio.Event()
@@ -146,7 +148,7 @@ class FileJournal:
 
 
 class _Files:
-    """The files, as the writing thread has them."""
+    """Files of a journal, used by the writing thread only."""
 
     def __init__(self, run_dir: Path, to_disk: bool) -> None:
         self._run_dir = run_dir
@@ -156,10 +158,10 @@ class _Files:
         self._out: FileIO | None = None
         self._end = 0
         self._problem: OSError | None = None
-        """Why nothing more is written to this file: there must be no gap in it."""
+        """Error after which nothing more is written to this file, because a file must not have a gap."""
 
     def write(self, parts: list[_Part]) -> OSError | None:
-        """Append to the files; what is wrong with the last one of them."""
+        """Append data to the files. Returns the error of the last file; None if it has none."""
         for part in parts:
             try:
                 if part.number != self._number:
@@ -176,13 +178,13 @@ class _Files:
         self._number, self._end, self._problem = part.number, 0, None
         self._folder.mkdir(exist_ok=True)
         self._forget()
-        # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+        # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
         self._out = (self._folder / f"{part.number:06d}-step-{part.version:06d}.log").open("wb", buffering=0)
         if self._to_disk:
             sync_to_disk(self._folder)
 
     def _forget(self) -> None:
-        """Delete what no checkpoint needs."""
+        """Delete the files that no checkpoint needs."""
         kept = checkpointed(RunDirectory(self._run_dir).checkpoints)
         for file, version in _files(self._folder).values():
             if kept and version < kept[0]:
@@ -190,7 +192,7 @@ class _Files:
 
     def _append(self, out: FileIO, data: bytearray) -> None:
         file = Path(os.fsdecode(out.name))
-        # A deleted file would take the records, and a restart would miss them.
+        # Records in a deleted file would be lost, and a restart would miss them.
         if not (file.exists() and os.path.samestat(file.stat(), os.fstat(out.fileno()))):
             raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced while the run wrote it", str(file))
         with memoryview(data) as view:
@@ -202,7 +204,7 @@ class _Files:
         self._end += len(data)
 
     def _cut(self) -> None:
-        """Leave no part of a record behind."""
+        """Cut an incomplete record off, and close the file."""
         if self._out is not None:
             with suppress(OSError):
                 self._out.truncate(self._end)
@@ -219,20 +221,20 @@ class _Files:
 
 
 def journal_folder(run_dir: Path) -> Path:
-    """Where the journal of a run lies."""
+    """Return the folder of a run's journal."""
     return run_dir / "journal"
 
 
 def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> tuple[JournalPlace, list[str]]:
-    """Make all changes again that came after a checkpoint; where the journal goes on, and what people should know.
+    """Apply the events after a checkpoint to `replay`. Returns the place where the journal is continued, and messages.
 
-    A torn end is cut off, and what does not follow on the rest is deleted.
+    An incomplete record at the end of a file is cut off. Files that do not continue the ones before them are deleted.
 
     Args:
         run_dir: the run directory.
-        version: the checkpoint's.
-        number: that of the first file after it.
-        replay: makes the changes.
+        version: version of the checkpoint.
+        number: number of the first file after the checkpoint.
+        replay: applies the events.
 
     Raises:
         RecordingError: a file is damaged, or does not fit the checkpoint.
@@ -263,7 +265,8 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
 
 
 def set_journal_aside(run_dir: Path, number: int) -> str:
-    """Keep a damaged journal, from this file on, for people; the names of its files."""
+    """Rename the files of a damaged journal from file `number` on, so that people can examine them. Returns their
+    names."""
     names: list[str] = []
     for later, (file, _) in sorted(_files(journal_folder(run_dir)).items()):
         if later >= number:
@@ -274,18 +277,18 @@ def set_journal_aside(run_dir: Path, number: int) -> str:
 
 
 def forget_journal(run_dir: Path) -> None:
-    """Delete it: a journal that misses an incarnation of the run is of no use."""
+    """Delete the journal, because it lacks an incarnation of the run and cannot be used."""
     shutil.rmtree(journal_folder(run_dir), ignore_errors=True)
 
 
 def _files(folder: Path) -> dict[int, tuple[Path, int]]:
-    """By their numbers, the files and the versions of the checkpoints that they follow."""
+    """Return path and checkpoint version of each file, by the number of the file."""
     names = ((file, _NAME.fullmatch(file.name)) for file in folder.glob("*.log"))
     return {int(match[1]): (file, int(match[2])) for file, match in names if match is not None}
 
 
 class _Reader:
-    """Reads one file. `cut`: how many bytes of a torn record were taken from its end."""
+    """Reader of one file. `cut` is the number of bytes of an incomplete record that were removed from its end."""
 
     def __init__(self, file: Path, replay: Replay) -> None:
         self.file = file
@@ -294,7 +297,7 @@ class _Reader:
         self._records = self._read()
 
     def head(self) -> JournalHead | None:
-        """The first record; None: there is none."""
+        """Return the first record; None if the file is empty."""
         for offset, record in self._records:
             try:
                 return _HEADS.decode(record)
@@ -303,12 +306,12 @@ class _Reader:
         return None
 
     def events(self) -> int:
-        """Make all changes again; their number."""
+        """Apply all events, and return their number."""
         count = 0
         for offset, record in self._records:
             try:
                 self._replay.apply(_EVENTS.decode(record))
-            except Exception as error:  # what does not fit the state can fail in any way
+            except Exception as error:  # an event that does not fit the state can raise any error
                 raise self._misfit(offset, error) from error
             count += 1
         return count
@@ -320,7 +323,7 @@ class _Reader:
         )
 
     def _read(self) -> Iterator[tuple[int, bytes]]:
-        """The records, each with the byte at which it begins."""
+        """Yield the records, each with its offset in bytes."""
         try:
             with self.file.open("rb") as source:
                 yield from self._read_from(source)

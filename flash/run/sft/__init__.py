@@ -1,3 +1,5 @@
-"""Supervised fine-tuning, `flash sft`: rows become batches (`rows`, `course`), ranks train them (`rank`), and a launch
-keeps the ranks going (`launch`). There is no hub and no engine; the trainer and the run directory are those of any run.
+"""Supervised fine-tuning, `flash sft`, without a hub and without engines.
+
+`rows` and `course` form batches from the rows of a data set, `rank` trains them, and `launch` restarts failed ranks.
+The trainer and the run directory are the same as in other runs.
 """

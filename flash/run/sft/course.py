@@ -1,7 +1,7 @@
-"""Which rows each step trains.
+"""Course of `flash sft`: decides which rows each step trains.
 
-Law: what a step trains follows from the file, `run.seed` and the step alone, so that a run that goes on, on however
-many ranks, trains what it would have.
+Law: the batch of a step follows only from the file, `run.seed` and the step. So a resumed run trains the same batches,
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from flash.run.sft.rows import TokenRow, TokenTable, read_tokens
 from flash.types import Batch
 
 ROWS = "rows"
-"""Folder among the job's temporary files with the rows in tokens: the launcher writes it, the trainer ranks read it."""
+"""Folder in the job's temporary folder with the tokenized rows. The launcher writes it, and the trainer ranks read
+it."""
 
 
 class CourseTokens(NamedTuple):
-    """The rows that a run learns and those that are held out, in tokens. Rows with nothing to learn are left out."""
+    """Tokenized rows of a run: those to learn and those held out. Rows without a token to learn are left out."""
 
     data: TokenTable
     held_out: TokenTable | None
     lines: list[str] = []  # noqa: RUF012
-    """How many rows were taken, cut and left out, and why."""
+    """Lines for the user: how many rows were taken, cut and left out, with the reasons."""
 
     @classmethod
     def read(cls, config: Config, tell: Callable[[str], object]) -> CourseTokens:
-        """Read and tokenize all rows. `tell` is given lines on how far that is. Raises ConfigError."""
+        """Read and tokenize all rows. `tell` is called with lines about the progress. Raises ConfigError."""
         assert config.sft is not None
-        model = replace(config.model, tool_parser=None, reasoning_parser=None)  # no response is read
+        model = replace(config.model, tool_parser=None, reasoning_parser=None)  # no response is parsed
         data, held_out = read_tokens("sft.data", config.sft.data, model, tell), None
         if config.sft.held_out is not None:
             held_out = read_tokens("sft.held_out", config.sft.held_out, model, tell, config.eval.problems)
@@ -45,7 +46,7 @@ class CourseTokens(NamedTuple):
 
     @classmethod
     def load(cls, folder: Path) -> CourseTokens:
-        """Map what `save` has written into memory."""
+        """Map the rows that `save` has written into memory."""
         held_out = folder / "held_out"
         return cls(TokenTable.load(folder / "data"), TokenTable.load(held_out) if held_out.is_dir() else None)
 
@@ -56,12 +57,12 @@ class CourseTokens(NamedTuple):
             self.held_out.save(folder / "held_out")
 
     def with_steps(self, config: Config) -> Config:
-        """Return the configuration with as many steps as the epochs take, the last of them with what is left."""
+        """Return the configuration with the number of steps that the epochs take. The last step may have fewer rows."""
         steps = math.ceil(_length(config, len(self.data)) / config.train.batch_size)
         return replace(config, run=replace(config.run, steps=steps))
 
     def described(self, tokenizer: HfTokenizer) -> Iterator[str]:
-        """Yield lines for people: how many rows there are, and the first one."""
+        """Yield lines for the user: the numbers of rows, and the tokens of the first row."""
         yield from self.lines
         if ends := tokenizer.missing_ends():
             yield f"model: {ends}"
@@ -73,7 +74,7 @@ class CourseTokens(NamedTuple):
 
 
 class Course:
-    """The rows of `sft.data`, epoch after epoch, each in an order of its own, and those that are held out."""
+    """Rows of `sft.data` in the order in which they are trained, shuffled for each epoch, and the held-out rows."""
 
     def __init__(self, config: Config, tokens: CourseTokens) -> None:
         self._config, self._tokens = config, tokens
@@ -84,11 +85,12 @@ class Course:
         return np.random.default_rng([self._config.run.seed, epoch]).permutation(len(self._tokens.data))
 
     def digest(self) -> str:
-        """Return a text that is equal for equal rows of `sft.data` in tokens. Reads all of them."""
+        """Return a hash that is equal for equal rows of `sft.data` as tokens. Reads all rows."""
         return self._tokens.data.digest()
 
     def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Return what a step trains, and numbers of it. No batch is empty: every row has something to learn."""
+        """Return the batch of a step, and metrics about it."""
+        # No batch is empty, and every row has something to learn.
         size, rows = self._config.train.batch_size, self._tokens.data
         places = range(step * size, min((step + 1) * size, self._length))
         found: dict[int, TokenRow] = {}
@@ -99,7 +101,7 @@ class Course:
         return _batch(step, found), {"samples": len(found), "epoch": places.stop / len(rows), "cut_share": cut}
 
     def held_out(self, version: int) -> Batch | None:
-        """Return the rows that are held out, as if this version were to train them; None: there are none."""
+        """Return the held-out rows as a batch of the step that trains `version`; None if there are none."""
         rows = self._tokens.held_out
         return None if rows is None else _batch(version, {place: rows.row(place) for place in range(len(rows))})
 
@@ -109,6 +111,6 @@ def _batch(step: int, rows: dict[int, TokenRow]) -> Batch:
 
 
 def _length(config: Config, rows: int) -> int:
-    """Return the number of rows of all epochs together."""
+    """Return the number of rows that all epochs train together."""
     assert config.sft is not None
     return math.ceil(rows * config.sft.epochs)

@@ -1,4 +1,4 @@
-"""Starts the ranks of `flash sft` on this machine, and starts them again where they fail, from the last checkpoint."""
+"""Launch of `flash sft`: starts the ranks on this machine, and restarts failed ones from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from flash.run.sft.course import ROWS, CourseTokens
 
 
 class SftRanks(SupervisedPart):
-    """All ranks: the first of them writes the run directory."""
+    """All trainer ranks of a run. The first one writes the run directory."""
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
         self._run, self._file = config, file
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """Start all ranks and wait until they have ended; see `SupervisedPart`."""
+        """Run all ranks once. Implements `SupervisedPart.once`."""
         ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]
 
 
 def launch(config: Config, tokens: CourseTokens) -> int:
-    """Train these rows to the end. Returns the exit code, as `flash.run.processes.launcher.launch` does.
+    """Train the rows of `tokens` to the end. Returns the exit code, as `flash.run.processes.launcher.launch` does.
 
     Raises:
         ConfigError: the environment and the configuration disagree.

@@ -1,4 +1,4 @@
-"""One rank of `flash sft`: trains the course's batches. All ranks make the same calls in the same order."""
+"""Rank of `flash sft`: trains the batches of a course. All ranks make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ TOLD = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
     *("tokens", "trained_tokens", "shared_token_share", "memory_gib", "mfu"),
 )
-"""Metrics of a step that mean something for rows that no engine has sampled."""
+"""Metrics of a step that have a meaning for rows that no engine has sampled."""
 MARK = b"sft"
-"""Beginning of the file of a checkpoint in which a hub would keep its state; the digest of the rows follows."""
+"""First bytes of the checkpoint file that holds the hub's state in other runs. The digest of the rows follows them."""
 WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
-"""Order of the wishes: all ranks do the greatest that any of them has."""
+"""Priority of each wish. Ranks carry out the wish of highest priority that any of them has."""
 
 
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until no batch is left, or a signal asks for the end, which leaves a checkpoint."""
+    """Train until no batch is left. A signal ends the training early, with a checkpoint."""
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
@@ -57,7 +57,7 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
         try:
             meet(order.local, config, order.local, private_store() if ranks == 1 else file_store(file, ranks), stack)
             return _train(order, config, told, stack)
-        except Exception as error:  # supervised boundary: the end of another rank is not this one's
+        except Exception as error:  # supervised boundary: the end of another rank is no fault of this one
             if not collective_failed(error):
                 raise
             peers = describe_peers(order.local, config)
@@ -79,7 +79,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
     recorder = None
     if first:
         at = trainer.version if resumes else None
-        # A thread of its own shows tokens.
+        # The recorder uses its tokenizer in a thread of its own, so it gets a separate one.
         recorder = Recorder(config, HfTokenizer(config.model), now=time.time, resume_at=at, restarts=order.restarts)
         stack.enter_context(recorder)
         if chosen[0]:
@@ -92,7 +92,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
 
 
 def other_rows(folder: Path, course: Course) -> str:
-    """Return a line that says if the steps of a checkpoint have learned other rows than these; empty if not.
+    """Return a message if the checkpoint's steps have learned other rows than those of `course`; else an empty one.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -108,16 +108,16 @@ def other_rows(folder: Path, course: Course) -> str:
 
 
 class SftLoop:
-    """Trains the batches of a course.
+    """Training loop of a rank, over the batches of a course.
 
     Args:
-        config: the run.
-        trainer: this rank's.
-        course: says what steps train.
-        tokenizer: goes into the export.
-        recorder: of the first rank alone.
+        config: the run's configuration.
+        trainer: trainer of this rank.
+        course: gives the batch of each step.
+        tokenizer: tokenizer for the exported model.
+        recorder: recorder of the run on the first rank; None on the others.
         profiler: records the steps that `train.profile` names.
-        told: set where the end is asked for.
+        told: set if the training must end.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class SftLoop:
         self._profiler, self._meter = profiler, StepMeter(trainer.mesh)
 
     def run(self) -> End:
-        """Train to the end.
+        """Train until no batch is left, an alarm stops the run, or `told` is set. Returns how the training ended.
 
-        Consumes batches, of which a thread reads the next one meanwhile. Waits for that and for the other ranks.
-        Produces rows, evaluations, checkpoints, and at the end the export.
+        Consumes batches; a thread reads the next one during a step. Waits for that thread and for the other ranks.
+        Produces rows of metrics, evaluations, checkpoints, and the exported model at the end.
 
         Raises:
-            AlarmError: an alarm has stopped it, on the first rank.
+            AlarmError: an alarm has stopped the run. Raised on the first rank only.
         """
         trainer, steps, wish = self._trainer, self._config.run.steps, 0
         with ThreadPoolExecutor(1, thread_name_prefix="rows") as ahead:
@@ -168,7 +168,7 @@ class SftLoop:
         return self._end(interrupted=not finished)
 
     def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
-        """Train one batch and report it. Returns what the alarms ask for because of it."""
+        """Train one batch and report its metrics. Returns the wish of the alarms that these metrics cause."""
         begun = time.perf_counter()
         shard = self._dealt(batch)
         self._meter.begin()
@@ -196,19 +196,19 @@ class SftLoop:
         )
 
     def _dealt(self, batch: Batch) -> Shard:
-        """Return this rank's part of a batch."""
+        """Return this rank's shard of a batch."""
         mesh = self._trainer.mesh
         return run_to_end(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _agreed(self, wish: Wish | None) -> int:
-        """Agree with all ranks on what is done next: a signal may have reached only some of them."""
+        """Agree with all ranks on the next action, since a signal may have reached only some of them."""
         asked = WISHES["stop" if self._told.is_set() else wish]
         most = torch.tensor(asked, device=self._trainer.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
     def _evaluate(self) -> None:
-        """Measure and report the loss of the held-out rows, if there are any."""
+        """Compute and report the loss of the held-out rows, if there are any."""
         version = self._trainer.version
         if (batch := self._course.held_out(version)) is None:
             return
@@ -231,7 +231,7 @@ class SftLoop:
             counts = {"trained": "samples", "trained_tokens": "trained_tokens"}
             ledger = {name: int(sum(row[column] for row in rows)) for name, column in counts.items()}
             self._recorder.finish(ledger, {}, interrupted=interrupted)
-        dist.barrier()  # the end of one rank would soon be that of the others
+        dist.barrier()  # otherwise the exit of one rank would fail the others
         if self._recorder is not None and self._recorder.stopped is not None:
             raise self._recorder.stopped
         return End.INTERRUPTED if interrupted else End.OVER

@@ -1,12 +1,12 @@
-"""Rows of a data set as token sequences: which tokens of each are learned, behind which others.
+"""Rows of a data set as token sequences, each with the spans of tokens that are learned.
 
-Law: an answer is learned behind the very tokens that an engine would be shown to have it said. A conversation whose
-template shows its later turns behind the earlier ones as they were said is one sequence; where it shows them otherwise,
-as those that drop earlier reasoning, the later turn begins a sequence of its own.
+Law: an answer is learned after exactly those tokens that an engine would get as its prompt. A conversation is one
+sequence if the chat template renders the earlier turns unchanged in front of later ones. If it renders them
+differently, for example without earlier reasoning, the later turn begins a new sequence.
 
-All rows are tokenized before a run starts (`read_tokens`), by several processes where there are many. A row that cannot
-be taken is refused then, by its file and number; a row of which nothing can be learned is left out and counted. Trainer
-ranks read the tokens from files (`TokenTable`), so that no row can fail in the middle of a run.
+All rows are tokenized before a run starts (`read_tokens`), by several processes if there are many rows. Invalid rows
+are then refused with file and row number. Rows without a token to learn are left out and counted. Trainer ranks read
+the tokens from files (`TokenTable`), so a row cannot fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -39,30 +39,33 @@ from flash.service.errors import ApiError
 from flash.types import ASSISTANT, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 ALONE = 2000
-"""Rows from which tokenizing by several processes gains more than their start costs, some five seconds."""
+"""Number of rows from which several processes tokenize. Their start takes some five seconds."""
 CHUNK = 500
-"""Rows that a process tokenizes at once."""
+"""Number of rows that a process tokenizes in one task."""
 TELL_S = 5.0
-"""Seconds between two lines on how far tokenizing is."""
+"""Seconds between two lines about the progress of tokenizing."""
 
 
 class Learned(NamedTuple):
-    """Tokens, and which of them are learned."""
+    """Token sequence, with the spans of tokens that are learned."""
 
     tokens: list[int]
     spans: list[Span]
 
 
 class TokenRow(NamedTuple):
-    """A row in tokens."""
+    """Row of a data set as token sequences."""
 
     sequences: list[Learned]
-    """Each has a token to learn."""
+    """Sequences of the row, each with at least one token to learn."""
     cut: bool
-    """True if a part of the row lies beyond the longest sequence."""
+    """True if some tokens of the row were cut off, because a sequence was longer than the limit."""
 
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
-        """Yield the row as samples of the step that trains this version; `place` is its place in the course."""
+        """Yield a trajectory for each sequence, as samples of the step that trains `version`.
+
+        `place` is the number of the row in the course.
+        """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
             yield Trajectory(
@@ -78,10 +81,10 @@ class TokenRow(NamedTuple):
 
 
 class TokenTable:
-    """Rows in tokens, as arrays that trainer ranks map into memory.
+    """Table of rows as arrays, which trainer ranks map into memory.
 
     Args:
-        arrays: by their names in `ARRAYS`.
+        arrays: the arrays by name; `ARRAYS` lists the names.
     """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -104,7 +107,7 @@ class TokenTable:
 
     @classmethod
     def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """Return one table of the rows of several."""
+        """Return one table with the rows of several tables."""
         parts = [table._arrays for table in tables]
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in ("tokens", "spans", "cut")}
         for name in ("token_ends", "span_ends", "sequence_ends"):
@@ -114,11 +117,11 @@ class TokenTable:
 
     @classmethod
     def load(cls, folder: Path) -> TokenTable:
-        """Map the table that `save` has written."""
+        """Map a table from files that `save` has written."""
         return cls({name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS})
 
     def save(self, folder: Path) -> None:
-        """Write the table into a new folder."""
+        """Write the table to a new folder."""
         folder.mkdir(parents=True)
         for name in ARRAYS:
             np.save(folder / f"{name}.npy", self._arrays[name])
@@ -128,26 +131,26 @@ class TokenTable:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         return len(self._arrays["tokens"])
 
     @property
     def learned(self) -> int:
-        """Tokens that are learned."""
+        """Number of tokens that are learned."""
         return int((self._arrays["spans"][:, 1] - self._arrays["spans"][:, 0]).sum())
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return int(np.diff(self._arrays["token_ends"], prepend=0).max(initial=0))
 
     @property
     def greatest(self) -> int:
-        """The greatest token; -1 if there is none."""
+        """Largest token id; −1 if there are no tokens."""
         return int(self._arrays["tokens"].max(initial=-1))
 
     def digest(self) -> str:
-        """Return a text that is equal for equal tables, in the same order."""
+        """Return a hash that is equal for tables with equal rows in the same order."""
         told = blake2b(digest_size=16)
         for name in ARRAYS:
             told.update(np.ascontiguousarray(self._arrays[name]).data)
@@ -155,11 +158,11 @@ class TokenTable:
 
     @property
     def cut(self) -> int:
-        """Rows of which a part lies beyond the longest sequence."""
+        """Number of rows of which some tokens were cut off."""
         return int(self._arrays["cut"].sum())
 
     def row(self, index: int) -> TokenRow:
-        """Return a row."""
+        """Return the row of this number."""
         arrays = self._arrays
         sequences: list[Learned] = []
         for sequence in range(*_range(arrays["sequence_ends"], index)):
@@ -169,6 +172,7 @@ class TokenTable:
         return TokenRow(sequences, bool(arrays["cut"][index]))
 
 
+# Names of the arrays of a table. Those that end in `ends` hold, for each item, the sum of the lengths up to it.
 ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
 
 
@@ -181,41 +185,41 @@ def _range(ends: Any, index: int) -> tuple[int, int]:
 
 
 class _Part(NamedTuple):
-    """A part of a table in tokens."""
+    """Chunk of rows, tokenized."""
 
     table: TokenTable
     too_long: list[str]
-    """Places of rows that are left out, since no answer begins within the longest sequence."""
+    """Places of rows that are left out because no answer begins within the longest sequence."""
     unlearned: list[str]
-    """Places of rows that are left out, since nothing in them is to be learned."""
+    """Places of rows that are left out because they have no token to learn."""
     controls: list[str]
-    """Places of texts that hold the text of a control token."""
+    """Places of rows with a text that contains the text of a control token."""
     faults: list[str]
-    """Error messages for rows that cannot be taken."""
+    """Error messages of invalid rows."""
 
 
 class TokenReport(NamedTuple):
-    """A whole table in tokens."""
+    """Tokenized table, with a report."""
 
     table: TokenTable
     lines: list[str]
-    """How many rows were taken, cut and left out, and why."""
+    """Lines for the user: how many rows were taken, cut and left out, with the reasons."""
 
 
 def read_tokens(
     key: str, path: str, model: ModelConfig, tell: Callable[[str], object], most_rows: int | None = None
 ) -> TokenReport:
-    """Read and tokenize the rows of a table; with `most_rows`, no more than its first ones.
+    """Read and tokenize the rows of a table.
 
     Args:
-        key: the setting that names the table, for people.
-        path: the table.
-        model: has the tokenizer, and the length at which rows are cut.
-        tell: is given a line every few seconds.
-        most_rows: number of rows.
+        key: the setting that names the table, for messages.
+        path: path of the table.
+        model: gives the tokenizer and the length at which sequences are cut.
+        tell: called with a line about the progress every few seconds.
+        most_rows: number of rows to read from the beginning of the table; None: all.
 
     Raises:
-        ConfigError: the table cannot be read or is empty, rows of it cannot be taken, or nothing can be learned of it.
+        ConfigError: the table cannot be read or is empty, some rows are invalid, or no row has a token to learn.
     """
     rows, faults, shapes = _examples(islice(read_rows(path), most_rows)), list[str](), Counter[str]()
     parts: list[_Part] = []
@@ -264,12 +268,12 @@ def read_tokens(
 
 
 def _vocabulary(model: ModelConfig) -> int | None:
-    """Return the number of tokens of a model in a local folder, as its config.json says; None if that is not known."""
+    """Return the vocabulary size of a model in a local folder, as its config.json states it; None if it is unknown."""
     try:
         described: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
         size = described.get("text_config", described).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return None  # the model comes from a hub or is still to be made
+        return None  # the model comes from a hub, or is not made yet
     return size if isinstance(size, int) else None
 
 
@@ -279,7 +283,7 @@ def _left_out(places: Sequence[str]) -> str:
 
 
 _Example = tuple[str, Conversation | Text]
-"""The place of a row and what it teaches."""
+"""Place of a row, and its content."""
 
 
 def _examples(rows: Iterable[Row]) -> Iterator[_Example | ConfigError]:
@@ -291,7 +295,7 @@ def _examples(rows: Iterable[Row]) -> Iterator[_Example | ConfigError]:
 
 
 def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shapes: Counter[str]) -> Iterator[_Example]:
-    """Yield the examples; note the errors, and how many rows of each shape there are."""
+    """Yield the examples. Adds the errors to `faults`, and counts the rows of each shape in `shapes`."""
     for one in examples:
         if isinstance(one, ConfigError):
             faults.append(str(one))
@@ -301,7 +305,7 @@ def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shap
 
 
 def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_Part]:
-    """Tokenize here, or from some number of rows on in as many processes as there are cores."""
+    """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core."""
     first = list(islice(examples, ALONE))
     if len(first) < ALONE:
         if first:
@@ -325,7 +329,7 @@ def _chunks(examples: Iterator[_Example]) -> Iterator[list[_Example]]:
 
 
 _worker: list[tuple[HfTokenizer, int]] = []
-"""The tokenizer of this process, and the length at which rows are cut."""
+"""Tokenizer of this worker process, and the length at which sequences are cut; empty in other processes."""
 
 
 def _begin_worker(model: ModelConfig) -> None:
@@ -333,9 +337,9 @@ def _begin_worker(model: ModelConfig) -> None:
         parent = parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)  # a pool's process would wait for work for ever
+        os._exit(1)  # a worker of a pool would wait for work forever
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the pool ends these
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the pool ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     _worker.append((HfTokenizer(model).ready(), model.max_length))
 
@@ -364,10 +368,12 @@ def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -
 
 
 def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, most: int) -> TokenRow:
-    """Return a row in tokens, without those beyond the first `most` of a sequence.
+    """Return a row as tokens. Each sequence is cut after `most` tokens.
+
+    `place` names the row in error messages.
 
     Raises:
-        ConfigError: the row cannot be shown by the model's chat template. `place` names it.
+        ConfigError: the model's chat template cannot render the row.
     """
     try:
         whole = list(_sequences(example, place, tokenizer))
@@ -378,7 +384,8 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Yield the sequences of a row. Raises EnvError as `HfTokenizer.said`, ConfigError for a wrong message or tool."""
+    """Yield the sequences of a row. Raises EnvError if the chat template fails, and ConfigError for a wrong message or
+    tool."""
     if isinstance(example, Text):
         if not example.completion.strip():
             return
@@ -392,7 +399,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
     except (ApiError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {error}") from None
     growing, tokenizer = Learned([], []), tokenizer.with_arguments(example.template)
-    # An engine is asked behind some message: one that begins a conversation is shown, and not learned.
+    # An engine always gets some message before it answers, so an answer that begins a conversation is not learned.
     for index in range(max(example.shown, 1), len(messages)):
         given = example.messages[index]
         if (
@@ -410,12 +417,12 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
 
 
 def _is_empty(answer: Message) -> bool:
-    """Return True for an answer that says nothing: learned, it would teach the model to end its turn at once."""
+    """Return True for an answer without content. Learned, it would teach the model to end its turn at once."""
     return not (answer.content.strip() or answer.reasoning.strip() or answer.tool_calls)
 
 
 def _weight(given: Any, index: int, place: str) -> bool:
-    """Return False if a message is shown and not learned, as in OpenAI's files. Raises ConfigError."""
+    """Return False if a message is not learned, as its weight in OpenAI's format says. Raises ConfigError."""
     if given not in (None, 0, 1):
         raise ConfigError(f"{place}: messages[{index}].weight must be 0 (not learned) or 1, but is {given!r}")
     return given != 0
@@ -426,6 +433,6 @@ def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learn
 
 
 def _cut(whole: Learned, most: int) -> Learned:
-    """Keep the first tokens. Nothing predicts the very first one."""
+    """Keep the first `most` tokens, and their spans without the very first token, which no token predicts."""
     spans = [Span(max(span.start, 1), min(span.stop, most)) for span in whole.spans]
     return Learned(whole.tokens[:most], [span for span in spans if span.start < span.stop])
