@@ -1,8 +1,8 @@
-"""A node that joins a run: `flash join`, and what every node of a job but the first is.
+"""Launch of a node that joins a run: for `flash join`, and for every node of a job except the first.
 
-It asks the hub what the run is, and starts a node loop for that (`flash.run.joined`). A node loop that dies is started
-again, cluster.max_restarts times; one that cannot serve the next hub with the engines that it has is started again for
-it. The trainer ranks, its own machine's too, do not start again with it.
+The launch asks the hub for the run's configuration, and starts a node loop with it (`flash.run.joined`). A node loop
+that dies is restarted up to cluster.max_restarts times. It is also restarted if it cannot serve the next hub with its
+running engines. Trainer ranks do not restart with it, not even those of its own machine.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ OWN_KEYS = (
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
     *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
 )
-"""What each machine may have of its own."""
+"""Configuration keys that may differ between machines."""
 
 
 def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
-    """Run this machine's part of a run, until the run is over or a signal comes; the exit code: 0 or LOST.
+    """Run this machine's part of a run until the run is over or a signal arrives. Returns the exit code: 0 or LOST.
 
     Args:
         place: where the hub is.
-        overrides: of this machine's own keys.
+        overrides: `KEY=VALUE` settings for this machine; see OWN_KEYS.
 
     Raises:
         FlashError: there is no hub, or this machine cannot join it.
@@ -56,15 +56,15 @@ def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
 
 
 class JoinedLoop(SupervisedPart):
-    """The loop of a node that joins.
+    """Node loop of a machine that joins a run. It restarts when it fails.
 
     Args:
         place: where the hub is.
-        folder: for the configuration.
-        node: the number of this machine in its job; None: none has started it.
-        own: the configuration that this machine was started with; None takes that of the hub. With it the hub may
-            still have to start.
-        overrides: of this machine's own keys.
+        folder: folder for the file of the configuration.
+        node: number of this machine in its job; None if no job has started it.
+        own: configuration that this machine was started with. The hub may then still have to start. None: use the hub's
+            configuration.
+        overrides: `KEY=VALUE` settings for this machine.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class JoinedLoop(SupervisedPart):
         self._begun = time.time()
         self._search = HubSearch(place, os.environ.get(VARIABLE))
         self._run: p.RunReply | None = None
-        """What the last hub said."""
+        """Description of the run by the last hub."""
         self._lost = True
-        """Whether a hub is to be looked for."""
+        """True if the next start has to look for a hub first."""
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `SupervisedPart`, from the hub's answer to the end of a node loop.
+        """Find the hub if necessary, and run one node loop. Implements `SupervisedPart.once`.
 
         Raises:
             FlashError: there is no hub, or this machine cannot join it.
@@ -120,7 +120,7 @@ class JoinedLoop(SupervisedPart):
         return end, words
 
     async def loop(self, file: Path, order: ProcessOrder) -> tuple[End, list[str]]:
-        """One node loop."""
+        """Run one node loop to its end, with the configuration in `file`. Returns how it ended, and messages."""
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe("the node loop", one) for one in silent]
@@ -128,10 +128,10 @@ class JoinedLoop(SupervisedPart):
     # -- its configuration -------------------------------------------------------------------------------------------
 
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
-        """The run's configuration on this machine, and the file that the node loop reads it from.
+        """Return the run's configuration on this machine, and the file from which the node loop reads it.
 
         Raises:
-            ConfigError: this machine was started with another one, or cannot have engines.
+            ConfigError: this machine was started with another configuration, or it cannot run an engine.
         """
         file = self._folder / "config.toml"
         hubs: dict[str, Any] = tomllib.loads(run.config)
@@ -143,7 +143,7 @@ class JoinedLoop(SupervisedPart):
                 os.chdir(run.folder)
             import_from(folder for folder in run.imports if Path(folder).is_dir())
             file.write_text(run.config)
-            # None of this is about this machine: whether there is a run to resume, and how many GPUs there are.
+            # These settings depend on the machine: whether there is a run to resume, and the number of GPUs.
             gpus = "auto" if hubs["cluster"]["gpus_per_node"] else "0"
             config = load(file, ["run.resume=false", f"cluster.gpus_per_node={gpus}", *self._overrides])
         share_import_path()
@@ -162,7 +162,7 @@ class JoinedLoop(SupervisedPart):
 
 
 def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
-    """Raises ConfigError: two configurations differ in what is not a machine's own."""
+    """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`."""
     ours, theirs = dict(flat(own)), dict(flat(hubs))
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in (*OWN_KEYS, "run.resume") and ours.get(key) != theirs.get(key):

@@ -1,8 +1,8 @@
-"""The loop of a node that has joined a run, as every node but the first does.
+"""Loop of a node that has joined a run. Every node except the first has such a loop.
 
-It connects to the hub as a guest, and is given its number and those of its engines. When the hub is gone its episodes
-go on; it waits for the next one of the run, and goes on there with what it has in hand. SIGTERM makes it leave in
-order.
+The node connects to the hub as a guest, and the hub numbers the node and its engines. If the hub is gone, the node's
+episodes go on. The node waits for the next hub of the run, and continues there with the samples in hand. At SIGTERM the
+node leaves the run in order.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from flash.waiting import first_error, unwrapped_group
 
 
 def run_joined_loop(order: ProcessOrder, config: Config) -> End:
-    """Serve the hubs of a run with this machine's engines, until it is over, or as `JoinedNode` says."""
-    # Taken out, so that neither engines nor environments inherit it.
+    """Serve the hubs of a run with this machine's engines. Returns how the loop ended; see `JoinedNode.run`."""
+    # Removed from the environment, so that neither engines nor environments inherit the token.
     return run_watched(warn, _roll_out, config, order, os.environ.pop(VARIABLE, None))
 
 
 class HubConnection:
-    """A connection to the hub that remembers how it ended. `serves` is told, once, that this node makes samples."""
+    """Connection to the hub that records how it ended. Calls `serves` once, when the hub knows a ready engine of this
+    node."""
 
     def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
         self._caller = caller
         self._tell = serves
         self.over = False
-        """Whether the hub has said that there is no more work."""
+        """True if the hub has reported that there is no more work."""
         self.lost = False
-        """Whether it could not be asked any more."""
+        """True if a call failed because the hub is gone."""
         self.serves = False
-        """Whether it knows of an engine of ours that has a version."""
+        """True if the hub knows an engine of this node that has a version."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """As of `HubCaller`."""
+        """Send a request to the hub and return the reply. Implements `HubCaller.call`."""
         try:
             reply = await self._caller.call(request, timeout)
         except TransportError as error:
@@ -75,25 +76,25 @@ class HubConnection:
 
 
 async def _roll_out(config: Config, order: ProcessOrder, token: str | None) -> End:
-    end = End.OVER  # also of a signal that comes while it has no hub
+    end = End.OVER  # also if a signal arrives while there is no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
             node = JoinedNode(config, order, token)
             group.start_soon(node.heed_signals, group.cancel_scope)
             end = await node.run()
             group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:  # of the task groups above: people see the error that tells most
+    except BaseExceptionGroup as errors:  # of the task groups above: show the error with the most information
         raise first_error(errors) from None
     return end
 
 
 class JoinedNode:
-    """What a node loop does: it serves one hub of its run after the other, with the same node.
+    """Work of a joined node loop: serves the hubs of a run one after the other, with the same rollout node.
 
     Args:
-        config: of the run, on this machine.
-        order: the launcher's.
-        token: the value of FLASH_TOKEN.
+        config: the run's configuration on this machine.
+        order: arguments from the launcher.
+        token: the value of FLASH_TOKEN; None if it is not set.
     """
 
     def __init__(self, config: Config, order: ProcessOrder, token: str | None) -> None:
@@ -104,27 +105,28 @@ class JoinedNode:
         self._begun = order.begun
         self._search = HubSearch(order.place, token)
         self._run: p.RunReply | None = None
-        """What the last hub said."""
+        """Description of the run by the last hub."""
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
         self._rejoins = False
-        """Whether it has come to this hub with engines that run."""
+        """True if the node had running engines when it joined the present hub."""
         self._serving = False
         self._samples = False
-        """Whether its engines have started, and a hub knows of one."""
+        """True if the engines have started and a hub knows one of them."""
         self._news = anyio.Event()
-        """Either of the next two."""
+        """Event that is set when the hub is lost or the node has ended."""
         self._lost: TransportError | None = None
-        """Why the hub is gone."""
+        """Error by which the hub was lost; None while it is there."""
         self._ended = False
-        """Whether the node has ended."""
+        """True if the node has ended."""
         self._failure: Exception | None = None
-        """With this error."""
+        """Error with which the node ended; None if it ended without one."""
         self._told = False
-        """Whether a signal has told us to leave."""
+        """True if a signal has asked this process to leave."""
 
     async def run(self) -> End:
-        """Until the run is over, a signal comes, or the next hub wants another node than this one."""
+        """Serve hubs until the run is over, a signal arrives, or the next hub cannot use this node. Returns how it
+        ended."""
         try:
             async with unwrapped_group() as tasks:
                 end = await self._serve_all(tasks)
@@ -144,17 +146,17 @@ class JoinedNode:
         return end
 
     async def _work(self) -> None:
-        """The node, from its start to its end."""
+        """Run the node from its start to its end, and record how it ended."""
         assert self._node is not None, "it was made just now"
         try:
             await self._node.work()
-        except Exception as error:  # whatever it is: who speaks with the hub tells of it
+        except Exception as error:  # any error: the task that talks to the hub reports it
             self._failure = error
         self._ended = True
         self._news.set()
 
     def lose_hub(self, error: TransportError) -> None:
-        """The node could not ask the hub any more."""
+        """Record that the node has lost the hub, and wake `_serve`."""
         self._lost = error
         self._news.set()
 
@@ -162,13 +164,14 @@ class JoinedNode:
         assert self._node is not None, "without a node there is no report"
         self._samples = True
         if self._rejoins:
-            return  # it says itself what it goes on with
+            return  # `_serve` prints a line about it instead
         imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
         start_s, words = imports_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
         say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
 
     async def _tell_start(self) -> None:
-        """Say how long the engines have been starting. Waits for the clock. Produces lines, until they make samples."""
+        """Print lines with the time that the start of the engines takes. Waits for the clock. Ends when samples are
+        made."""
         begun = anyio.current_time()
         while not self._samples and not self._ended:
             if (seconds := anyio.current_time() - begun) > 0:
@@ -176,12 +179,12 @@ class JoinedNode:
             await anyio.sleep(EVERY_S)
 
     async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
-        """The node, with engines that are still to start."""
+        """Return a rollout node whose engines are not started yet."""
         parts = (self._place, numbers, self._config, self._env, hub)
         return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
 
     async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
-        """Leave in order."""
+        """Leave the run in order at a signal. Without a hub, cancel `all_of_it` instead."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for received in signals:
                 if not self._told:
@@ -196,15 +199,15 @@ class JoinedNode:
                 await self._node.drain()
 
     async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> End | None:
-        """Look for a hub, for so long, and serve it. None: it is gone.
+        """Look for a hub for `wait_s` seconds, and serve it. Returns how that ended; None if the hub is gone.
 
         Raises:
-            Exception: what ended the node; the hub knows of a `FlashError` that would come again.
+            Exception: the error that ended the node. If a restart cannot fix it, the hub has got it, too.
         """
         try:
             found = await self._search.find(wait_s, self._run)
         except FlashError:
-            if self._run is None:  # it was there a moment ago
+            if self._run is None:  # the launcher had found a hub a moment ago
                 return None
             raise
         if found is None:
@@ -222,7 +225,7 @@ class JoinedNode:
             async with connect(host, port, address.token, name, self._config.deadlines.connect) as caller:
                 hub = HubConnection(caller, self._tell_beginning)
                 return await self._serve(hub, tasks)
-        except Exception as error:  # what ends it is told apart below
+        except Exception as error:  # the conditions below find the cause
             if hub is not None and hub.over:
                 say("the run is over")
                 return End.OVER
@@ -232,7 +235,8 @@ class JoinedNode:
             raise
 
     async def _serve(self, hub: HubConnection, tasks: TaskGroup) -> End:
-        """Join, and serve until the hub has no more work or a signal comes. Errors as of `_serve_next`."""
+        """Join the hub, and serve it until it has no more work or a signal arrives. Raises the errors of
+        `_serve_next`."""
         config, seconds = self._config, self._config.deadlines.request
         engines = config.engines_on(self._place)
         own = self._place if self._trains else 0
@@ -262,7 +266,7 @@ class JoinedNode:
             raise self._lost
         if (failure := self._failure) is not None:
             error = first_error(failure) if isinstance(failure, ExceptionGroup) else failure
-            if isinstance(error, FlashError) and error.fatal:  # the hub is told of what would come again
+            if isinstance(error, FlashError) and error.fatal:  # a restart would fail too, so the hub gets the error
                 with suppress(FlashError):
                     await hub.call(p.Leave(joined.node, type(error).__name__, str(error)), seconds)
             raise error from None
@@ -271,7 +275,8 @@ class JoinedNode:
 
 
 def say(words: str) -> None:
-    """One line for people, as the first node writes them; who read it may be gone."""
+    """Print one line for people, in the format of the first node. Errors are ignored, because the reader may be
+    gone."""
     with suppress(OSError):
         sys.stdout.write(f"[{harmless(words)}]\n")
         sys.stdout.flush()

@@ -1,11 +1,10 @@
-"""A watch over a process's event loop: it names the code that blocks the loop, and stops the loop's clock meanwhile.
+"""Watch over a process's event loop: it names the code that blocks the loop, and stops the loop's clock meanwhile.
 
-A user's `async def step` that computes or sleeps without `await` holds every other task of its process. Without a
-watch, peers whose messages nobody reads would be declared dead for it. The loop's clock stands still while the loop is
-known to be blocked, so that no deadline of this process passes then. Wall time goes on: `WatchedLoop.lost_s` is the
-difference.
+A user's `async def step` that computes or sleeps without `await` stops every other task of its process. Without the
+watch, a peer would be declared dead because its messages are not read. While the loop is known to be blocked, its clock
+stands still, so no deadline of this process expires. `WatchedLoop.lost_s` is the difference to the wall time.
 
-Lifecycle: `run_watched` in place of `anyio.run`. One daemon thread looks at the loop's heartbeat until the loop ends.
+Lifecycle: call `run_watched` instead of `anyio.run`. One daemon thread checks the loop's heartbeat until the loop ends.
 """
 
 from __future__ import annotations
@@ -32,36 +31,38 @@ BLOCKED_S = 1.0
 """Seconds without a heartbeat after which a loop counts as blocked."""
 
 TICK_S = 0.2
-"""Seconds between two heartbeats, and between two looks at them."""
+"""Seconds between two heartbeats, and between two checks of the heartbeat."""
 
 STILL_S = 15.0
-"""Seconds after which a loop that is still blocked is told of once more: perhaps its process is killed for it."""
+"""Seconds between further messages about a loop that stays blocked. Peers may kill its process because of the block."""
 
 SLOW_S = 60.0
-"""Seconds after a block in which a user's coroutines are resumed one by one, with turns of the loop between."""
+"""Seconds after a block in which a user's coroutines are resumed one by one, with turns of the loop in between."""
 
 TURNS_BETWEEN = 10
-"""Turns of the loop between them: more than a message needs from its socket to its answer."""
+"""Number of turns of the loop between two such coroutines. A message needs fewer turns from its arrival to the
+reply."""
 
 LEFTOVERS_S = 1.0
-"""Seconds in which tasks end that a user's code has left behind when the loop ends."""
+"""Seconds that tasks which user code left behind have to end when the loop ends."""
 
 
 class Blocks:
-    """Decides from looks at a loop, TICK_S apart, when it is blocked and by which code. Pure state without a clock.
+    """Detector of blocks: decides from checks every TICK_S seconds when a loop is blocked, and by which code.
 
-    Invariant: each interval without heartbeats is told of once, at the place that was seen most often in it. Looks are
-    counted rather than seconds, since a process that was stopped makes none.
+    Pure state without a clock. Invariant: each interval without heartbeats is reported at the place that was seen most
+    often in it. Time is measured by the number of checks, because no check runs while the whole process is stopped.
     """
 
     def __init__(self) -> None:
         self._looks = 0
-        """Looks since the last heartbeat."""
+        """Number of checks since the last heartbeat."""
+        # Number of checks at each place since the last heartbeat.
         self._seen: Counter[str] = Counter()
         self._place = ""
-        """The place that this interval was told of."""
+        """Place that was reported for this interval; empty if it was not reported."""
         self.counts: Counter[str] = Counter()
-        """Intervals of each place."""
+        """Number of reported intervals of each place."""
 
     @property
     def blocked(self) -> bool:
@@ -69,14 +70,14 @@ class Blocks:
         return bool(self._place)
 
     def beats(self) -> None:
-        """Begin anew: the loop has shown that it turns."""
+        """Handle a heartbeat: the loop is not blocked, and a new interval begins."""
         self._looks, self._place = 0, ""
         self._seen.clear()
 
     def look(self, place: str) -> str | None:
-        """Take one look, and return a message for people, if any.
+        """Do one check. Returns a message for people; None if there is nothing new to report.
 
-        `place`: the line at which the loop's thread is; empty if it waits for events.
+        `place` is the line that the loop's thread executes; empty if the loop waits for events.
         """
         self._looks += 1
         if place:
@@ -85,7 +86,7 @@ class Blocks:
         if self._place:
             again = f"{self._place} still blocks the event loop, for {seconds:g} s"
             return again if seconds % STILL_S == 0 else None
-        # A loop that waits for events is not blocked: the machine gives its process no time.
+        # A loop that waits for events is not blocked. It has no heartbeat because its process gets no CPU time.
         if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._looks:
             return None
         self._place = self._seen.most_common(1)[0][0]
@@ -104,13 +105,13 @@ class Blocks:
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still while a callback is known to block it."""
+    """Event loop whose clock stands still while a callback is known to block it."""
 
     def __init__(self) -> None:
         self.lost_s = 0.0
-        """Seconds that the loop's clock has left out."""
+        """Seconds that the loop's clock has skipped."""
         self._stopped_at: float | None = None
-        """The clock's time while it stands still."""
+        """Time on the loop's clock while it stands still; None while it runs."""
         self.blocks = Blocks()
         self._state = threading.Lock()
         self._over = threading.Event()
@@ -121,8 +122,8 @@ class WatchedLoop(asyncio.SelectorEventLoop):
     async def turn(self) -> None:
         """Wait until a user's coroutine may be resumed.
 
-        Sixty-four coroutines that block for a second each, resumed on one turn of the loop, would leave the messages of
-        peers unread for more than a minute, and peers have deadlines too.
+        If 64 coroutines that block for a second each were resumed in one turn of the loop, the messages of peers would
+        stay unread for more than a minute. Peers would then pass their deadlines.
         """
         if self.time() < self._slow_until:
             async with self._turns:
@@ -135,14 +136,14 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         return time.monotonic() - self.lost_s if stopped is None else stopped
 
     def watch(self, tell: Callable[[str], None]) -> None:
-        """Watch the loop, whose thread this is, from a thread of its own. `tell` is called there."""
+        """Start to watch the loop. Must be called in the loop's thread. `tell` is called in another thread."""
         threading.Thread(
             target=self._watch, args=(threading.get_ident(), tell), name="flash loop watch", daemon=True
         ).start()
         self._beat()
 
     def close(self) -> None:
-        """Close the loop, and end its watch."""
+        """Close the loop, and end the watch."""
         self._over.set()
         super().close()
 
@@ -156,11 +157,12 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self.call_later(TICK_S, self._beat)
 
     def _watch(self, thread: int, tell: Callable[[str], None]) -> None:
-        """Consumes heartbeats. Waits for the clock. Unblocked by the end of the loop. Produces messages for people."""
+        """Check the loop every TICK_S seconds. Waits for the clock. Unblocked by the end of the loop. Produces
+        messages."""
         while not self._over.wait(TICK_S):
             frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
             lines = lines_of(frame)
-            # In its selector, unless a user's code waits in one of its own, as `subprocess.run` does.
+            # The loop waits in its own selector. A selector of user code, as in `subprocess.run`, counts as a block.
             waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
             with self._state:
                 message = self.blocks.look("" if waits else place_in(lines))
@@ -179,10 +181,10 @@ def blocked_seconds() -> float:
 def run_watched(
     tell: Callable[[str], None], function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT
 ) -> ResultT:
-    """Run a coroutine function to its end as `anyio.run` does, on a watched loop.
+    """Run a coroutine function to its end, as `anyio.run` does, on a watched loop.
 
-    Tasks that a user's code has left behind and that swallow their cancellation do not hold the end of the loop.
-    `tell`: called with a message for people, in another thread, when the loop is blocked.
+    Tasks that user code left behind cannot delay the end of the loop, even if they ignore their cancellation. `tell` is
+    called in another thread, with a message for people, when the loop is blocked.
     """
 
     async def main() -> ResultT:
@@ -196,7 +198,8 @@ def run_watched(
 
 
 async def _end_leftovers() -> None:
-    """Cancel the other tasks of this loop. Those that go on all the same are left out of the loop's own end."""
+    """Cancel the other tasks of this loop. Tasks that do not end in time are unregistered, so the loop does not wait
+    for them."""
     left: set[asyncio.Task[Any]] = {one for one in asyncio.all_tasks() if one is not asyncio.current_task()}
     for task in left:
         task.cancel()

@@ -1,11 +1,11 @@
-"""The first node's loop: one asyncio event loop, which also runs the hub and writes the run directory.
+"""Loop of the first node: one asyncio event loop, which also runs the hub and writes the run directory.
 
-It opens the port of the hub: `flash.transport.server.serve` calls `flash.hub.gate.Gate.handle`, which calls
-`flash.hub.hub.Hub.handle`. It also runs a `flash.rollout.node.RolloutNode`, which connects to this hub over TCP, as the
-nodes of other machines do. The loops of all other nodes are in `flash.run.joined`.
+The loop opens the port of the hub: `flash.transport.server.serve` calls `flash.hub.gate.Gate.handle`, which calls
+`flash.hub.hub.Hub.handle`. It also runs a `flash.rollout.node.RolloutNode`, which connects to this hub over TCP, as
+nodes on other machines do. The loops of all other nodes are in `flash.run.joined`.
 
-Ends when the hub has no more work, on the first error, or after an interrupt (SIGINT, SIGTERM): then trainer ranks
-finish their step and write a checkpoint within deadlines.shutdown.
+The loop ends when the hub has no more work, at the first error, or after an interrupt (SIGINT, SIGTERM). After an
+interrupt the trainer ranks finish their step and write a checkpoint within deadlines.shutdown.
 """
 
 from __future__ import annotations
@@ -64,30 +64,30 @@ if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher
 
 FAREWELL_S = 0.2
-"""Seconds in which the other nodes are told that an interrupted run is over."""
+"""Seconds in which the other nodes learn that an interrupted run is over."""
 
 NAMED = 64
-"""Problems of which one must have a name, where they are chosen by what is known of them."""
+"""Number of problems of which at least one must have a name if problems are chosen by their metadata."""
 
 SWITCH_S = 0.0005
-"""Seconds for which a thread of this process, as the one that writes samples, may keep the loop from going on; Python's
-own 5 ms were the longest that it stood."""
+"""Seconds after which Python takes the interpreter lock from another thread, such as the writer of samples, for the
+loop. With Python's default of 5 ms, these threads caused the longest pauses of the loop."""
 
 
 def run_node_loop(order: ProcessOrder, config: Config) -> End:
-    """Run this node until the end of the run."""
+    """Run the first node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
-    # Taken out, so that neither engines nor environments inherit it.
+    # Removed from the environment, so that neither engines nor environments inherit the token.
     token = os.environ.pop(VARIABLE, None)
     try:
         run_watched(say, _first_node, order.restarts, config, token)
-    except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
+    except BaseExceptionGroup as group:  # of the task groups below: show the error with the most information
         raise first_error(group) from None
     return End.OVER
 
 
 def unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds. Unlike the loop's it goes on while the loop is blocked, so durations are true."""
+    """Return a clock of Unix seconds. It goes on while the event loop is blocked, so measured durations are correct."""
     clock = time.monotonic
     offset = time.time() - clock()
     return lambda: clock() + offset
@@ -134,7 +134,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         )
         with _books_kept(hub, recorder):
             async with anyio.create_task_group() as signals:
-                # Outermost: a signal must not cut the orderly end of a run that has failed, nor hide its error.
+                # Outermost, so that a signal cannot interrupt the orderly end of a failed run and hide its error.
                 signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
                 if journal is not None:
                     signals.start_soon(journal.run)
@@ -143,7 +143,8 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
                 async with _serving(hub, config, token) as address:
                     end = await _run_hub(hub, config, env, address, now, recorder.note)
                     recorder.cluster(hub.overview())
-                # Anew: what an interrupt has cut short may have ended while the engines did.
+                # Computed again, because steps that an interrupt seemed to cut short may have ended together with the
+                # engines.
                 interrupted = end.reason == "interrupted"
                 finish = partial(recorder.finish, hub.samples.totals(), hub.late_restarts, interrupted=interrupted)
                 await anyio.to_thread.run_sync(finish)
@@ -154,7 +155,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
 
 @contextmanager
 def _books_kept(hub: Hub, recorder: Recorder) -> Generator[None]:
-    """A run that fails leaves its totals too."""
+    """Write the totals of samples if the run fails in the block."""
     try:
         yield
     except BaseException:
@@ -164,9 +165,9 @@ def _books_kept(hub: Hub, recorder: Recorder) -> Generator[None]:
 
 
 async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
-    """End the run in order at a signal, and say at once what it still does.
+    """End the run in order at a signal, and print at once which work is left.
 
-    A second Ctrl-C ends all processes; the launcher sees to that (`flash.run.processes.launch`).
+    At a second Ctrl-C the launcher kills all processes (`flash.run.processes.launch`).
     """
     told = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -178,7 +179,8 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
 
 
 def cut_short(unfinished: str, config: Config) -> str:
-    """What is said of an interrupted run that was not done in time, and what is kept of it."""
+    """Return a message about an interrupted run that was too slow: the unfinished work, and where a resumed run goes
+    on."""
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:
@@ -190,7 +192,7 @@ def cut_short(unfinished: str, config: Config) -> str:
 
 @asynccontextmanager
 async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerator[HubAddress]:
-    """The hub's port is open inside the block."""
+    """Open the hub's port while the block runs, and announce its address."""
     host, gate = advertised_host(config), Gate(hub, config)
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
@@ -210,7 +212,7 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
 
 @contextmanager
 def naming_the_key(port: int) -> Generator[None]:
-    """Say which key of the configuration is meant where the hub cannot listen."""
+    """Name the configuration key in the error message if the hub cannot listen."""
     try:
         yield
     except ConfigError as error:
@@ -245,7 +247,7 @@ async def _run_hub(
 async def _roll_out_here(
     hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
 ) -> None:
-    """The engines and episodes of this node."""
+    """Run the engines and episodes of this node."""
     seconds = config.deadlines.connect
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
@@ -254,19 +256,17 @@ async def _roll_out_here(
 
 @contextmanager
 def engines_until_interrupted(hub: Hub) -> Generator[None]:
-    """Let engines fail once the run was interrupted.
-
-    Slurm sends a signal to all processes of a job, engines too.
-    """
+    """Ignore the failure of engines after the run was interrupted."""
     try:
         yield
     except* EngineError:
+        # Slurm sends a signal to all processes of a job, also to the engines.
         if hub.progress.stopping != "interrupted":
             raise
 
 
 class NodeNumbers(NamedTuple):
-    """Of a node and its engines, as the hub has them."""
+    """Numbers of a node and of its first engine, as the hub assigned them."""
 
     node: int
     first_engine: int
@@ -281,16 +281,16 @@ async def make_node(
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """A node with real engines; nothing of it is started.
+    """Return a node with real engines. Nothing of it is started.
 
     Args:
-        place: the number of this machine in its job, by which it has engines and GPUs.
-        numbers: of the node.
-        config: the run.
+        place: number of this machine in its job, which determines its engines and GPUs.
+        numbers: numbers of the node and of its first engine.
+        config: the run's configuration.
         env: the environment.
-        hub: a connection to the hub.
-        now: gives Unix seconds.
-        on_loss: as of `RolloutNode`.
+        hub: connection to the hub.
+        now: clock of Unix seconds.
+        on_loss: called when the hub is lost; see `RolloutNode`.
     """
     cpus = engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
@@ -313,7 +313,7 @@ async def make_node(
 
 
 async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeacher | None:
-    """The server that holds the teacher, once it has shown that it can tell of the longest sample."""
+    """Return the server of the teacher after a test with the longest sequence; None if no server holds a teacher."""
     if config.algorithm.teacher is None or config.algorithm.teacher.url is None:
         return None
     from flash.rollout.teacher import ServedTeacher

@@ -1,7 +1,7 @@
-"""`flash.play`: an episode of a configuration's environment with answers that are given, for tests of environments.
+"""Function `flash.play`: plays an episode of an environment with given answers, for tests of environments.
 
-The real episode runs, with its deadlines and its checks; in place of a model and its tokenizer stand the answers, one
-token per character.
+The real episode code runs, with its deadlines and checks. The given answers replace the model, and each character is
+one token.
 """
 
 from __future__ import annotations
@@ -33,65 +33,65 @@ from flash.waiting import deadline
 _log = logging.getLogger(__name__)
 
 END = 0
-"""The token that ends an answer; all others are characters."""
+"""Token id that ends an answer. All other token ids are characters."""
 ROOM = 1 << 30
-"""Longest sequence, in characters: a model's limit is in tokens of its own."""
+"""Longest sequence in characters. A model's limit does not apply, because it counts the model's own tokens."""
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What came of an episode."""
+    """Result of an episode."""
 
     shown: list[str]
-    """What the environment showed before each answer."""
+    """Text that the environment showed before each answer."""
     rewards: list[float]
-    """What each answer earned."""
+    """Reward of each answer."""
     metrics: dict[str, float]
-    """`info["metrics"]`; of several steps the last word counts."""
+    """Values of `info["metrics"]`. If several steps return a metric, the last value counts."""
     notes: list[str]
-    """`info["note"]` of each step."""
+    """Text of `info["note"]` of each step."""
     truncated: bool
-    """The environment cut the episode off, or `rollout.max_turns` did."""
+    """True if the environment or `rollout.max_turns` cut the episode off."""
 
     @property
     def reward(self) -> float:
-        """Of the whole episode: the sum."""
+        """Reward of the whole episode: the sum of `rewards`."""
         return sum(self.rewards)
 
 
 def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
-    """Play one episode of the environment, without a model: what it shows is answered with these texts.
+    """Play one episode of the environment without a model: each observation is answered with the next of these texts.
 
-    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous. All
-    episodes of a process are played on one event loop, in a thread of its own: a client at the top of a module, which
-    belongs to the loop that it was first used on, works in each of them, also in a notebook.
+    The checks are the same as in a run: the values that `reset` and `step` return, deadlines, and that the same methods
+    are asynchronous. All episodes of a process are played on one event loop, in a thread of its own. So a client at the
+    top of a module, which belongs to the loop that used it first, works in every episode, also in a notebook.
 
     Args:
         config: from `flash.load`; `env.path`, `env.options`, `rollout.max_turns` and `deadlines` are used.
-        answers: one for each turn; those that are left when the episode ends are not given.
-        seed: the problem. From `flash.HELD_OUT` on it is a held-out one.
+        answers: one for each turn. Answers that are left when the episode ends are ignored.
+        seed: seed of the problem. Seeds from `flash.HELD_OUT` on are held-out problems.
 
     Raises:
-        EnvError: the environment raised, returned what it may not, or goes on after the last answer.
-        ConfigError: there is no such environment, or it does not take its options.
+        EnvError: the environment raised an error, returned a wrong value, or continues after the last answer.
+        ConfigError: there is no such environment, or it does not accept its options.
     """
     playing = asyncio.run_coroutine_threadsafe(_played(config, answers, seed), _loop())
     try:
         return playing.result()
     except BaseException:
-        playing.cancel()  # at Ctrl-C; one that has ended stays as it is
+        playing.cancel()  # at Ctrl-C; no effect if the episode has ended
         raise
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Start the loop that episodes are played on. It runs until the process ends, which does not wait for it."""
+    """Start the loop that episodes are played on. It runs until the process ends, and does not delay that end."""
     loop = WatchedLoop()
     loop.call_soon(loop.watch, _log.warning)
     threading.Thread(target=loop.run_forever, name="flash.play", daemon=True).start()
     return loop
 
 
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has the loop, and not its thread
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child has the loop, but not its thread
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
@@ -124,7 +124,7 @@ def _described(played: Trajectory) -> Played:
 
 
 class _Answers:
-    """A `Responder` that says what it was told to."""
+    """Responder that returns the given answers, one after the other."""
 
     def __init__(self, answers: Sequence[str]) -> None:
         self._left = list(answers)
@@ -139,7 +139,7 @@ class _Answers:
 
 
 class _Characters(Tokenizer):
-    """One token per character."""
+    """Tokenizer with one token per character."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(character) for character in text_of(observation)]
@@ -151,4 +151,4 @@ class _Characters(Tokenizer):
         return "".join(chr(token) for token in token_ids if token != END)
 
     def check_calls(self) -> None:
-        """Answers call nothing, whatever is offered."""
+        """Do nothing: given answers call no functions."""

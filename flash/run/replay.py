@@ -1,9 +1,9 @@
-"""Training again, in this process, what a run has trained: from its recorded batches, without engines.
+"""Replay of training: trains a run's recorded batches again in this process, without engines.
 
-The trainer, its objective and its optimizer are those of a run, on one rank. With the run's own configuration the
-weights come out as they were: bit for bit on one CPU rank with as many threads; where several ranks trained, sums are
-taken in another order, and they differ by rounding. With another objective it shows what that would have made of the
-same data, which other policies than its own have sampled.
+Trainer, objective and optimizer are the same as in a run, on one rank. With the run's own configuration, the resulting
+weights are equal to the run's weights: bit for bit if one CPU rank with the same number of threads trained them. If
+several ranks trained them, sums have another order, and the weights differ by rounding. With another objective, the
+replay shows the effect of that objective on the same data, which were sampled by policies of the original run.
 """
 
 from __future__ import annotations
@@ -38,42 +38,45 @@ USED = (
     *("rollout.max_new_tokens", "rollout.routing_replay", "run.seed", "run.steps"),
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus", "cluster.trainer_ranks"),
 )
-"""Keys, or how they begin, that a replay follows, except for `BATCHES`."""
+"""Keys, and beginnings of keys, that affect a replay, except for `BATCHES`."""
 BATCHES = "train.batch_size"
-"""The batches are those of the run."""
+"""Key of the batch size. It has no effect, because the batches are those of the run."""
 
 
 class Course(msgspec.Struct, frozen=True):
-    """What is trained again."""
+    """Steps to train again."""
 
     first: int
-    """The version it begins with."""
+    """Version at the start."""
     last: int
-    """The version it ends with."""
+    """Version at the end."""
     checkpoint: Path | None
-    """Holds the first version; None: the model's own folder does."""
+    """Checkpoint of the first version; None if that is the model in its own folder."""
     compared: dict[int, Path]
-    """Checkpoints of versions on the way."""
+    """Checkpoints by version, for the versions after the first; the results are compared with them."""
     left_out: str = ""
-    """Steps that nobody asked to end before, and that cannot be reached: one before them has no batch."""
+    """Recorded steps after `last` that cannot be reached, because the batch of an earlier step is missing; empty if
+    there are none, or if the user has chosen `last`."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The weights of a version beside those that the run had."""
+    """Difference between the replayed weights of a version and those of the run."""
 
     version: int
     checkpoint: Path
     largest: float
-    """Largest absolute difference of any weight; 0 only if all are equal bit for bit."""
+    """Largest absolute difference of any weight to the run's checkpoint; 0 only if all weights are equal bit for
+    bit."""
     moved: float
-    """Largest absolute difference of any weight to what it was at the beginning of the replay."""
+    """Largest absolute difference of any weight to its value at the beginning of the replay."""
 
 
 def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
-    """Find batches and checkpoints for the versions from `first` to `last`; None: as many as there are.
+    """Find batches and checkpoints for the versions from `first` to `last`. None: the earliest, or the latest,
+    possible.
 
     Raises:
-        ConfigError: some are missing; it says which there are.
+        ConfigError: some are missing. The message names those that exist.
     """
     steps = set(recorded_steps(RunDirectory(run_dir).batches))
     if not steps:
@@ -107,15 +110,15 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
 
 
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
-    """Refuse settings that would change nothing.
+    """Raise ConfigError if some settings would have no effect.
 
     Args:
-        file: the run's own configuration.
-        config: what it is to be trained again with.
-        named: the keys that were given.
+        file: configuration file of the run.
+        config: configuration of the replay.
+        named: keys that the user has given.
 
     Raises:
-        ConfigError: some of them have another value than in the run, and no effect.
+        ConfigError: a given key differs from the run's value, and has no effect.
     """
     before, now = dict(flat(tomllib.loads(file.read_text()))), dict(flat(tomllib.loads(dump(config))))
     idle = [
@@ -142,15 +145,15 @@ def replay(
     """Train the recorded batches again.
 
     Args:
-        config: of the run, or with other settings of training.
-        course: from `plan`.
-        folder: holds the recorded batches.
-        step: given the metrics of each step, with the step's number, as in metrics.jsonl.
-        comparison: given what came out beside the run's checkpoints.
-        export: where the last weights are to be written as a Hugging Face folder.
+        config: the run's configuration, maybe with other settings for training.
+        course: the steps to train, from `plan`.
+        folder: folder of the recorded batches.
+        step: called with the metrics of each step and the step's number, as in metrics.jsonl.
+        comparison: called with the difference to each checkpoint of the run.
+        export: path for the last weights as a Hugging Face folder; None: do not write them.
 
     Raises:
-        FlashError: a batch or a checkpoint is damaged, or the trainer refuses what it is given.
+        FlashError: a batch or a checkpoint is damaged, or the trainer refuses a batch.
     """
     import transformers
 
@@ -177,7 +180,7 @@ def replay(
 
 @contextmanager
 def _one_rank(config: Config) -> Generator[None]:
-    """A process group of this process alone, seeded and with as many threads as a rank of the run."""
+    """Provide a process group of this process alone, with the seed and the number of threads of a rank of the run."""
     import torch
 
     from flash.trainer.mesh import process_group_backend
@@ -204,14 +207,14 @@ def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
 
 
 def _largest_gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """NaN where one is."""
+    """Return the largest absolute difference of any weight; NaN if a weight is NaN."""
     import torch
 
     return float(torch.stack([(weight - theirs[name]).abs().max() for name, weight in ours.items()]).max())
 
 
 def _runs(steps: set[int]) -> str:
-    """`steps 3 to 7, 12`."""
+    """Return ranges of steps as text, such as `steps 3 to 7, 12`."""
     parts: list[str] = []
     for step in sorted(steps):
         if step - 1 in steps:

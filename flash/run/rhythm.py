@@ -1,7 +1,7 @@
-"""The rhythm of attention in a text, or in what a run has recorded, as training sees it, and without training.
+"""Rhythm of attention in a text or in recorded samples, measured as training does it, but without training.
 
-On the CPU in float32, in this process alone. Heads are told apart over the responses that are looked at; in a run it is
-over a whole batch, or over its first one.
+The model runs on the CPU in float32, in this process alone. Heads are classified by the responses that are examined
+here; a run classifies them by a whole batch, or by its first batch.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 MAP_TOKENS = 96
-"""Tokens whose maps are drawn at most: a map of all tokens grows with the square of a response."""
+"""Most tokens of which attention maps are drawn. The size of a map grows with the square of the number of tokens."""
 MAP_PROMPT = 8
-"""How many tokens before the response a map begins, where there are as many."""
+"""Number of prompt tokens at the beginning of a map; fewer if the prompt is shorter."""
 KEY = "algorithm.rhythm"
 
+# Function that tokenizes a text.
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
 class RhythmResponses:
-    """What is looked at."""
+    """Responses to examine."""
 
     trajectories: list[Trajectory]
     names: list[str]
     min_version: int
-    """Older action tokens are not trained; a response of such tokens only is not looked at."""
+    """Oldest version whose action tokens are trained. Responses with older tokens only are not examined."""
     max_tokens: int
-    """Of a micro-batch."""
+    """Most tokens of a micro-batch."""
 
 
 def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
-    """`base` with some KEY=VALUE of `[algorithm.rhythm]` in place of its own.
+    """Return a copy of `base` with the options changed that KEY=VALUE overrides of `[algorithm.rhythm]` name.
 
     Raises:
-        ConfigError: there is no such option, or the value does not fit.
+        ConfigError: there is no such option, or the value is invalid.
     """
     table = msgspec.to_builtins(base)
     for override in overrides:
@@ -64,12 +65,13 @@ def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
 
 
 def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmResponses:
-    """One response: the tokens of a text after those of its prompt; without one, after the first.
+    """Return one response: the tokens of a text after those of its prompt, or after its first token if there is no
+    prompt.
 
-    A newline at the very end of a file is none of its text.
+    A newline at the end of a file does not belong to the text.
 
     Raises:
-        ConfigError: a file cannot be read, or there are fewer than two tokens to look at.
+        ConfigError: a file cannot be read, or the response has fewer than two tokens.
     """
     shown = [] if prompt is None else _encoded(prompt, encode)
     said = _encoded(text, encode)
@@ -96,11 +98,12 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmRes
 
 
 def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tokens: int) -> RhythmResponses:
-    """So many samples of a recorded batch, spread evenly over it; None: of the newest.
+    """Return up to `samples` samples of a recorded batch, spread evenly over it. If `step` is None, use the newest
+    batch.
 
     Raises:
-        ConfigError: there is no such batch, or nothing in it to look at.
-        RecordingError: it is damaged.
+        ConfigError: there is no such batch, or it has no response that can be examined.
+        RecordingError: the batch is damaged.
     """
     folder = RunDirectory(run_dir).batches
     steps = recorded_steps(folder)
@@ -140,18 +143,18 @@ def look_at(
     token_texts: Callable[[Sequence[int]], list[str]],
     drawn: tuple[int, int] | None,
 ) -> tuple[RhythmSeen, DrawnRhythm | None]:
-    """What is seen of these responses under a model; with `drawn`, the maps of that response from that token of it on.
+    """Measure the rhythm of responses under a model. If `drawn` is given, also return attention maps of one response.
 
     Args:
-        model: its path is the folder of a model, or a hub id.
-        weights: what they are called in the answer.
-        given: from `text_responses` or `recorded_responses`.
-        options: from `options_with`.
-        token_texts: the tokenizer's.
-        drawn: the number of a response and one of its tokens, both from 0.
+        model: settings of the model. The path is a model folder or a hub id.
+        weights: name of the weights in the result.
+        given: responses, from `text_responses` or `recorded_responses`.
+        options: options, from `options_with`.
+        token_texts: function of the tokenizer that returns the texts of tokens.
+        drawn: index of a response, and index of the token of it from which the maps are drawn; both from 0.
 
     Raises:
-        ConfigError: the model cannot be loaded or looked at, or has not as many positions.
+        ConfigError: the model cannot be loaded or examined, or has fewer positions than a response has tokens.
     """
     from flash.foreign.transformers import positions, without_bars
     from flash.trainer.mesh import trainer_mesh
@@ -190,7 +193,7 @@ def look_at(
 
 
 def _part(signals: Signals, length: int, begin: int) -> slice:
-    """The tokens of the sequence that are drawn; a little of the prompt is."""
+    """Return the range of the sequence's tokens that are drawn, with a few tokens of the prompt."""
     start = max(int(signals.position_R[begin]) - MAP_PROMPT, 0)
     return slice(start, min(start + MAP_TOKENS, length))
 
@@ -219,5 +222,5 @@ def _encoded(file: Path, encode: Encode) -> list[int]:
         raise ConfigError(f"{file} cannot be read: {error}; expected a file of UTF-8 text") from error
     try:
         return encode(text)
-    except Exception as error:  # tokenizers raise no class of their own
+    except Exception as error:  # tokenizers raise errors of no common class
         raise ConfigError(f"{file}: the model's tokenizer has no tokens for this text: {error}") from error

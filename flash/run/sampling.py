@@ -1,6 +1,6 @@
-"""Rollouts without training: one model, a hub, a node with its engines, in this process.
+"""Rollouts without training: one model, a hub, and a node with its engines, all in this process.
 
-Hub, scheduler, episodes, proxy and engines are those of a run. In the trainer's place stands a guest, who announces the
+Hub, scheduler, episodes, proxy and engines are the same as in a run. A stand-in replaces the trainer: it announces the
 model as version 0, takes the batch if there is one, and leaves.
 """
 
@@ -29,29 +29,31 @@ from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
 OF_RUNS = ("step", "version_min", "version_max", "time")
-"""Names in a row that mean something in a run only."""
+"""Columns of an evaluation's row that have a meaning in a run only."""
 
 MakeEngines = Callable[[Config], Sequence[Callable[[int], Engine]]]
 Tell = Callable[[str], None]
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """Result of rollouts or of an evaluation."""
 
     evaluation: dict[str, float]
-    """The row of the evaluation, as in evals.jsonl but for step, versions and time; empty for rollouts."""
+    """Row of the evaluation as in evals.jsonl, without the columns `OF_RUNS`; empty for rollouts."""
     trajectories: list[Trajectory]
-    """In the order of the problems."""
+    """Trajectories in the order of the problems."""
     notes: list[str]
-    """What people should know: failures, above all."""
+    """Messages for people, mostly about failures."""
     failures: list[Failure]
-    """Of each task that was given up the last attempt, in the order of the tasks: they are in no figure."""
+    """Failure of the last attempt of each task that was given up, in the order of the tasks. No other field contains
+    them."""
 
 
 async def evaluate(
     config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
 ) -> Sampled:
-    """The held-out problems of `[eval]`, as a run evaluates its versions; `tell` is given lines on how far it is.
+    """Evaluate a model on the held-out problems of `[eval]`, as a run does. `tell` is called with lines about the
+    progress.
 
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.
@@ -71,10 +73,12 @@ async def evaluate(
 async def roll_out(
     config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
 ) -> Sampled:
-    """The first training problems, one episode of each, sampled as for training; `tell` as for `evaluate`.
+    """Play one episode of each of the first training problems, with the sampling of training.
+
+    `tell` is called with lines about the progress.
 
     Raises:
-        FlashError: the environment cannot be played or only fails, or the engines are gone.
+        FlashError: the environment cannot be played or always fails, or the engines are gone.
     """
     one = msgspec.structs.replace(
         config.rollout,
@@ -92,7 +96,7 @@ async def roll_out(
 
 
 def alone(config: Config, *, steps: int, batch: int) -> Config:
-    """The configuration of one machine whose devices all serve, for so many steps that train nothing."""
+    """Return a configuration for one machine whose devices all serve engines, for `steps` steps that train nothing."""
     replace = msgspec.structs.replace
     return replace(
         config,
@@ -107,7 +111,7 @@ def alone(config: Config, *, steps: int, batch: int) -> Config:
 
 
 class _Guest:
-    """The one trainer rank, as far as the hub can tell, and the observer of what it has the hub do."""
+    """Stand-in for the only trainer rank, and observer of the hub."""
 
     def __init__(self, config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines) -> None:
         self._config = config
@@ -115,7 +119,7 @@ class _Guest:
         self.evaluated: list[Trajectory] = []
         self._failed: dict[tuple[str, int], Failure] = {}
         now = anyio.current_time
-        # Rollouts want no evaluation before them.
+        # Rollouts need no evaluation before the first step, so version 0 counts as evaluated.
         evaluated = (0,) if config.run.steps else ()
         problems, recovered = Problems.of(config, env.kind_of, env.domains()), RecoveredState(evaluated=evaluated)
         self._hub = Hub(config, self.observer, now=now, problems=problems, recovered=recovered)
@@ -124,7 +128,7 @@ class _Guest:
         self._node = RolloutNode(config, link, engines(config), tokenizer, played, now=now)
 
     async def run(self, tell: Tell) -> None:
-        """From the start of the engines to their end."""
+        """Run the hub, the node and the stand-in, from the start of the engines to their end."""
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._node.run)
@@ -132,17 +136,17 @@ class _Guest:
                 group.start_soon(tell_beginning, self._hub, self._config, tell)
                 await self._hub.run()
                 self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
-        except BaseExceptionGroup as errors:  # of the tasks above: people see the error that tells most
+        except BaseExceptionGroup as errors:  # of the tasks above: show the error with the most information
             raise first_error(errors) from None
 
     def given_up(self, played: Sequence[Trajectory], split: str) -> list[Failure]:
-        """Of each task that only failed its last attempt."""
+        """Return the last failure of each task of a split that never succeeded."""
         done = {trajectory.task.task_id for trajectory in played}
         failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
         return list(failed)
 
     async def _take(self) -> None:
-        """Announce the model, take the batches, leave."""
+        """Announce the model, take the batches, and leave."""
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):

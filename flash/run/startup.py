@@ -1,4 +1,4 @@
-"""What people are told of a run by the clock: until its first step what it does, and all the time its cluster."""
+"""Regular messages about a run: its activity until the first step, and the state of its cluster until the end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from flash.observe.cluster import HubNow
 from flash.waiting import deadline
 
 EVERY_S = 10.0
-"""Between two lines while the same goes on."""
+"""Seconds between two lines while the activity stays the same."""
 
 
 LONG_S = 30.0
-"""Seconds after which a start of engines is explained: they seem to hang."""
+"""Seconds after which a line explains why the engines take so long to start, since they seem to hang."""
 NEAR = 0.5
-"""Share of `deadlines.engine_start` from which that is named."""
+"""Share of `deadlines.engine_start` from which the lines name this deadline."""
 
 
 async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
-    """Say what the run does, and how many seconds have passed, until its first step.
+    """Print the activity of the run and the seconds since the start, until the first step.
 
-    Waits for it to do something else, at most EVERY_S. Unblocked by the hub's progress. Produces lines.
+    Waits at most EVERY_S seconds for the next activity. Unblocked by the hub's progress. Produces lines.
     """
     begun = anyio.current_time()
     while (now := hub.stages.startup_phase()) is not None:
@@ -43,7 +43,9 @@ async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) 
 
 
 async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
-    """Return the configuration with no more held-out problems than the environment has; say so if that changes it.
+    """Limit eval.problems to the number of held-out problems that the environment has. Returns the configuration.
+
+    Calls `tell` with a line if the number changes.
 
     Raises:
         DeadlineError: the data set was not read within deadlines.env_reset.
@@ -60,7 +62,7 @@ async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: C
 
 
 def start_of_engines(seconds: float, config: Config) -> str:
-    """What is said of engines that have been starting for so long, behind the seconds."""
+    """Return an explanation for engines that have been starting for `seconds`, to be added to a line; may be empty."""
     most = config.deadlines.engine_start
     if seconds >= NEAR * most:
         return f"; at most {most:g} s (deadlines.engine_start)"
@@ -74,7 +76,7 @@ def start_of_engines(seconds: float, config: Config) -> str:
 
 
 async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
-    """Show the cluster now and then. Waits for nothing but the clock. Produces pictures, until it is cancelled."""
+    """Call `tell` with an overview of the cluster at regular intervals, until cancelled. Waits only for the clock."""
     while True:
         tell(hub.overview())
         await anyio.sleep(PICTURE_S)

@@ -1,4 +1,4 @@
-"""Training from Python: what `flash train` does, as a function."""
+"""Training from Python: the function behind `flash train`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from flash.run.processes.supervisor import End
 
 
 def train(config: Config, *, resume: bool = False) -> Summary | None:
-    """Run a configuration to its end on this machine, or this machine's part of a run on several.
+    """Run a configuration to its end on this machine, or this machine's part of a run on several machines.
 
-    Its processes are children of this one, whose main thread must be the caller. What the configuration names by import
-    path is imported there: an environment stands in a module, not in the script that calls this. They do not import
-    that script, so it needs no guard.
+    The processes of the run are children of the calling process, whose main thread must be the caller. The processes
+    import the classes that the configuration names by import path. So an environment must be in a module, not in the
+    script that calls this function. They do not import that script, so it needs no `if __name__ == "__main__"`.
 
     Args:
-        config: from `flash.load`, or made by hand; it is checked again, and what is unwise is told on standard error.
-        resume: go on with the run in the run directory.
+        config: from `flash.load`, or made by hand. It is checked again, and warnings are printed to standard error.
+        resume: continue the run in the run directory.
 
     Returns:
-        What the run came down to, as in its `summary.json`; None on every node but the first.
+        The summary of the run, as in its `summary.json`; None on every node but the first.
 
     Raises:
         ConfigError: the configuration is wrong; nothing was started.
-        FlashError: the run failed; its output, on standard error, shows the error where it arose.
-        KeyboardInterrupt: it was interrupted; it can be resumed.
+        FlashError: the run failed; its output on standard error shows the error with the details.
+        KeyboardInterrupt: the run was interrupted; it can be resumed.
     """
     if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: who calls it may not check types
         raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
@@ -64,14 +64,12 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:
-    """The error that a run has left behind since a time, in Unix seconds, because no restart could mend it.
-
-    An older one ended an earlier launch of the same run.
-    """
+    """Return the error that ended the run, from the marker that it has left since a time in Unix seconds."""
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())
+        # An older marker belongs to an earlier launch of the same run.
         if row["time"] >= since:
             return error_of(row["error"], row["message"]) or FlashError(row["message"])
     except (OSError, ValueError, KeyError):
-        pass  # none was left, or a full disk cut it off: the output has it
+        pass  # no marker, or a full disk has cut it off: the output shows the error
     return FlashError(f"the run in {run_dir} failed; what ended it stands in its output above")

@@ -74,7 +74,8 @@ class TokenRow(NamedTuple):
                 reward=0.0,
                 token_ids=np.array(tokens, dtype="<i4").tobytes(),
                 action_spans=spans,
-                logprobs=np.zeros(count, dtype="<f4").tobytes(),  # nobody has sampled them, and nothing asks how
+                # The log-probs are 0: no engine sampled these tokens, and the loss does not use the log-probs.
+                logprobs=np.zeros(count, dtype="<f4").tobytes(),
                 versions=[VersionRun(version, count)],
                 turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0) for _ in spans],
             )
