@@ -47,8 +47,10 @@ def run_joined_loop(order: ProcessOrder, config: Config) -> End:
 
 
 class HubConnection:
-    """Connection to the hub that records how it ended. Calls `serves` once, when the hub knows a ready engine of this
-    node."""
+    """Connection to the hub that records how it ended.
+
+    Calls `serves` once, when the hub knows a ready engine of this node.
+    """
 
     def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
         self._caller = caller
@@ -125,8 +127,10 @@ class JoinedNode:
         """True if a signal has asked this process to leave."""
 
     async def run(self) -> End:
-        """Serve hubs until the run is over, a signal arrives, or the next hub cannot use this node. Returns how it
-        ended."""
+        """Serve hubs until the run is over, a signal arrives, or the next hub cannot use this node.
+
+        Returns how it ended.
+        """
         try:
             async with unwrapped_group() as tasks:
                 end = await self._serve_all(tasks)
@@ -170,8 +174,10 @@ class JoinedNode:
         say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
 
     async def _tell_start(self) -> None:
-        """Print lines with the time that the start of the engines takes. Waits for the clock. Ends when samples are
-        made."""
+        """Print lines with the time that the start of the engines takes.
+
+        Waits for the clock. Ends when samples are made.
+        """
         begun = anyio.current_time()
         while not self._samples and not self._ended:
             if (seconds := anyio.current_time() - begun) > 0:
@@ -235,8 +241,10 @@ class JoinedNode:
             raise
 
     async def _serve(self, hub: HubConnection, tasks: TaskGroup) -> End:
-        """Join the hub, and serve it until it has no more work or a signal arrives. Raises the errors of
-        `_serve_next`."""
+        """Join the hub, and serve it until it has no more work or a signal arrives.
+
+        Raises the errors of `_serve_next`.
+        """
         config, seconds = self._config, self._config.deadlines.request
         engines = config.engines_on(self._place)
         own = self._place if self._trains else 0
@@ -275,8 +283,10 @@ class JoinedNode:
 
 
 def say(words: str) -> None:
-    """Print one line for people, in the format of the first node. Errors are ignored, because the reader may be
-    gone."""
+    """Print one line for people, in the format of the first node.
+
+    Errors are ignored, because the reader may be gone.
+    """
     with suppress(OSError):
         sys.stdout.write(f"[{harmless(words)}]\n")
         sys.stdout.flush()

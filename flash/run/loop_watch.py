@@ -157,8 +157,10 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self.call_later(TICK_S, self._beat)
 
     def _watch(self, thread: int, tell: Callable[[str], None]) -> None:
-        """Check the loop every TICK_S seconds. Waits for the clock. Unblocked by the end of the loop. Produces
-        messages."""
+        """Check the loop every TICK_S seconds.
+
+        Waits for the clock. Unblocked by the end of the loop. Produces messages.
+        """
         while not self._over.wait(TICK_S):
             frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
             lines = lines_of(frame)
@@ -198,8 +200,10 @@ def run_watched(
 
 
 async def _end_leftovers() -> None:
-    """Cancel the other tasks of this loop. Tasks that do not end in time are unregistered, so the loop does not wait
-    for them."""
+    """Cancel the other tasks of this loop.
+
+    Tasks that do not end in time are unregistered, so the loop does not wait for them.
+    """
     left: set[asyncio.Task[Any]] = {one for one in asyncio.all_tasks() if one is not asyncio.current_task()}
     for task in left:
         task.cancel()

@@ -94,6 +94,7 @@ def unix_clock() -> Callable[[], float]:
 
 
 async def _first_node(restarts: int, config: Config, token: str | None) -> None:
+    """Restore the run's state, and run the hub and this node until the end of the run."""
     now = unix_clock()
     resume = config.run.resume or restarts > 0
     checkpoint, notes = (
@@ -179,8 +180,7 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
 
 
 def cut_short(unfinished: str, config: Config) -> str:
-    """Return a message about an interrupted run that was too slow: the unfinished work, and where a resumed run goes
-    on."""
+    """Return a message about the work that an interrupted run could not finish, and where a resumed run goes on."""
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:
@@ -227,6 +227,7 @@ async def _run_hub(
     now: Callable[[], float],
     tell: Callable[[str], None],
 ) -> RunEnd:
+    """Run the hub, and the engines of this node, until the end of the run. Returns why the run ended."""
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
             group.start_soon(_roll_out_here, hub, config, env, address, now)

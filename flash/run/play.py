@@ -95,6 +95,7 @@ os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child has the 
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
+    """Prepare the environment and play the episode, on the loop of `_loop`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     problems = Problems.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(

@@ -72,8 +72,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
-    """Find batches and checkpoints for the versions from `first` to `last`. None: the earliest, or the latest,
-    possible.
+    """Find batches and checkpoints for the versions from `first` to `last`.
+
+    If `first` or `last` is None, it is the first or the last possible version.
 
     Raises:
         ConfigError: some are missing. The message names those that exist.

@@ -31,9 +31,10 @@ MAP_TOKENS = 96
 MAP_PROMPT = 8
 """Number of prompt tokens at the beginning of a map; fewer if the prompt is shorter."""
 KEY = "algorithm.rhythm"
+"""Key of the options in the configuration."""
 
-# Function that tokenizes a text.
 Encode = Callable[[str], list[int]]
+"""Function that tokenizes a text."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
 
 
 def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmResponses:
-    """Return one response: the tokens of a text after those of its prompt, or after its first token if there is no
-    prompt.
+    """Return one response: the tokens of a text after its prompt.
 
-    A newline at the end of a file does not belong to the text.
+    Without a prompt, the first token of the text takes its place. A newline at the end of a file does not belong to the
+    text.
 
     Raises:
         ConfigError: a file cannot be read, or the response has fewer than two tokens.
@@ -98,8 +99,7 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmRes
 
 
 def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tokens: int) -> RhythmResponses:
-    """Return up to `samples` samples of a recorded batch, spread evenly over it. If `step` is None, use the newest
-    batch.
+    """Return up to `samples` samples of a recorded batch, spread evenly over it. None as `step` means the newest batch.
 
     Raises:
         ConfigError: there is no such batch, or it has no response that can be examined.

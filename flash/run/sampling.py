@@ -32,7 +32,9 @@ OF_RUNS = ("step", "version_min", "version_max", "time")
 """Columns of an evaluation's row that have a meaning in a run only."""
 
 MakeEngines = Callable[[Config], Sequence[Callable[[int], Engine]]]
+"""Function that returns one constructor for each engine of a configuration."""
 Tell = Callable[[str], None]
+"""Function that shows a line to the user."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -45,15 +47,15 @@ class Sampled(msgspec.Struct, frozen=True):
     notes: list[str]
     """Messages for people, mostly about failures."""
     failures: list[Failure]
-    """Failure of the last attempt of each task that was given up, in the order of the tasks. No other field contains
-    them."""
+    """Last failure of each task that was given up, in the order of the tasks. No metric counts these tasks."""
 
 
 async def evaluate(
     config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
 ) -> Sampled:
-    """Evaluate a model on the held-out problems of `[eval]`, as a run does. `tell` is called with lines about the
-    progress.
+    """Evaluate a model on the held-out problems of `[eval]`, as a run does.
+
+    `tell` is called with lines about the progress.
 
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.

@@ -34,8 +34,8 @@ from flash.transport.server import port_holder
 
 DEADLINE_S = 45.0
 """Seconds for all checks together, which run in parallel. `nvidia-smi` may take almost as long."""
-# Bytes in one GiB.
 GIB = 1 << 30
+"""Bytes in one GiB."""
 BASE_GIB = 5
 """Memory in GiB that a run of a small model takes beside the KV cache: for the trainer, the engine and the hub."""
 DISK_GIB = 5
@@ -47,8 +47,8 @@ CLOCK_S = 2.0
 SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "panfs", "wekafs")
 """Beginnings of the names of file systems that several machines can share. A file system in user space has `fuse.`
 before this name."""
-# File that lists the mounted file systems.
 MOUNTS = Path("/proc/self/mountinfo")
+"""File that lists the mounted file systems."""
 PINS = Path(__file__).parents[3] / "requirements"
 """Folder with the lock files of the CPU environment, if Flash runs from its source."""
 
@@ -65,14 +65,17 @@ class Found(msgspec.Struct, frozen=True):
 
 
 Check = Callable[[Config | None], Found]
+"""Function that makes one check."""
 ok = partial(Found, "ok")
 not_needed = partial(Found, "not needed")
 missing = partial(Found, "missing")
 
 
 def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Found]:
-    """Run all checks in parallel, and return their results. A check that raises an error or is too late counts as
-    missing."""
+    """Run all checks in parallel, and return their results.
+
+    A check that raises an error or is too late counts as missing.
+    """
     end = time.monotonic() + seconds
     running = {name: _Asked(check, config) for name, check in checks.items()}
     return [msgspec.structs.replace(asked.found(end, seconds), check=name) for name, asked in running.items()]
@@ -95,6 +98,7 @@ class _Asked:
             self._found = missing(f"{type(error).__name__}: {error}")
 
     def found(self, end: float, seconds: float) -> Found:
+        """Return the result of the check, once it has ended or the time `end` is over."""
         self._thread.join(max(0.0, end - time.monotonic()))
         return self._found or missing(f"no answer within {seconds:g} s", "see what the machine waits for: dmesg, mount")
 

@@ -89,8 +89,10 @@ def _engine(config: Config) -> str:
 
 
 async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[str]]:
-    """Play the first turn of a problem. Returns the trajectory, and lines about the problem's answer and held-out
-    problems."""
+    """Play the first turn of a problem.
+
+    Returns the trajectory, and lines about the problem's answer and held-out problems.
+    """
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
@@ -106,8 +108,10 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
 
 
 async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> list[str]:
-    """Let the environment judge the problem's own answer, if it has one. Returns the lines that are shown to the
-    user."""
+    """Let the environment judge the problem's own answer, if it has one.
+
+    Returns the lines that are shown to the user.
+    """
     solution = await anyio.to_thread.run_sync(env.solution_of, seed)
     if solution is None:
         return []

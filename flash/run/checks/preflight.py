@@ -56,8 +56,7 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
 
 
 def start_problems(config: Config) -> list[ConfigProblem]:
-    """Return the problems that would stop the run that `flash train` is about to start, beside those of the
-    configuration."""
+    """Return the problems that would stop the run of `flash train`, in addition to those of the configuration."""
     if config.sft is not None:
         message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
         return [ConfigProblem("sft", message)]
@@ -114,8 +113,7 @@ def _trackers(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _output(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of folders that the first node has to write: the run directory, and its parent with the lock
-    file."""
+    """Yield problems of folders that the first node writes: the run directory, and its parent with the lock."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
         for fault in filter(None, map(_unwritable, folders)):
@@ -156,8 +154,10 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _damaged(folder: Path) -> str:
-    """Return the first file of a model that is missing, damaged or cut off; empty if all are whole. Reads only
-    headers."""
+    """Return a message about a missing, damaged or incomplete file of a model; empty if there is none.
+
+    Reads only headers.
+    """
     parts = set(folder.glob("*.safetensors"))
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
@@ -198,8 +198,10 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _hub(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of the hub's host and port. In a job of one node, the host must be this machine and the port
-    free."""
+    """Yield problems of the hub's host and port.
+
+    In a job of one node, the host must be this machine and the port free.
+    """
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
         if host is not None and alone:
@@ -221,16 +223,17 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
 
 
 def left_as_it_was(config: Config) -> list[ConfigProblem]:
-    """Return the changed keys of a resumed run's configuration that leave something unchanged in the run, with a
-    message."""
+    """Return the keys that were changed in a resumed run's configuration and do not have their full effect.
+
+    Each has a message that says what stays as it was.
+    """
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
     return told(had, _settings(config))
 
 
 def _past(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of the run that is resumed: a missing run, keys that may not change, or an unreadable list of its
-    hubs."""
+    """Yield problems of a resumed run: the run does not exist, keys have changed that may not, or files are damaged."""
     if not config.run.resume or not config.run_dir.is_dir():
         return
     yield from _left(config)
@@ -260,8 +263,10 @@ def made_steps(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _left(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if there is no run to resume, or no undamaged checkpoint. Only the first node checks its
-    folder."""
+    """Yield a problem if there is no run to resume, or no undamaged checkpoint.
+
+    Only the first node checks its folder.
+    """
     if os.environ.get("FLASH_NODE_RANK", "0") != "0":
         return
     directory = RunDirectory(config.run_dir)

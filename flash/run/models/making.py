@@ -11,8 +11,8 @@ from flash.errors import ConfigError, DeadlineError
 from flash.run.processes.locks import Busy, in_turn
 from flash.trainer.checkpoint_files import remove_leftovers
 
-# errno of a full disk or of an exhausted quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
+"""errno values of a full disk and of an exhausted quota."""
 
 
 @contextmanager

@@ -70,8 +70,10 @@ def make_fetched(config: Config) -> None:
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
-    """Yield the tiny models that a configuration asks for: the key with the path, the folder, and the settings of the
-    model."""
+    """Yield the tiny models that a configuration asks for.
+
+    Each has the key with its path, the folder, and its settings.
+    """
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
         return
@@ -81,6 +83,7 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
 
 
 def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
+    """Make one tiny model, unless the folder holds it already or the run has weights of its own."""
     wanted = (tiny, config.env.path, config.env.options)
     if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
         return  # the weights are the run's own, and other runs may use the folder
@@ -234,6 +237,7 @@ def _no_model(path: Path) -> str:
 
 
 def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
+    """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters."""
     from flash.foreign.peft import described_in
     from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.episode.tokenizer import HfTokenizer

@@ -23,8 +23,8 @@ NO_NETWORK = (
 )
 """Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
 that does not exist."""
-# Texts in pip's output if the package does not exist.
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
+"""Texts in pip's output if the package does not exist."""
 CONFIGURED = f"{sys.executable} -m pip config list"
 """Command that prints pip's configuration, with the index."""
 DOWNLOAD_S = 1800.0

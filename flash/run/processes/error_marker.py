@@ -1,5 +1,7 @@
-"""Marker of an error that no restart can fix: a restarted process sees it and ends at once, instead of failing
-again."""
+"""Marker of an error that no restart can fix.
+
+A restarted process sees it, and ends at once instead of failing again.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,7 @@ class ErrorMarker:
         return self.message() is not None
 
     def message(self) -> str | None:
-        """Return the message of the error that ended an earlier incarnation of the same launch; None if there is no
-        such error."""
+        """Return the message of the error that ended an earlier incarnation of the same launch, or None."""
         for path in self._places():
             try:
                 row = json.loads(path.read_text())

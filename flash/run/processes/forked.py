@@ -19,11 +19,14 @@ from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, ForkServer, set_process_title, use_own_resource_tracker
 from flash.run.processes.hub_place import HubPlace
 
-# Modules that the servers import.
 OF_ALL = "flash.run.processes.worker"
+"""Module that every server imports: the entry point of all processes."""
 OF_RANKS = (OF_ALL, "flash.run.trainer_rank", "flash.trainer.loop", "flash.weights.publisher")
+"""Modules that the server of trainer ranks imports."""
 OF_LOOPS = (OF_ALL, "flash.run.joined")
+"""Modules that the server of node loops imports."""
 OF_ENGINES = "flash.rollout.vllm.fork_server"
+"""Module that the server of node loops imports, too, if the node has engines."""
 PASSIVE = "OMP_WAIT_POLICY"
 """Environment variable of OpenMP. With the value `passive`, threads that wait for each other sleep. Threads that spin
 would take the CPU cores of engines and other processes."""

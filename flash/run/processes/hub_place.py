@@ -61,8 +61,7 @@ class HubPlace(msgspec.Struct, frozen=True):
 
 
 def announce(run_dir: Path, address: HubAddress, token_file: str) -> None:
-    """Write the hub's address, without the token, to the run directory, for the job's processes and for nodes that
-    join."""
+    """Write the hub's address, without the token, to the run directory, where other processes find it."""
     open_part = msgspec.json.encode(msgspec.structs.replace(address, token=b""))
     write_atomically(run_dir / HUB_FILE, sign(open_part, address.token, token_file))
 

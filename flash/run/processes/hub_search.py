@@ -79,9 +79,9 @@ class HubSearch:
                     self._summary = _written(self._place)
                     return address, run
                 except FlashError as error:
-                    # There is no hub, or it has just ended; the next one may be about to start. So a TransportError is
-                    # retried: any process may answer at an old address. Other errors come from a hub itself, and it
-                    # would repeat them.
+                    # Without an address the search goes on: there is no hub, or it has just ended, and the next one may
+                    # be about to start. It also goes on after a TransportError, because any process may answer at an
+                    # old address. Other errors are the hub's own answer, which would not change.
                     silent = self._silence_s is not None and isinstance(error, DeadlineError)
                     if wait_s == 0 or silent or (address is not None and not isinstance(error, TransportError)):
                         raise

@@ -180,8 +180,10 @@ class Launch:
             ranks.processes.kill_all()
 
     def _hub_hangs(self, why: str) -> None:
-        """Kill the process that has the hub, because the hub does not answer. Only the hub's own machine can do
-        this."""
+        """Kill the process that has the hub, because the hub does not answer.
+
+        Only the hub's own machine can do this.
+        """
         if self._has_hub and self._loop is not None:
             self._loop.kill_hanging(self._loop.processes.pids, why)
 

@@ -47,6 +47,7 @@ SPARE_NODE = "FLASH_SPARE_NODE"
 """Environment variable with the path of a file. The launcher creates the file if the run can go on without this node.
 launch.sh looks for it if the launcher was killed."""
 ENDPOINT = re.compile(r".+:[0-9]+")
+"""Pattern of HOST:PORT."""
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variables of all processes if one node has all trainer ranks. gloo looks up the machine's own name, which
 cannot be resolved on some machines, and torch warns of each failed attempt. Values that the user has set are kept."""

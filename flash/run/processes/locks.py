@@ -34,10 +34,10 @@ log = logging.getLogger("flash")
 LAUNCHER, PROCESSES = 0, 1
 """Offsets of the locked bytes in a lock file."""
 
-# errno of a lock that another process holds.
 BUSY = (errno.EACCES, errno.EAGAIN)
-# errno of a file system that has no locks.
+"""errno values of a lock that another process holds."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""errno values of a file system that has no locks."""
 
 _shared: list[int] = []
 """Descriptors of this process's shared locks. They stay open until the process ends."""
@@ -122,8 +122,10 @@ def is_free(path: Path) -> bool:
 
 
 def run_lock(run_dir: Path) -> Path:
-    """Return the path of a run directory's lock file. It lies beside the directory, which a new run of that name may
-    move."""
+    """Return the path of a run directory's lock file.
+
+    It lies beside the directory, which a new run of that name may move.
+    """
     return run_dir.with_name(f".{run_dir.name}.lock")
 
 

@@ -1,9 +1,9 @@
 """Trainer ranks of a machine, and how their launcher starts and ends them.
 
-Rank 0 opens a store in which all ranks meet, and the hub gives its address to the other ranks. When a rank dies or
-hangs, on any machine, the hub declares the incarnation of its peers over, too. A rank may then be blocked in a
-collective, or hang itself, so its launcher kills it. All ranks restart, each on its own machine, and report to the hub
-as the next incarnation.
+Rank 0 opens a store in which all ranks meet, and the hub gives its address to the other ranks. When a rank of any
+machine dies or hangs, the incarnation of all ranks is over, and the hub reports that to the launchers. A rank may then
+be blocked in a collective, or hang itself, so its launcher kills it. All ranks restart, each on its own machine, and
+report to the hub as the next incarnation.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from flash.trainer.checkpoint_files import newest_complete, read_manifest
 MOST_IDLE = 2
 """Largest number of consecutive incarnations of a requeued job that may begin without progress."""
 
-# Name of the file in the run directory.
 FILE = "requeues.json"
+"""Name of the file in the run directory."""
 
 
 class Requeues(msgspec.Struct, frozen=True):

@@ -18,12 +18,14 @@ from pathlib import Path
 from flash.run.processes.locks import exclusive, is_free, share
 
 PREFIX = "flash-job-"
+"""Beginning of the folder's name."""
 VARIABLE = "FLASH_SCRATCH"
 """Environment variable with the path of the folder, for the processes of the job."""
 LONGEST = 64
 """Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
 Linux allows 107."""
 LOCK = "lock"
+"""Name of the lock file in the folder."""
 SHARED = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
 """Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
 SHARED_MEMORY = "shared-memory"

@@ -146,8 +146,10 @@ class Processes:
     async def _follow(
         self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
     ) -> None:
-        """Wait until a process has ended, and add its result to `ended`. If this task is cancelled, kill the
-        process."""
+        """Wait until a process has ended, and add its result to `ended`.
+
+        If this task is cancelled, kill the process.
+        """
         self._living[number] = process
         if self._told is not None:
             _send(process, self._told)
@@ -169,8 +171,10 @@ class Processes:
         self.kill(self.pids)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes, and to each process that starts later. Processes that they have started do
-        not get it."""
+        """Send a signal to all processes, and to each process that starts later.
+
+        Processes that they have started do not get it.
+        """
         self._told = number
         for process in self._living.values():
             _send(process, number)

@@ -28,6 +28,7 @@ MIN_HEX_DIGITS = 32
 """Least length of a token in hexadecimal digits: 16 bytes, since fewer could be guessed."""
 _SET_IT = f"set {VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
 _FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
+"""Pattern of the token file's name."""
 
 
 class Announcement(msgspec.Struct, frozen=True):

@@ -30,9 +30,8 @@ from flash.transport.server import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
-# Kind of a supervised process: the node loop with the hub, a joined node loop, a trainer rank of a run or of `flash
-# sft`.
 Role = Literal["hub", "node", "trainer", "sft"]
+"""Kind of a supervised process: node loop with the hub, joined node loop, trainer rank of a run or of `flash sft`."""
 
 
 def main(role: str, file: Path, order: ProcessOrder) -> int:
@@ -87,6 +86,7 @@ def complain(error: FlashError) -> None:
 
 
 def _become(role: Role, order: ProcessOrder, config: Config) -> End:
+    """Run the loop of a role on the CPU cores that are configured for it, and return how it ended."""
     cpus = config.cluster.trainer_cpus if role in ("trainer", "sft") else config.cluster.node_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)

@@ -30,8 +30,8 @@ from flash.samples.replay import Replay
 from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
-# Beginning of the names of damaged files that are kept for people.
 _DAMAGED = "damaged-"
+"""Beginning of the names of damaged files that are kept for people."""
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -265,8 +265,10 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
 
 
 def set_journal_aside(run_dir: Path, number: int) -> str:
-    """Rename the files of a damaged journal from file `number` on, so that people can examine them. Returns their
-    names."""
+    """Rename the files of a damaged journal from file `number` on, so that people can examine them.
+
+    Returns their names.
+    """
     names: list[str] = []
     for later, (file, _) in sorted(_files(journal_folder(run_dir)).items()):
         if later >= number:

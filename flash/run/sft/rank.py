@@ -66,6 +66,7 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 
 
 def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: ExitStack) -> End:
+    """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop."""
     resumes, chosen, first = config.run.resume or order.restarts > 0, [""], order.local == 0
     tokenizer = HfTokenizer(config.model)
     notes: list[str] = []

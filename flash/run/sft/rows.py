@@ -173,8 +173,8 @@ class TokenTable:
         return TokenRow(sequences, bool(arrays["cut"][index]))
 
 
-# Names of the arrays of a table. Those that end in `ends` hold, for each item, the sum of the lengths up to it.
 ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
+"""Names of the arrays of a table. Those that end in `ends` hold, for each item, the sum of the lengths up to it."""
 
 
 def _ends(lengths: Iterable[int]) -> Any:
@@ -350,6 +350,7 @@ def _tokenize_in_worker(chunk: list[_Example]) -> _Part:
 
 
 def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -> _Part:
+    """Tokenize examples, and sort out the rows that are left out and the invalid ones. `most` limits each sequence."""
     controls = [str(one) for one in tokenizer.inner.added_tokens_decoder.values() if one.special]
     rows: list[TokenRow] = []
     too_long, unlearned, with_controls, faults = list[str](), list[str](), list[str](), list[str]()
@@ -385,8 +386,10 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Yield the sequences of a row. Raises EnvError if the chat template fails, and ConfigError for a wrong message or
-    tool."""
+    """Yield the sequences of a row.
+
+    Raises EnvError if the chat template fails, and ConfigError for a wrong message or tool.
+    """
     if isinstance(example, Text):
         if not example.completion.strip():
             return
