@@ -43,7 +43,7 @@ def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
     """Run this machine's part of a run until the run is over or a signal arrives. Returns the exit code: 0 or LOST.
 
     Args:
-        place: where the hub is.
+        place: place of the hub.
         overrides: `KEY=VALUE` settings for this machine; see OWN_KEYS.
 
     Raises:
@@ -59,7 +59,7 @@ class JoinedLoop(SupervisedPart):
     """Node loop of a machine that joins a run. It restarts when it fails.
 
     Args:
-        place: where the hub is.
+        place: place of the hub.
         folder: folder for the file of the configuration.
         node: number of this machine in its job; None if no job has started it.
         own: configuration that this machine was started with. The hub may then still have to start. None: use the hub's

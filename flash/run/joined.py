@@ -185,7 +185,7 @@ class JoinedNode:
             await anyio.sleep(EVERY_S)
 
     async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
-        """Return a rollout node whose engines are not started yet."""
+        """Return a rollout node. Its engines are not started yet."""
         parts = (self._place, numbers, self._config, self._env, hub)
         return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
 

@@ -105,7 +105,7 @@ class Blocks:
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock stands still while a callback is known to block it."""
+    """Event loop with a clock that stands still while a callback is known to block it."""
 
     def __init__(self) -> None:
         self.lost_s = 0.0

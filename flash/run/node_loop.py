@@ -87,7 +87,10 @@ def run_node_loop(order: ProcessOrder, config: Config) -> End:
 
 
 def unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds. It goes on while the event loop is blocked, so measured durations are correct."""
+    """Return a clock of Unix seconds.
+
+    It also runs while the event loop is blocked, so measured durations are correct.
+    """
     clock = time.monotonic
     offset = time.time() - clock()
     return lambda: clock() + offset
@@ -180,7 +183,8 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
 
 
 def cut_short(unfinished: str, config: Config) -> str:
-    """Return a message about the work that an interrupted run could not finish, and where a resumed run goes on."""
+    """Return a message about the work that an interrupted run could not finish, and about what is kept for a resumed
+    run."""
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:

@@ -44,7 +44,7 @@ class RhythmResponses:
     trajectories: list[Trajectory]
     names: list[str]
     min_version: int
-    """Oldest version whose action tokens are trained. Responses with older tokens only are not examined."""
+    """Oldest version of action tokens that are trained. Responses with older tokens only are not examined."""
     max_tokens: int
     """Most tokens of a micro-batch."""
 

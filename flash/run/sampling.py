@@ -98,7 +98,10 @@ async def roll_out(
 
 
 def alone(config: Config, *, steps: int, batch: int) -> Config:
-    """Return a configuration for one machine whose devices all serve engines, for `steps` steps that train nothing."""
+    """Return a configuration for one machine.
+
+    All of its devices serve engines, for `steps` steps that train nothing.
+    """
     replace = msgspec.structs.replace
     return replace(
         config,

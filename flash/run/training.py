@@ -26,9 +26,9 @@ from flash.run.processes.supervisor import End
 def train(config: Config, *, resume: bool = False) -> Summary | None:
     """Run a configuration to its end on this machine, or this machine's part of a run on several machines.
 
-    The processes of the run are children of the calling process, whose main thread must be the caller. The processes
-    import the classes that the configuration names by import path. So an environment must be in a module, not in the
-    script that calls this function. They do not import that script, so it needs no `if __name__ == "__main__"`.
+    Must be called in the main thread. The processes of the run are children of the calling process. They import the
+    classes that the configuration names by import path. So an environment must be in a module, not in the script that
+    calls this function. They do not import that script, so it needs no `if __name__ == "__main__"`.
 
     Args:
         config: from `flash.load`, or made by hand. It is checked again, and warnings are printed to standard error.
@@ -42,7 +42,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         FlashError: the run failed; its output on standard error shows the error with the details.
         KeyboardInterrupt: the run was interrupted; it can be resumed.
     """
-    if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: who calls it may not check types
+    if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
     heed_torchrun(os.environ)
     begun = time.time()

@@ -106,7 +106,7 @@ def _importable(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _trackers(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of trackers whose packages the first node cannot import."""
+    """Yield problems of trackers: the first node cannot import their packages."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         for fault in filter(None, map(not_installed, config.track.to)):
             yield ConfigProblem("track.to", fault)
@@ -225,7 +225,7 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
 def left_as_it_was(config: Config) -> list[ConfigProblem]:
     """Return the keys that were changed in a resumed run's configuration and do not have their full effect.
 
-    Each has a message that says what stays as it was.
+    Each has a message about the part that stays unchanged.
     """
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
@@ -280,7 +280,8 @@ def _left(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _kept(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of a checkpoint whose other weights or whose meaning of tokens do not fit the configuration."""
+    """Yield problems of a checkpoint that does not fit the configuration in its tokens, or in weights beside the
+    policy's."""
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
     from flash.trainer.objective import make_objective, resolve_method

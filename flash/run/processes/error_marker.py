@@ -47,7 +47,7 @@ class ErrorMarker:
         return None
 
     def _places(self) -> list[Path]:
-        """Return the paths where the marker may be, the preferred one first."""
+        """Return the possible paths of the marker, the preferred one first."""
         scratch = os.environ.get(SCRATCH)
         return [self._path] if scratch is None else [self._path, Path(scratch) / ERROR_FILE]
 

@@ -28,7 +28,7 @@ class HubAddress(msgspec.Struct, frozen=True):
 
 
 class HubPlace(msgspec.Struct, frozen=True):
-    """Place where a hub is looked for: either a run directory, or a host and a port."""
+    """Place of a hub: either a run directory, or a host and a port."""
 
     run_dir: str = ""
     host: str = ""

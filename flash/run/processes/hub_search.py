@@ -39,7 +39,7 @@ class HubSearch:
     """Search for the hubs of one run, of which there is at most one at a time.
 
     Args:
-        place: where the hubs are found.
+        place: place of the hubs.
         token: the value of FLASH_TOKEN; None if it is not set.
         tells: True to print a line when the search has to wait.
         silence_s: seconds after which a hub that does not answer ends the search with an error. None: the search tries

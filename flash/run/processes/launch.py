@@ -29,7 +29,7 @@ HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMED = 2
 """Exit code of a run that ended with a FlashError; all commands use it."""
 LOST = 75
-"""Exit code of a launch whose node has failed while the run goes on without it; `launch.sh` relies on this value."""
+"""Exit code of a launch if its node has failed and the run continues without it; `launch.sh` relies on this value."""
 
 
 class Launch:

@@ -84,7 +84,7 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
 def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
     """Hold the lock while the block runs, so that one process at a time runs it. Waits for another holder first.
 
-    `doing` says in the log message what the holder does.
+    `doing` describes the work of the holder in a log message.
 
     Raises:
         Busy: another process still holds the lock after `wait_s` seconds.

@@ -59,13 +59,13 @@ async def run_ranks(
 
 
 class Ranks(SupervisedPart):
-    """Part with the trainer ranks of one machine. It starts them, and kills those whose incarnation is over.
+    """Part with the trainer ranks of one machine. It starts them, and kills ranks of an incarnation that is over.
 
     Args:
         config: the run's configuration.
         node: number of the machine in its job.
         file: file from which the ranks read the configuration.
-        place: where the hub is.
+        place: place of the hub.
         tells: True to print a line while the hub is searched for; False if a node loop of this machine does it.
     """
 
@@ -114,7 +114,7 @@ class Ranks(SupervisedPart):
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
     async def heed_hub(self, on_silence: Callable[[str], object]) -> None:
-        """End processes whose incarnation is over. Return when the run is over.
+        """Watch the hub, and end processes of an incarnation that is over. Return when the run is over.
 
         Calls `on_silence` with the reason if the hub does not answer for deadlines.hub, or is not found for
         deadlines.rendezvous. This happens only on the hub's own machine, where the hub can be killed.
@@ -168,7 +168,7 @@ class Ranks(SupervisedPart):
         return heard
 
     async def hear(self, news: p.RanksReply) -> None:
-        """End the processes whose incarnation is over.
+        """End the processes of an incarnation that is over.
 
         Processes that caused the end get some time to exit by themselves. Their restart counts, because their own
         failure ended them.

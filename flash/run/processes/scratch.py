@@ -74,7 +74,7 @@ def remember_shared_memory(core: int) -> None:
     """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the job.
 
     Called again, the function adds new names. `core` is the process id of the engine's core, which leads the group. If
-    the disk is full, the names are not recorded, and the engine goes on.
+    the disk is full, the names are not recorded, and the engine continues.
     """
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):

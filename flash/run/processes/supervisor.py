@@ -217,7 +217,7 @@ class SupervisedPart(ABC):
         """Reason why a process is considered to hang; empty if no process hung."""
         self.ending = anyio.Event()
         self.restarts = 0
-        """Number of restarts that counted so far."""
+        """Number of counted restarts."""
         self.why = ""
         """Reason why the part has ended for good. Set when no restart is left and the error was not reported; empty
         otherwise."""
@@ -229,7 +229,10 @@ class SupervisedPart(ABC):
         return grace_s(self.config)
 
     def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
-        """Kill processes of this part that hang; `why` says how that was detected. The part then counts as failed."""
+        """Kill processes of this part that hang; `why` is the reason for this verdict.
+
+        The part then counts as failed.
+        """
         self.hung.update(pids)
         self.hang = why
         self.processes.kill(pids)

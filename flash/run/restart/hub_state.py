@@ -1,8 +1,8 @@
 """State of the hub in a checkpoint: written by the hub's process, and read again with the journal after it.
 
-A restarted run goes on from the version that it had reached. The trainer ranks start from the checkpoint, and train the
-recorded steps after it again. If records of these steps are missing, the run goes back to the last version that can be
-reached.
+A restarted run continues from the version that it had reached. The trainer ranks start from the checkpoint, and train
+the recorded steps after it again. If records of these steps are missing, the run goes back to the last version that can
+be reached.
 
 The hub and trainer rank 0 run on the same machine, and rank 0 makes the folder of the checkpoint. The hub writes its
 state there in pieces and sends only size and checksum to rank 0, for the manifest. So the state passes through no
@@ -40,7 +40,7 @@ async def keep_hub_state(
 
     Args:
         run_dir: the run directory.
-        written: blocks until the records of the earlier steps are on the disk, because a run that goes on from this
+        written: blocks until the records of the earlier steps are on the disk, because a run that continues from this
             checkpoint does not repeat these steps.
         version: version of the checkpoint.
         pieces: the serialised state.
@@ -64,7 +64,7 @@ async def keep_hub_state(
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """State from which a restarted hub goes on."""
+    """State from which a restarted hub continues."""
 
     state: HubState | None
     """State of the previous hub; None if the hub begins without one."""

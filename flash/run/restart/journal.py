@@ -75,7 +75,7 @@ class FileJournal:
 
     Args:
         run_dir: the run directory.
-        version: version from which the run goes on.
+        version: version from which the run continues.
         place: place where the journal is continued.
         to_disk: True to force each write to the disk, so that it survives a crash of the machine.
         tell: called with messages for the user.

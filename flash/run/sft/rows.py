@@ -174,7 +174,7 @@ class TokenTable:
 
 
 ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
-"""Names of the arrays of a table. Those that end in `ends` hold, for each item, the sum of the lengths up to it."""
+"""Names of the arrays of a table. For each item, an array `*_ends` holds the sum of the lengths up to this item."""
 
 
 def _ends(lengths: Iterable[int]) -> Any:
@@ -274,7 +274,7 @@ def _vocabulary(model: ModelConfig) -> int | None:
         described: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
         size = described.get("text_config", described).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return None  # the model comes from a hub, or is not made yet
+        return None  # the model is on a hub, or is not made yet
     return size if isinstance(size, int) else None
 
 
@@ -426,7 +426,7 @@ def _is_empty(answer: Message) -> bool:
 
 
 def _weight(given: Any, index: int, place: str) -> bool:
-    """Return False if a message is not learned, as its weight in OpenAI's format says. Raises ConfigError."""
+    """Return False if a message is not learned, because its weight in OpenAI's format is 0. Raises ConfigError."""
     if given not in (None, 0, 1):
         raise ConfigError(f"{place}: messages[{index}].weight must be 0 (not learned) or 1, but is {given!r}")
     return given != 0
