@@ -183,8 +183,7 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
 
 
 def cut_short(unfinished: str, config: Config) -> str:
-    """Return a message about the work that an interrupted run could not finish, and about what is kept for a resumed
-    run."""
+    """Return a message about the unfinished work of an interrupted run, and about the state that it keeps."""
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:

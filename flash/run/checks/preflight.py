@@ -280,8 +280,7 @@ def _left(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _kept(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of a checkpoint that does not fit the configuration in its tokens, or in weights beside the
-    policy's."""
+    """Yield problems of a checkpoint: its tokens, or its weights beside the policy's, do not fit the configuration."""
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
     from flash.trainer.objective import make_objective, resolve_method
