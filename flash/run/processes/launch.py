@@ -60,8 +60,8 @@ class Launch:
         self._ranks_failed = False
         self._early: list[int] = []
         self._hear = self._early.append
-        """Handler of a signal number. Python calls it in the main thread, which may not be the thread of the event
-        loop."""
+        """Function that takes the number of a signal. Python calls it in the main thread, which may not be the thread
+        of the event loop."""
 
     def run(self) -> int:
         """Run the parts to their end, and return the exit code. The caller must be the main thread.
@@ -82,8 +82,8 @@ class Launch:
 
     @contextmanager
     def _heeding_signals(self) -> Generator[None]:
-        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
         # nohup ignores SIGHUP, which then must not end the launch.
+        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
         before = {number: signal.signal(number, lambda heard, _: self._hear(heard)) for number in heeded}
         try:
             yield
