@@ -1,11 +1,11 @@
-"""What a sandbox needs of a container engine: a `Backend`, which has `Containers`, `Images` and the way to `Agents`.
+"""Protocols of a container engine: `Backend`, with its `Containers`, `Images` and the connections to its `Agents`.
 
-It is implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
+They are implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
 `envs.sandbox.engines.fake.FakeBackend`, which runs the same agent as a local process without any isolation, for tests.
-Which class an address means is decided in `envs.sandbox.engines.engine`.
+`envs.sandbox.engines.engine` chooses the class for an address.
 
-Every method answers within the deadline of its implementation, or raises a `SandboxError`; none leaves anything behind
-when it fails or is cancelled, except `create`, whose container is found by its labels.
+Every method returns within the deadline of its implementation, or raises a `SandboxError`. A method that fails or is
+cancelled leaves nothing behind, except `create`, whose container is found by its labels.
 """
 
 from __future__ import annotations
@@ -22,74 +22,76 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines.layers import LayerUse
 
 AGENT_SECRET = "flash.agent.secret"
-"""Label with what a host must know to take over the sandbox. Labels cannot be read from inside."""
+"""Label with the secret that a host needs to take over the sandbox. A sandbox cannot read its own labels."""
 AGENT_ADDRESS = "flash-agent"
-"""Abstract socket on which an agent waits for a host that takes over; each container has a namespace for its own."""
+"""Abstract socket on which an agent waits for a host that takes over. Each container has its own namespace for it."""
 SNAPSHOT_NAME = "localhost/flash-snapshot"
-"""Name of the images that snapshots are; the tag tells them apart."""
+"""Repository name of all snapshot images; the tag names the snapshot."""
 SNAPSHOT_LABEL = "flash.snapshot"
-"""On snapshots, with the sandbox that they were made of."""
+"""Label of a snapshot image with the id of the sandbox that it was made of."""
 INSTANCE_LABEL = "flash.snapshot.life"
-"""On snapshots, with the process that made them: it alone could tell of them."""
+"""Label of a snapshot image with the id of the process that made it. Only that process can report the snapshot."""
 INSTANCE = uuid4().hex
-"""This process, as that label says it."""
+"""Id of this process, for `INSTANCE_LABEL`."""
 
 
 def from_snapshot(spec: Spec) -> bool:
-    """Whether a sandbox of this spec begins with the files of another one."""
+    """Return True if a sandbox of this spec begins with the files of a snapshot."""
     return spec.image.startswith(SNAPSHOT_NAME)
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a container engine says of itself and of its machine."""
+    """Properties of a container engine and of its machine, as the engine reports them."""
 
     name: str
-    """For instance `podman 4.3.1`."""
+    """Name and version, for instance `podman 4.3.1`."""
     address: str
-    """Where it answers."""
+    """Address of the engine."""
     isolated: bool
-    """False: commands run with the rights of this process, as files and network of this machine. For tests only."""
+    """False: commands run with the rights of this process and see the files and network of this machine. For tests
+    only."""
     runtimes: tuple[str, ...]
     """Names of the container runtimes that a spec may ask for."""
     default_runtime: str
     cpus: int
     memory: int
-    """Bytes."""
+    """Memory of the machine in bytes."""
     here: bool
-    """Its containers run on this machine."""
+    """True if the containers run on this machine."""
     users: tuple[int, int] | None = None
-    """First and last user that sandboxes get, one for each; None: the engine's own users are mapped to others."""
+    """First and last user id for sandboxes that get one of their own; None: the engine maps users of containers to
+    others."""
 
 
 class ContainerInfo(msgspec.Struct, frozen=True):
-    """How one container stands, as its engine says."""
+    """State of a container, as its engine reports it."""
 
     container_id: str
     name: str
     running: bool
     labels: Mapping[str, str]
     exit_code: int | None = None
-    """Exit code of its first process, once that has ended; -1 if nobody recorded it."""
+    """Exit code of the first process, once it has ended; -1 if it is unknown."""
     oom_killed: bool = False
-    """The engine says that it ended for want of memory."""
+    """True if the engine reports that it ended for lack of memory."""
     runtime: str = ""
-    """What it really runs under; empty when not asked for."""
+    """Runtime that the container really runs under; empty if it was not asked for."""
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What an agent, and its host, have to know of where it runs."""
+    """Environment of an agent, which the agent and its host need to know."""
 
     workdir: str
     cgroup: bool = False
-    """/sys/fs/cgroup is about this sandbox alone."""
+    """True if /sys/fs/cgroup describes this sandbox alone."""
     address: str = ""
-    """Abstract socket on which the agent can wait for a host that takes over."""
+    """Abstract socket on which the agent waits for a host that takes over; empty: no host can."""
     files_apart: bool = False
-    """The working directory is no part of the container's layer: a snapshot needs it as a stream."""
+    """True if the working directory is not in the container's layer: a snapshot then needs its files as a stream."""
     disk_enforced: bool = True
-    """The kernel keeps the disk limit; otherwise the host looks after it."""
+    """True if the kernel enforces the disk limit; otherwise the host measures the use."""
     prelude: str = ""
-    """Source that runs before the agent, in tests."""
+    """Source code that runs before the agent, in tests."""
 
 
 class Link(Protocol):
@@ -97,104 +99,121 @@ class Link(Protocol):
 
     @property
     def transcript(self) -> bytes:
-        """The end of what its process wrote to standard error."""
+        """Last part of the text that the agent's process wrote to standard error."""
         ...
 
     async def send(self, data: bytes) -> None:
-        """Raises SandboxLostError when it broke."""
+        """Send all of `data`.
+
+        Raises:
+            SandboxLostError: the connection broke.
+        """
         ...
 
     async def receive(self) -> bytes:
-        """What came; empty at the end."""
+        """Wait for the next bytes; empty at the end of the stream."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class Containers(Protocol):
-    """Making, finding and removing containers."""
+    """Operations on containers."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
-        """Make a container, and give its id. Raises SandboxStartError, SandboxRefusedError."""
+        """Create a container and return its id.
+
+        Raises:
+            SandboxStartError: the engine failed or did not accept it.
+            SandboxRefusedError: the spec is wrong, or asks for something that its profile does not allow.
+        """
         ...
 
     async def start(self, container_id: str) -> None:
-        """Start its first process, which waits for a greeting. Raises SandboxStartError."""
+        """Start the container's first process, which waits for a greeting.
+
+        Raises:
+            SandboxStartError: the container cannot be started.
+        """
         ...
 
     async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
         """Return the state of a container; None if there is no such container.
 
         Args:
-            container_id: which container.
+            container_id: the container.
             runtime: also find out which runtime it runs under.
-            surely: where the engine says that it runs, have the engine ask the runtime, too. This takes longer.
+            surely: if the engine reports it as running, also have the engine ask the runtime. This takes longer.
         """
         ...
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
-        """Measure its own layer, as `layer_use`; the measurement may end once it exceeds `most`.
+        """Measure the container's own layer, as `layer_use` does. The measurement may stop once it exceeds `most`.
 
-        The result is empty when there is no container.
+        The result is empty if there is no container.
         """
         ...
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
-        """All that carry these labels, running or not; an empty value stands for any."""
+        """Return all containers with these labels, running or not. An empty value matches any value."""
         ...
 
     async def delete(self, container_id: str) -> None:
-        """Kill and remove it. Nothing when it is gone already."""
+        """Kill and remove a container. Does nothing if it is gone."""
         ...
 
     async def kill(self, container_id: str) -> None:
-        """Kill everything in it, without removing it."""
+        """Kill all processes of a container, without removing it."""
         ...
 
 
 class Images(Protocol):
-    """Images, and snapshots, which are images too."""
+    """Operations on images, and on snapshots, which are images too."""
 
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
-        """Keep a container's files as an image, and give its size in bytes beyond the one that it came from.
+        """Save a container's files as an image. Returns its size in bytes beyond the image that the container came
+        from.
 
         Args:
-            container_id: whose.
-            name: of the image.
-            labels: of the image.
-            files: a tar stream of the working directory, when that is not part of the container's layer.
-            most: bytes that its layer may have otherwise, holes in files included. Raises SandboxLimitError.
+            container_id: the container.
+            name: name of the image.
+            labels: labels of the image.
+            files: tar stream of the working directory, if that is not part of the container's layer.
+            most: otherwise the largest size of the layer in bytes, holes in files included.
+
+        Raises:
+            SandboxLimitError: the layer is larger than `most`.
         """
         ...
 
     async def make(self, archive: Path, name: str) -> None:
-        """Make an image of a root file system."""
+        """Make an image from a tar archive of a root file system."""
         ...
 
     async def list(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
-        """Names of the images with these labels, and all their labels."""
+        """Return the names of the images with these labels, each with all its labels."""
         ...
 
     async def remove(self, name: str) -> None:
-        """Remove it. Nothing when it is gone already."""
+        """Remove an image. Does nothing if it is gone."""
         ...
 
 
 class Agents(Protocol):
-    """The way to the agents of containers."""
+    """Connections to the agents of containers."""
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
-        """Where the agent of this container runs."""
+        """Return the environment in which the agent of this container runs."""
         ...
 
     def attach(self, container_id: str) -> AbstractAsyncContextManager[Link]:
-        """A link to the first process of a container that was just started."""
+        """Connect to the first process of a container that was just started."""
         ...
 
     def take_over(self, container_id: str) -> AbstractAsyncContextManager[Link]:
-        """A new link to an agent whose host is gone, after which the agent expects its secret."""
+        """Connect to an agent whose host is gone. The agent then expects its secret."""
         ...
 
 
@@ -211,5 +230,9 @@ class Backend(Protocol):
     def agents(self) -> Agents: ...
 
     async def info(self) -> EngineInfo:
-        """What it is. Raises SandboxStartError when it does not answer."""
+        """Return the properties of the engine.
+
+        Raises:
+            SandboxStartError: the engine does not answer.
+        """
         ...

@@ -1,8 +1,8 @@
-"""The agent as one piece of code, and how it gets into a sandbox.
+"""Bundle of the agent as one piece of code, and the way it gets into a sandbox.
 
-The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python:
-`LOADER` answers with the greeting and the mark of its byte code, and is sent the agent: as byte code where its Python
-is like ours, as source otherwise.
+The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python.
+`LOADER` answers with the greeting and the magic number of its bytecode. Then the host sends the agent: as bytecode if
+that Python has the host's magic number, else as source.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PARTS = (
     "wire", "loop", "launcher", "proc", "process", "leftovers", "command", "bash", "shell", "paths", "files",
     "archives", "calls", "takeover", "main",
 )  # fmt: skip
-"""Modules of the agent, each after the ones that it needs."""
+"""Modules of the agent, each after the modules that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
 FOLDER = Path(__file__).parent.parent / "agent"
 HEADER = struct.Struct(">cII")
-"""Before the agent: `m` for byte code or `s` for source, length of the code, length of the options."""
+"""Header before the agent: `m` for bytecode or `s` for source, length of the code, length of the options."""
 
 BOOT = """\
 IFS= read -r greeting || exit 0
@@ -53,29 +53,29 @@ s['main'](s['unpack'](o)[0])
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent is told before its first call."""
+    """Options that the agent gets before its first call."""
 
     workdir: str
     lifetime: float = msgspec.field(name="life")
-    """Seconds after which it ends by itself, whatever became of its hosts."""
+    """Seconds after which the agent ends by itself, with or without a host."""
     orphan: float
-    """Seconds that it waits, without a host, for one that takes over."""
+    """Seconds that the agent waits without a host for one that takes over."""
     cgroup: bool
-    """Whether what /sys/fs/cgroup says is about this sandbox."""
+    """True if /sys/fs/cgroup describes this sandbox alone."""
     address: str = ""
-    """Abstract socket on which it waits for a host that takes over; none: it ends with its host."""
+    """Abstract socket on which it waits for a host that takes over; empty: the agent ends with its host."""
     secret: str = ""
-    """What a host that takes over must know."""
+    """Secret that a host needs to take over."""
 
 
 def command() -> list[str]:
-    """The first process of a sandbox."""
+    """Return the command of a sandbox's first process."""
     return ["/bin/sh", "-c", BOOT, "box", LOADER]
 
 
 @cache
 def source() -> str:
-    """The agent's modules in one: their text without the imports of each other."""
+    """Return the agent's modules as one text, without the imports of each other."""
     return "\n".join(_OWN_IMPORT.sub("", (FOLDER / f"{part}.py").read_text()) for part in PARTS)
 
 
@@ -85,11 +85,11 @@ def _code() -> bytes:
 
 
 def load(magic: str, options: Options, prelude: str = "") -> bytes:
-    """What to send to a loader that named this mark of its byte code.
+    """Return the bytes to send to a loader whose bytecode has this magic number.
 
     Args:
-        magic: the mark, in hexadecimal.
-        options: for the agent.
+        magic: the magic number, in hexadecimal.
+        options: options of the agent.
         prelude: source that runs before the agent; for tests.
     """
     encoded = msgspec.msgpack.encode(options)

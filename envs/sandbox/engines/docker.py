@@ -1,8 +1,8 @@
-"""DockerBackend: sandboxes as containers of Docker or Podman, over the socket of the engine.
+"""DockerBackend: sandboxes as containers of Docker or Podman, over the engine's socket.
 
-The link to an agent is the attached standard input and output of the container's first process: no exec (which costs
-Podman 100 ms each, one at a time), no published port, no network. An engine whose service restarts breaks the link but
-not the container; `take_over` then reaches the agent through one exec.
+The connection to an agent is the attached standard input and output of the container's first process. It needs no exec
+(Podman starts one at a time, in 100 ms each), no published port and no network. A restart of the engine's service
+breaks the connection but not the container; `take_over` then reaches the agent through one exec.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from envs.sandbox.engines.users import USERS
 from flash.errors import ConfigError, SandboxLostError, SandboxStartError
 
 SOCKETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock")
-"""Where engines listen, when DOCKER_HOST does not say."""
+"""Sockets where engines listen, tried in this order if DOCKER_HOST is not set."""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that the engine has for one request."""
+    """Seconds that the engine has for one request, by kind of request."""
 
     request: float = 20.0
     start: float = 60.0
@@ -39,14 +39,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DockerAgents:
-    """The way to the agents of containers of Docker or Podman."""
+    """Connections to the agents of containers of Docker or Podman."""
 
     def __init__(self, api: DockerApi) -> None:
         self._api = api
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         memory = profiles.work_in_memory(spec)
-        # Where no other user is safe from programs, nobody takes over: the agent ends with its host.
+        # If sandboxed programs may run as the relay's user, no host may take over: the agent then ends with its host.
         address = "" if profiles.PROFILES[spec.profile].user is None else AGENT_ADDRESS
         return Surroundings(spec.workdir, True, address, files_apart=memory, disk_enforced=memory)
 
@@ -62,15 +62,15 @@ class DockerAgents:
 
 
 class DockerBackend:
-    """See the module.
+    """Container engine Docker or Podman. An asynchronous context manager.
 
     Args:
-        url: `unix:///path` or `http://host:port`; DOCKER_HOST, or the first of `SOCKETS` that exists, by default.
-        deadlines: of requests to the engine.
-        users: for sandboxes, one for each; see `envs.sandbox.engines.users`.
+        url: `unix:///path` or `http://host:port`; by default DOCKER_HOST, or the first of `SOCKETS` that exists.
+        deadlines: deadlines of requests to the engine.
+        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.users`.
 
     Raises:
-        ConfigError: there is no engine, or the address is none that can be reached.
+        ConfigError: there is no engine, or the address has an unknown form.
     """
 
     def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None, users: range = USERS) -> None:
@@ -97,7 +97,8 @@ class DockerBackend:
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]
-        # Where users of containers are only some of the machine's, no others exist, and all count as one in the end.
+        # An engine that maps users has only part of the machine's user ids, so ids of `users` do not exist for it. It
+        # also gains nothing from them: the kernel counts all mapped users as one in the end.
         mapped = {"name=rootless", "name=userns"} & set(info.get("SecurityOptions") or [])
         engine = "podman" if any("podman" in name.lower() for name in names) else "docker"
         return EngineInfo(
@@ -108,14 +109,14 @@ class DockerBackend:
             default_runtime=str(info.get("DefaultRuntime", "")),
             cpus=int(info.get("NCPU", 1)),
             memory=int(info.get("MemTotal", 0)),
-            # A unix socket may be forwarded, or lead into a virtual machine, whose memory is another.
+            # A unix socket may be forwarded, or lead into a virtual machine, which has another amount of memory.
             here=self.url.startswith("unix://") and info.get("MemTotal") == memory_bytes()["MemTotal"],
             users=None if mapped else (self._user_numbers[0], self._user_numbers[-1]),
         )
 
 
 def find_engine() -> str:
-    """The engine of this machine.
+    """Return the address of this machine's engine.
 
     Raises:
         ConfigError: there is none.

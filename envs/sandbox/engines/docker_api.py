@@ -1,9 +1,9 @@
-"""The API of Docker or Podman over aiodocker: requests, attached streams, and the engine's errors as ours.
+"""DockerApi: requests and attached streams over aiodocker, with the engine's errors as `SandboxError`s.
 
-Everything that aiodocker has, but does not promise, is touched here and nowhere else:
+Only this module uses the parts of aiodocker that it does not document:
 
     Docker._query             a request with any path, body and headers; its own methods lack parameters
-    Docker.close              leaves a connector that it was given open
+    Docker.close              does not close a connector that was passed in
     DockerContainer.attach    takes detach_keys
     Stream.write_in           writes all of it to the transport before it waits
     DockerError               status and message; from 900 on the engine could not be reached
@@ -26,19 +26,19 @@ from aiodocker.stream import Stream
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 STDOUT = 1
-"""Number of the stream in the engine's messages."""
+"""Number of standard output in the engine's messages."""
 TRANSCRIPT_BYTES = 2000
-"""Kept of what the first process of a sandbox complains of."""
+"""Bytes of standard error that are kept of a sandbox's first process."""
 NOT_HTTP = 900
-"""From here on a status is aiodocker's own: the engine cannot be reached."""
+"""Lowest status that aiodocker itself assigns: the engine cannot be reached."""
 EXECS = 4
-"""Execs started at a time."""
+"""Most execs that are being started at the same time."""
 HTTP_FAILED = 500
-"""Answer of an engine that failed, or whose runtime did."""
+"""HTTP status if the engine or its runtime failed."""
 
 
 class AttachedLink:
-    """The attached standard streams of a process of a container."""
+    """Attached standard streams of a container's process."""
 
     def __init__(self, stream: Stream, container_id: str) -> None:
         self._stream = stream
@@ -47,14 +47,15 @@ class AttachedLink:
 
     async def send(self, data: bytes) -> None:
         try:
-            # Writes everything to the transport before it waits: cancelled or not, a frame is never torn.
+            # Writes everything to the transport before it waits: a frame is sent as a whole, even if this task is
+            # cancelled.
             await self._stream.write_in(data)
         except (OSError, RuntimeError, AssertionError, aiohttp.ClientError) as error:
             raise SandboxLostError(f"the link to container {self._container_id[:12]} broke: {error}") from error
 
     async def receive(self) -> bytes:
         try:
-            # What a shell or Python complains of is no part of what the agent says.
+            # Messages of the shell or of Python on standard error are not part of the agent's stream.
             while (message := await self._stream.read_out()) is not None and message.stream != STDOUT:
                 self.transcript = (self.transcript + message.data)[-TRANSCRIPT_BYTES:]
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
@@ -68,7 +69,7 @@ class AttachedLink:
 
 @contextmanager
 def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
-    """Turns failures of a request into the error that it stands for."""
+    """Turn failures of a request into `error`, or into the error that their kind stands for."""
     try:
         yield
     except SandboxError:
@@ -83,17 +84,17 @@ def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
 
 
 def status_of(error: SandboxError) -> int | None:
-    """The HTTP status with which the engine answered what failed so; None when it did not answer."""
+    """Return the HTTP status of the response that `error` stands for; None if the engine did not answer."""
     cause = error.__cause__
     return cause.status if isinstance(cause, DockerError) and cause.status < NOT_HTTP else None
 
 
 class DockerApi:
-    """One engine, an asynchronous context manager.
+    """Connection to one engine. An asynchronous context manager.
 
     Args:
         url: unix:///path, http://…, https://… or tcp://….
-        request_s: seconds that the engine has for a request, unless it says otherwise.
+        request_s: seconds that the engine has for a request, unless the request sets its own timeout.
     """
 
     _docker: aiodocker.Docker
@@ -106,7 +107,7 @@ class DockerApi:
 
     async def __aenter__(self) -> Self:
         path = self.url.removeprefix("unix://")
-        # Without a limit of its own: with aiohttp's default, 100 attached containers block every other request.
+        # The connectors have no limit: with aiohttp's default, 100 attached containers block every other request.
         if path != self.url:
             self._connector = aiohttp.UnixConnector(path, limit=0)
             self._docker = aiodocker.Docker(url="http://localhost", connector=self._connector)
@@ -119,14 +120,14 @@ class DockerApi:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with anyio.CancelScope(shield=True):
-            # aiodocker leaves a connector that it was given open, and its session too.
+            # aiodocker closes neither a connector that was passed in nor its session.
             await self._docker.close()
             await self._connector.close()
 
     @asynccontextmanager
     async def attach(self, container_id: str) -> AsyncGenerator[AttachedLink]:
-        """The standard streams of a container's first process."""
-        # No detach keys: bytes 16 and 17 of an upload would end the link.
+        """Attach to the standard streams of a container's first process."""
+        # No detach keys: with the default keys, bytes 16 and 17 of an upload would end the connection.
         container = self._docker.containers.container(container_id)
         stream = container.attach(stdin=True, stdout=True, stderr=True, detach_keys="")
         async with self._opened(stream, container_id) as link:
@@ -136,7 +137,7 @@ class DockerApi:
     async def exec(
         self, container_id: str, command: Sequence[str], user: str, env: Mapping[str, str]
     ) -> AsyncGenerator[AttachedLink]:
-        """Another process in a running container, of this user, and its standard input and output."""
+        """Run another process in a running container as this user, attached to its standard input and output."""
         async with self._executing:
             with (
                 _failing(SandboxLostError, f"exec in {container_id[:12]}", self.url),
@@ -175,7 +176,23 @@ class DockerApi:
         params: Mapping[str, str] | None = None,
         missing: Any = ...,
     ) -> Any:
-        """One request; the answer's JSON, None where there is none, and `missing` where the thing does not exist."""
+        """Send one request. Returns the JSON of the response, None if it has none.
+
+        Args:
+            path: path of the API.
+            error: class of the error to raise.
+            method: HTTP method.
+            timeout: seconds; None: the usual ones.
+            data: body; a dict or a list is sent as JSON.
+            headers: HTTP headers.
+            params: parameters of the query.
+            missing: result if the engine answers 404; by default that is an error.
+
+        Raises:
+            SandboxRefusedError: the engine answered 400.
+            SandboxTimeoutError: the engine did not answer in time.
+            SandboxError: another failure, of class `error`.
+        """
         body = msgspec.json.encode(data) if isinstance(data, (dict, list)) else data
         try:
             with _failing(error, f"{method} {path}", self.url), anyio.fail_after(timeout or self._request_s):

@@ -1,4 +1,4 @@
-"""The containers of Docker or Podman."""
+"""Containers of Docker or Podman."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from flash.errors import SandboxLostError, SandboxStartError
 _log = logging.getLogger(__name__)
 
 WALKS = 2
-"""Layers measured at a time, each in a thread."""
+"""Most layers measured at the same time, each in a thread."""
 CREATES = 8
-"""Containers made at a time; more only wait for the engine's own locks."""
+"""Most containers created at the same time. More would only wait for the engine's own locks."""
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
-"""States of containers whose start was perhaps cut off."""
+"""States of a container whose start may have been interrupted."""
 HTTP_CONFLICT = 409
-"""Answer to a signal for a container that does not run."""
+"""HTTP status of a signal to a container that does not run."""
 HARMLESS_SIGNAL = "SIGWINCH"
-"""Signal that no process notices unless it asked for it."""
+"""Signal that no process notices unless it has a handler for it."""
 
 
 class DockerContainers:
-    """See the module.
+    """`Containers` of Docker or Podman.
 
     Args:
-        api: of the engine.
-        info: what the engine is.
-        start_s: seconds for the engine to start one.
-        users: for sandboxes, one for each.
+        api: requests to the engine.
+        info: returns the properties of the engine.
+        start_s: seconds that the engine has to start a container.
+        users: user ids for sandboxes, one for each.
     """
 
     def __init__(self, api: DockerApi, info: Callable[[], Awaitable[EngineInfo]], start_s: float, users: range) -> None:
@@ -63,7 +63,8 @@ class DockerContainers:
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
         async with self._asking:
-            # Once: Podman asks the package manager for the versions of its parts, which takes a second of CPU.
+            # Asked only once: Podman asks the package manager for the versions of its parts, which takes a second of
+            # CPU.
             self._info = self._info or await self._ask_info()
         podman = self._info.name.startswith("podman")
         seccomp = self._filter(profiles.check(spec).families, podman=podman)
@@ -98,7 +99,7 @@ class DockerContainers:
         return container_id
 
     def _filter(self, families: Sequence[int], *, podman: bool) -> str | None:
-        """Our system call filter, as the engine takes it; None where there is none for it."""
+        """Return the system call filter in the form that the engine takes; None if this engine cannot get one."""
         if not podman:
             content = filter_text(families)
             return None if content is None else content.decode()
@@ -119,7 +120,8 @@ class DockerContainers:
         state = found["State"]
         running = bool(state["Running"])
         if surely and running and not state.get("Paused") and await self._has_ended(container_id, int(state["Pid"])):
-            # A paused container takes none either: one that is paused only now, for a snapshot, has not ended.
+            # A paused container refuses the signal as well. One that was paused meanwhile, for a snapshot, has not
+            # ended.
             found = await self._api.json(path, SandboxLostError, missing=None)
             if found is None:
                 return None
@@ -138,8 +140,8 @@ class DockerContainers:
     async def _has_ended(self, container_id: str, pid: int) -> bool:
         """Return True if neither the runtime, asked by the engine, nor this machine knows a process of the container.
 
-        Podman calls a container running for as long as its monitor has not said otherwise, also when the monitor was
-        killed together with the container. For a signal it asks the runtime.
+        Podman reports a container as running until its monitor reports its end, also if the monitor was killed together
+        with the container. For a signal it asks the runtime.
         """
         params = {"signal": HARMLESS_SIGNAL}
         try:
@@ -148,10 +150,11 @@ class DockerContainers:
         except SandboxLostError as error:
             if status_of(error) not in (HTTP_CONFLICT, HTTP_FAILED):
                 return False
-        # Podman also answers 500 when its runtime fails for another reason, as on an overloaded machine. An engine of
-        # another machine, or one outside of the container that we run in, has processes that are not seen here.
+        # Podman also answers 500 if its runtime fails for another reason, as on an overloaded machine, so /proc
+        # decides. An engine on another machine, or outside of the container that this process runs in, has processes
+        # that are not visible here.
         try:
-            # Without a command line: a process that has ended, and was not waited for.
+            # The command line is empty if the process has ended and its parent has not waited for it.
             return not (self._by_socket and await anyio.Path(f"/proc/{pid}/cmdline").read_bytes())
         except OSError:
             return True
@@ -166,12 +169,13 @@ class DockerContainers:
             pid = int(found["State"].get("Pid") or 0)
             measure = partial(layer_use, Path(folder), pid, most, holes=holes)
             return await anyio.to_thread.run_sync(measure, limiter=self._walking)
-        # The engine of another machine, or another storage driver: it counts bytes alone, and without an end.
+        # An engine on another machine, or another storage driver: it counts only bytes, and does not stop at `most`.
         found = await self._api.json(path, SandboxLostError, params={"size": "true"}, missing=None)
         return LayerUse(int((found or {}).get("SizeRw") or 0))
 
     async def _runtime(self, found: Mapping[str, Any]) -> str:
-        """Docker does what HostConfig says. Podman ignores it, and tells the truth only in its own API."""
+        """Return the name of the runtime that a container runs under."""
+        # Docker runs HostConfig.Runtime. Podman reports "oci" there, and the real runtime only in its own API.
         name = str(found["HostConfig"].get("Runtime") or "")
         if name != "oci":
             return name
@@ -184,14 +188,14 @@ class DockerContainers:
         try:
             found = await self._api.json("containers/json", SandboxLostError, params=params)
         except SandboxLostError as error:
-            # Podman that was killed while it removed a container does not list any, until that one is removed. It still
-            # does in its own API; Docker has none.
+            # A Podman that was killed while it removed a container fails to list containers until that one is removed.
+            # Its own API still lists them; Docker has no such API.
             if status_of(error) != HTTP_FAILED:
                 raise
             found = await self._api.json("libpod/containers/json", SandboxLostError, params=params, missing=None)
             if found is None:
                 raise
-        # What was started and does not run is not `created` but `exited`.
+        # A container that was started and no longer runs is `exited`, so only these states may be half started.
         for entry in found:
             if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
                 self._users.keep(str(entry["Id"]), int(user))
@@ -227,7 +231,7 @@ class DockerContainers:
 
 
 def _folder_in_tar(name: str, owner: int) -> bytes:
-    """A tar archive with one folder."""
+    """Return a tar archive with one folder."""
     header = tarfile.TarInfo(name)
     header.type, header.mode, header.uid, header.gid = tarfile.DIRTYPE, 0o755, owner, owner
     return header.tobuf() + b"\0" * 1024

@@ -1,4 +1,4 @@
-"""The images of Docker or Podman, and the snapshots of sandboxes, which are images too."""
+"""Images of Docker or Podman, and snapshots of sandboxes, which are images too."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Where an image keeps the working directory of the sandbox that it was made of."""
+"""Path in a snapshot's image of the tar archive with the working directory of the sandbox that it was made of."""
 RETRY_S = 0.5
-"""Seconds between two attempts to remove what must not stay."""
+"""Seconds between two attempts to remove a container that must not stay."""
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Seconds between attempts to stop the processes of a container."""
+"""Seconds between attempts to pause the processes of a container."""
 
 
 class DockerImages:
-    """See the module.
+    """`Images` of Docker or Podman.
 
     Args:
-        api: of the engine.
-        containers: of the engine.
-        request_s: seconds for one request.
-        image_s: seconds for an image to be made.
+        api: requests to the engine.
+        containers: containers of the same engine.
+        request_s: seconds that the engine has for one request.
+        image_s: seconds that the engine has to make an image.
     """
 
     def __init__(self, api: DockerApi, containers: Containers, request_s: float, image_s: float) -> None:
@@ -55,10 +55,11 @@ class DockerImages:
                         f"the files have {use.size} bytes or more, holes included, and the sandbox may have {most}"
                     )
                 return await self._commit(container_id, name, labels)
-        # The working directory is not part of the container's layer: put it into a second one, which never runs.
+        # The working directory is not in the container's layer. Its archive goes into a second container, which never
+        # runs.
         image = (await self._api.json(f"containers/{container_id}/json", SandboxLostError))["Config"]["Image"]
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
-        # Named, so that it is found also when its creation was not answered.
+        # The container has a name, so that it can be removed also if the response to its creation was lost.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
         async with _in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
             try:
@@ -81,31 +82,31 @@ class DockerImages:
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:
-        """Nothing in it runs during the block."""
+        """Pause a container's processes for the time of the block."""
         path = f"containers/{container_id}"
         try:
             await self._pause(path)
             yield
         finally:
-            # Also when it was cancelled before the engine said that it is paused, or has ended meanwhile.
+            # Also if this was cancelled before the engine confirmed the pause, or if the container has ended meanwhile.
             with anyio.move_on_after(self._request_s, shield=True), suppress(SandboxError):
                 await self._api.json(f"{path}/unpause", SandboxLostError, method="POST")
 
     async def _pause(self, path: str) -> None:
-        """Stop all processes of a container until they are let go on."""
+        """Pause all processes of a container. Retries while the runtime fails."""
         for pause_s in (*PAUSES_S, None):
             try:
                 await self._api.json(f"{path}/pause", SandboxLostError, method="POST")
                 return
             except SandboxLostError as error:
-                # On a busy machine the kernel does not stop all of them in the moment that the runtime waits for it.
-                # The runtime then lets them go on, and fails.
+                # On a busy machine the kernel does not freeze all processes within the time that the runtime waits. The
+                # runtime then thaws them and fails.
                 if pause_s is None or status_of(error) != HTTP_FAILED:
                     raise
             await anyio.sleep(pause_s)
 
     async def _delete_at_last(self, name: str) -> None:
-        """Remove a container, though the engine may fail meanwhile."""
+        """Remove a container. Retries until the engine succeeds."""
         while True:
             try:
                 return await self._containers.delete(name)
@@ -120,7 +121,7 @@ class DockerImages:
             SandboxError,
             method="POST",
             params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "false"},
-            # Podman fails without a body, even an empty one.
+            # Podman fails if the request has no body.
             data={"Labels": dict(labels)},
             timeout=self._image_s,
         )
@@ -159,9 +160,10 @@ async def _pieces_of(path: Path) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[AsyncIterator[bytes]]:
-    """A tar archive with one file. Its size stands before it, so it is gathered on disk first.
+    """Build a tar archive with one file, for the time of the block.
 
-    When the block begins all of it is there: what fails on the way is not taken for a failure of the engine.
+    The header contains the size, so the pieces are collected on disk first. All pieces are read before the block
+    begins, so that a failure of their source is not taken for a failure of the engine.
     """
     async with anyio.SpooledTemporaryFile[bytes](max_size=1 << 20) as spool:
         size = 0

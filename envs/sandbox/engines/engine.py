@@ -1,4 +1,4 @@
-"""Which class is behind an engine's address: the one place that a new container engine is added to."""
+"""Choice of the backend class for an engine's address. A new kind of container engine is added here only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from envs.sandbox.engines.users import USERS
 
 
 def open_engine(address: str | None = None, *, users: range = USERS) -> AbstractAsyncContextManager[Backend]:
-    """The engine at an address for the time of the block; this machine's by default.
+    """Open the engine at an address for the time of the block; by default this machine's engine.
 
     Args:
         address: `unix:///path` or `tcp://HOST:PORT` of Docker or Podman.
-        users: for sandboxes, one for each; see `envs.sandbox.engines.users`.
+        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.users`.
 
     Raises:
-        ConfigError: there is no engine, or the address is none that can be reached.
+        ConfigError: there is no engine, or the address has an unknown form.
     """
     return DockerBackend(address, users=users)

@@ -1,8 +1,8 @@
-"""FakeBackend: sandboxes that are local processes, without any isolation. For tests and for machines without an engine.
+"""FakeBackend: sandboxes as local processes without any isolation. For tests and for machines without an engine.
 
 The same agent runs as in a container, as a child process in a temporary folder that stands for the working directory;
-only relative paths lead there. Images are folders of files: any name exists, `snapshot` adds new ones. Killing and
-deleting a container kill every process that comes from its agent.
+only relative paths lead there. Images are folders of files: any name exists, and a snapshot adds a new one. Killing or
+deleting a container kills its agent and every process that descends from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DROP_SECONDS = 0.01
 
 
 class EngineFaults(msgspec.Struct):
-    """What is to go wrong. Tests change it while containers run."""
+    """Faults to inject. Tests change them while containers run."""
 
     create: Exception | None = None
     start: Exception | None = None
@@ -48,7 +48,7 @@ class EngineFaults(msgspec.Struct):
 
 
 class FakeContainer:
-    """One of them."""
+    """A process that stands for a container."""
 
     def __init__(self, container_id: str, name: str, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
         self.container_id = container_id
@@ -58,7 +58,7 @@ class FakeContainer:
         self.folder = folder
         self.process: Process | None = None
         self.killed = False
-        """It counts as ended from then on, though its process takes a moment."""
+        """True after `kill`. The container counts as ended at once, though its process may take a moment to end."""
 
     def info(self) -> ContainerInfo:
         code = None if self.process is None else self.process.returncode
@@ -96,7 +96,7 @@ class FakeImages:
 
     def __init__(self, folder: Path) -> None:
         self.kept: dict[str, tuple[Path, Mapping[str, str]]] = {}
-        """Snapshots and what was made, by name: a test that ends with one in here has a leak."""
+        """Snapshots and images that were made, by name. One that is still here at the end of a test is a leak."""
         self._folder = folder
 
     async def commit(
@@ -133,14 +133,18 @@ class FakeContainers:
 
     def __init__(self, folder: Path, images: FakeImages, faults: EngineFaults) -> None:
         self.kept: dict[str, FakeContainer] = {}
-        """What exists, by id: a test that ends with one in here has a leak."""
+        """Containers that exist, by id. One that is still here at the end of a test is a leak."""
         self._folder = folder
         self._images = images
         self._faults = faults
         self._numbers = 0
 
     def known(self, container_id: str) -> FakeContainer:
-        """One of them. Raises SandboxLostError."""
+        """Return a container.
+
+        Raises:
+            SandboxLostError: there is no such container.
+        """
         if container_id not in self.kept:
             raise SandboxLostError(f"there is no container {container_id}")
         return self.kept[container_id]
@@ -157,7 +161,7 @@ class FakeContainers:
             shutil.copytree(image[0], folder, symlinks=True)
         else:
             folder.mkdir()
-        # As engines do, with the labels of the image.
+        # Real engines also merge the labels of the image into those of the container.
         self.kept[container_id] = FakeContainer(
             container_id, name, spec, {**(image[1] if image else {}), **labels}, folder
         )
@@ -169,7 +173,7 @@ class FakeContainers:
             raise self._faults.start
         container = self.known(container_id)
         env = {"PATH": _PATH, "HOME": str(container.folder), **container.spec.env}
-        # Cancelled half-way, it would leave a process that nobody knows.
+        # Shielded: a cancelled start would leave a process that no container refers to.
         with anyio.CancelScope(shield=True):
             container.process = await anyio.open_process(
                 bundle.command(),
@@ -192,11 +196,11 @@ class FakeContainers:
         return [container.info() for container in self.kept.values() if _match(container.labels, labels)]
 
     async def kill(self, container_id: str) -> None:
-        """As if the kernel had killed everything in it."""
+        """Kill the agent and its descendants, as if the kernel had killed every process of the container."""
         process = self.known(container_id).process
         if process is not None and process.returncode is None:
             self.known(container_id).killed = True
-            # The agent first, so that it cannot report the death of a command.
+            # The agent is killed first, so that it cannot report the death of a command.
             pids = [process.pid, *_descendants(process.pid)]
             for pid in pids:
                 _kill(pid)
@@ -214,14 +218,15 @@ class FakeContainers:
         if container.process is not None:
             with anyio.move_on_after(_WAIT_SECONDS):
                 await container.process.aclose()
-            # What it was still sent is dropped in the loop's next turns; later, the garbage collector complains.
+            # Buffers for the process are dropped in the next turns of the loop. Without this wait, the garbage
+            # collector warns about them.
             await anyio.sleep(_DROP_SECONDS)
         with suppress(OSError):
             remove(str(container.folder))
 
 
 class FakeAgents:
-    """The way to the agents, which are those processes."""
+    """Connections to the agents, which are these processes."""
 
     def __init__(self, containers: FakeContainers, prelude: str) -> None:
         self._containers = containers
@@ -249,7 +254,7 @@ class FakeAgents:
 
 
 class FakeBackend:
-    """See the module.
+    """Backend of local processes. An asynchronous context manager.
 
     Args:
         prelude: source that runs in each agent before its own.
@@ -289,7 +294,7 @@ def _kill(pid: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Everything that comes from a process; its agent adopts what loses its parent."""
+    """Return all descendants of a process. Its agent adopts descendants whose parent has ended."""
     parents: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

@@ -1,8 +1,8 @@
-"""The disk that a container uses, measured from outside: its own layer, and files that it has open but has removed.
+"""Measurement of a container's disk use from outside: its own layer, and open files that it has removed.
 
-Engines can seldom limit a container's layer, and they measure it without a bound: a program that makes millions of
-files would keep the engine busy. This measurement ends as soon as it exceeds the limit. It reads folders that the
-container changes meanwhile, so it opens each folder below its open parent and follows no link. All functions block;
+Engines can seldom limit a container's layer, and their own measurement has no bound: a program that creates millions of
+files would keep the engine busy. This measurement stops as soon as it exceeds the limit. The container changes its
+folders meanwhile, so each folder is opened relative to its open parent, and no link is followed. All functions block;
 run them in a thread.
 """
 
@@ -21,12 +21,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LayerUse(msgspec.Struct):
-    """Disk that a container uses, or may use."""
+    """Disk use of a container, or its limit."""
 
     size: int = 0
-    """Bytes."""
+    """Size in bytes."""
     entries: int = 0
-    """Files, folders and links."""
+    """Number of files, folders and links."""
 
     def over(self, most: LayerUse) -> bool:
         """Return True if either number exceeds that of `most`."""
@@ -36,12 +36,12 @@ class LayerUse(msgspec.Struct):
 def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) -> LayerUse:
     """Measure the layer in `folder` of the container whose first process is `pid`, until it exceeds `most`.
 
-    With `holes`, sparse files count as long as they look: an archive of them has no holes. They take no disk else.
+    With `holes`, sparse files count with their full length, as they would take in an archive.
     """
     use = LayerUse()
     with suppress(FileNotFoundError):
         _add_tree(os.open(folder, _FOLDER), use, most, holes=holes)
-    # Removed files that a program keeps open take disk, too, and have no name to be found by.
+    # Removed files that a program keeps open take disk too, but no name leads to them.
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         devices = {os.stat(f"/proc/{pid}/root").st_dev, folder.stat().st_dev}
         for each in _processes(pid):

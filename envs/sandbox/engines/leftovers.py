@@ -1,9 +1,9 @@
-"""Processes and control groups of containers that their engine has forgotten.
+"""Removal of processes and control groups of containers that their engine has forgotten.
 
-Podman that is killed in the middle of a start does not know, once it is back, that the container had processes already:
-it removes the container, and leaves its `conmon` and a first process that waits to be started, for ever. They name the
-container's id: in the control group, or in the command line. And a container whose `conmon` was killed leaves its
-control groups, one for each controller, which are named after it as well.
+A Podman that is killed in the middle of a start and then restarted does not know that the container already has
+processes. It removes the container, but not its `conmon` and a first process, which waits to be started forever. Both
+have the container's id in their control group or in their command line. A container whose `conmon` was killed leaves
+its control groups, one for each controller, whose names contain the id too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 
 LOOKS = 20
 PAUSE_S = 0.05
-"""A runtime that is at work may start another process meanwhile: looks until there are none, and between them."""
+"""Number of checks, and the seconds between them. A running runtime may start another process meanwhile, so the check
+is repeated until no process is left."""
 GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
-"""Where engines without systemd, which removes its own, make control groups of a container."""
+"""Names of a container's control groups under engines without systemd. systemd removes its own groups."""
 HELPERS = ("conmon", "runc", "crun", "runsc")
 """Programs that belong to the container which their command line names."""
 
 
 def kill_leftovers(ids: Collection[str]) -> int:
-    """Kill the processes of removed containers of this machine; how many there were."""
+    """Kill the processes of removed containers of this machine. Returns their number."""
     killed: set[int] = set()
     for _ in range(LOOKS):
         found = find_leftovers(ids)
@@ -40,7 +41,7 @@ def kill_leftovers(ids: Collection[str]) -> int:
 
 
 def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int]:
-    """The processes that belong to one of these containers. `proc` is replaced in tests."""
+    """Return the processes that belong to one of these containers. Only tests replace `proc`."""
     found: list[int] = []
     for entry in os.scandir(proc):
         if not entry.name.isdigit():
@@ -49,18 +50,19 @@ def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int
             group = Path(entry.path, "cgroup").read_text("utf-8", "replace")
             words = Path(entry.path, "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # The process has ended meanwhile.
         helper = Path(words[0]).name in HELPERS
-        # No command line: a zombie, which is nobody's to kill.
+        # A process without a command line is a zombie, which cannot be killed.
         if words[0] and any(id in group or (helper and id in words) for id in ids):
             found.append(int(entry.name))
     return found
 
 
 def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Remove the control groups of a removed container of this machine; how many there were. `root` is for tests."""
+    """Remove the control groups of a removed container of this machine. Returns their number. Only tests replace
+    `root`."""
     if not root.is_dir():
-        return 0  # The engine runs in a virtual machine of this one.
+        return 0  # The engine runs in a virtual machine on this machine.
     places = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())]
     groups = [group for place in places for form in GROUPS if (group := place / form.format(id)).is_dir()]
     for group in groups:
@@ -74,6 +76,6 @@ def _remove_group(folder: str) -> None:
         try:
             return os.rmdir(folder)
         except FileNotFoundError:
-            return  # Its engine was faster.
+            return  # The engine has removed it already.
         except OSError:
-            time.sleep(PAUSE_S)  # A process of it is still dying; or it is not ours to remove.
+            time.sleep(PAUSE_S)  # One of its processes has not ended yet, or this user may not remove it.

@@ -30,52 +30,55 @@ from envs.sandbox.engines.seccomp import INTERNET, UNIX
 from flash.errors import SandboxRefusedError
 
 USER = "1000:1000"
-"""Whom commands run as, except under `compat`."""
+"""User and group that commands run as, except under `compat`."""
 MIB = 1 << 20
 DISK_MIB = 256
-"""Room for files where a spec says nothing."""
+"""Disk of a sandbox in MiB if the spec sets none."""
 TMP_MIB = 64
-"""Size of /tmp, or an eighth of the memory where that is less."""
+"""Largest size of /tmp in MiB; an eighth of the memory if that is less."""
 SMALL_MIB = 16
-"""Size of /run, /var/tmp and /dev/shm, where programs expect to be able to write, or a 32nd of the memory."""
+"""Largest size of /run, /var/tmp and /dev/shm in MiB; a 32nd of the memory if that is less. Programs expect to be able
+to write there."""
 RESERVE_MIB = 32
-"""Of the memory that files cannot take, where that is more than a quarter of it: for the agent and a small program."""
+"""Memory in MiB that files cannot take, for the agent and a small program; a quarter of the memory if that is less."""
 INODES_PER_MIB = 128
-"""Files that a file system in memory can have: empty ones take memory too, up to a kilobyte each, beside its size."""
+"""Files that a file system in memory can hold per MiB. Empty files take up to a kilobyte each beside its size."""
 SHARED_MEMORY = "/dev/shm"
 MASKED = (
     "/proc/locks", "/proc/key-users", "/proc/sys/kernel/pty/nr", "/proc/sys/fs/aio-nr", "/proc/sys/fs/file-nr",
     "/proc/sys/fs/inode-nr", "/proc/sys/fs/inode-state", "/proc/sys/fs/dentry-state",
 )  # fmt: skip
-"""What the kernel keeps for the whole machine: by what it holds a sandbox could tell another one something."""
+"""Paths where the kernel shows state of the whole machine: one sandbox could use it to send data to another."""
 DOCKER_MASKED = (
     "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
     "/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap",
     "/sys/firmware",
 )  # fmt: skip
-"""Docker's default, in place of which it takes a list. Podman adds one to its own."""
+"""Docker's default list, which an own list replaces. Podman adds an own list to its default."""
 FILES_PER_MIB = 256
-"""Files, folders and links that a sandbox may have in its own layer for each MiB of its disk: empty ones take the
+"""Files, folders and links that a sandbox may have in its own layer for each MiB of its disk. Empty ones take the
 host's inodes, of which a file system has a fixed number."""
 OPEN_FILES = 4096
-"""Descriptors of one process."""
+"""Most file descriptors of one process."""
 OOM_SCORE = 500
-"""Added badness: a sandbox is to be killed rather than the service."""
+"""Added to the kernel's OOM score, so that the kernel kills a sandbox rather than the service."""
 COMPAT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "SETUID")
-"""Enough for `apt`, `pip` and `su` as root of the container; no network, device, trace or mount capability."""
+"""Capabilities that `apt`, `pip` and `su` need as root of the container; none for network, devices, trace or mount."""
 
 
 class ProfileSettings(msgspec.Struct, frozen=True):
-    """What differs between profiles."""
+    """Settings that differ between profiles."""
 
     user: str | None
     own_user: bool
-    """Instead of `user`, where the engine can. Not where the image's files are to be written to: they belong to it."""
+    """True if a sandbox gets a user id of its own instead of `user`, if the engine can. False if programs write to the
+    image's files, because those belong to `user`."""
     capabilities: tuple[str, ...]
     read_only: bool
     networks: tuple[str, ...]
     families: tuple[int, ...]
-    """Of sockets. Programs under test often serve at 127.0.0.1, which exists without a network too."""
+    """Socket families. `build` and `compat` have TCP/IP without a network too, because programs under test often serve
+    at 127.0.0.1."""
 
 
 PROFILES = {
@@ -86,13 +89,13 @@ PROFILES = {
 
 
 def check(spec: Spec) -> ProfileSettings:
-    """The profile of a spec.
+    """Return the profile of a spec.
 
     Raises:
-        SandboxRefusedError: the spec asks for what its profile does not allow.
+        SandboxRefusedError: the spec is wrong, or asks for something that its profile does not allow.
     """
     try:
-        # The constructor of a struct checks nothing itself.
+        # The constructor of a struct does not check types.
         msgspec.convert(msgspec.to_builtins(spec), Spec)
     except (msgspec.ValidationError, TypeError) as error:
         raise SandboxRefusedError(f"the spec of a sandbox is wrong: {error}") from None
@@ -118,25 +121,28 @@ def layer_limit(spec: Spec) -> LayerUse:
 
 
 def work_in_memory(spec: Spec) -> bool:
-    """Whether the working directory is a file system in memory, and so no part of the container's layer."""
+    """Return True if the working directory is a file system in memory, and so not part of the container's layer."""
     return PROFILES[spec.profile].read_only
 
 
 def owner_of_work(spec: Spec) -> int | None:
-    """Who must own the working directory in the container's layer; None where nothing has to be done for that."""
+    """Return the user id that must own the working directory in the container's layer; None if none must be set."""
     profile = PROFILES[spec.profile]
     return None if profile.read_only or profile.user is None else int(profile.user.partition(":")[0])
 
 
 def disk_mib(spec: Spec) -> int:
-    """Room for files."""
+    """Return the size of a sandbox's disk in MiB."""
     if spec.disk_mib is not None:
         return spec.disk_mib
     return min(DISK_MIB, _work_mib(spec)) if work_in_memory(spec) else DISK_MIB
 
 
 def sizes_mib(spec: Spec) -> dict[str, int]:
-    """The file systems in memory. Full, all together, they leave the agent and programs room to run."""
+    """Return the size in MiB of each file system in memory, by path.
+
+    If all of them are full, the agent and programs still have memory to run.
+    """
     small = max(1, min(SMALL_MIB, spec.memory_mib // 32))
     sizes = {"/tmp": max(1, min(TMP_MIB, spec.memory_mib // 8))}
     sizes |= dict.fromkeys(("/run", "/var/tmp", SHARED_MEMORY), small)
@@ -144,7 +150,7 @@ def sizes_mib(spec: Spec) -> dict[str, int]:
 
 
 def _work_mib(spec: Spec) -> int:
-    """The most that the working directory can have in memory."""
+    """Return the largest size in MiB that the working directory can have in memory."""
     files = max(spec.memory_mib // 4, min(3 * spec.memory_mib // 4, spec.memory_mib - RESERVE_MIB))
     others = sizes_mib(msgspec.structs.replace(spec, profile="build"))
     return max(1, files - sum(others.values()))
@@ -159,19 +165,19 @@ def container(
     seccomp: str | None,
     mask_option: bool = True,
 ) -> dict[str, object]:
-    """The engine's configuration of a container, in the form of Docker's API.
+    """Return the engine's configuration of a container, in the form of Docker's API.
 
     Args:
-        spec: what is wanted.
-        labels: of the container.
-        user: its own; None: the profile's.
-        owned_tmpfs: whether the engine can give a file system in memory an owner, and a number of files: Docker can,
-            Podman refuses both.
-        seccomp: a system call filter as the engine takes it; None: the engine's own.
-        mask_option: whether the engine adds masked paths of an option to its own, as Podman does.
+        spec: the spec of the sandbox.
+        labels: labels of the container.
+        user: the sandbox's own user id; None: the profile's user.
+        owned_tmpfs: True if the engine can set the owner and the number of files of a file system in memory. Docker
+            can; Podman refuses both.
+        seccomp: the system call filter in the form that the engine takes; None: the engine's default.
+        mask_option: True if the engine adds the masked paths of an option to its own, as Podman does.
 
     Raises:
-        SandboxRefusedError: as of `check`.
+        SandboxRefusedError: see `check`.
     """
     profile = check(spec)
     user_and_group = profile.user if user is None else f"{user}:{user}"
@@ -208,20 +214,20 @@ def container(
             "Tmpfs": _tmpfs(spec, user_and_group, owned=owned_tmpfs),
             "ShmSize": sizes_mib(spec)[SHARED_MEMORY] * MIB,
             "Memory": memory,
-            # Equal to Memory: no swap, which would double the limit without this.
+            # Equal to Memory, so there is no swap. By default swap would double the limit.
             "MemorySwap": memory,
             "OomScoreAdj": OOM_SCORE,
             "NanoCpus": int(spec.cpus * 1e9),
             "PidsLimit": spec.pids,
             "Ulimits": [
-                # Given explicitly: the engine's defaults may lie above what it may set itself.
+                # Set explicitly: the engine's defaults may be higher than the limits it may set itself.
                 {"Name": "nofile", "Soft": OPEN_FILES, "Hard": OPEN_FILES},
                 {"Name": "nproc", "Soft": 1 << 15, "Hard": 1 << 15},
                 {"Name": "core", "Soft": 0, "Hard": 0},
-                # No single file larger than the disk: a layer is only measured from time to time.
+                # No single file may be larger than the disk, because a layer is only measured from time to time.
                 *([] if work_in_memory(spec) else [{"Name": "fsize", "Soft": disk, "Hard": disk}]),
             ],
-            # Unbounded logs of a talkative container would fill the host's disk.
+            # Unlimited logs of a container that writes much would fill the host's disk.
             "LogConfig": {"Type": "none"},
             "IpcMode": "private",
             "RestartPolicy": {"Name": "no"},
@@ -236,8 +242,8 @@ def container(
 
 
 def _tmpfs(spec: Spec, user_and_group: str | None, *, owned: bool) -> dict[str, str]:
-    """File systems in memory. Programs may be run from them: compilers write to /tmp what is then run."""
-    # runc gives the mount the mode of the image's folder, whatever mode is asked for; then only the owner may write.
+    """Return the mount options of each file system in memory. Programs may run from them: compilers write to /tmp."""
+    # runc gives the mount the mode of the image's folder, whatever mode is set; then only the owner may write.
     owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group and owned else ""
     return {
         path: f"rw,nosuid,nodev,exec,{owner}mode=1777,size={size}m"

@@ -1,9 +1,9 @@
-"""The relay: a process of the container that joins a new host to the agent, when the agent's own host is gone.
+"""Relay: a process of the container that connects a new host to the agent, after the agent's own host is gone.
 
-It is told the agent's secret, so no program of the sandbox may trace, signal or read it, from its first moment on. That
-is the kernel's doing: it is another user's, root without a capability. And none may choose what it runs: its variables
-are none of the spec's, and its Python is looked for only where the sandbox's user cannot write. Where programs may be
-root themselves (`compat`) there is no such user; those sandboxes are not taken over.
+The relay receives the agent's secret, so no program of the sandbox may ever trace, signal or read it. The kernel
+ensures this, because the relay runs as another user: root without capabilities. And no program may choose what the
+relay runs: it gets none of the spec's environment variables, and looks for Python only where the sandbox's user cannot
+write. If programs may be root themselves (`compat`), there is no such user, and those sandboxes are not taken over.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from flash.errors import SandboxLostError
 
 USER = "0"
-"""Whom it runs as. Root of a container has the capabilities that the container has: none."""
+"""User that the relay runs as. Root of a container has the container's capabilities, which are none."""
 FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""Where programs are that belong to root in every image."""
+"""Folders of programs that belong to root in every image."""
 WRITABLE = ("/tmp", "/run", "/var/run", "/var/tmp", "/dev", "/proc")
-"""Where a sandbox's user can write although its root file system is read-only, and in its working directory."""
+"""Folders where a sandbox's user can write although the root file system is read-only, beside the working directory."""
 SCRIPT = """\
 import os, select, socket, struct, sys
 try:
@@ -35,7 +35,8 @@ while True:
         if f == 0: s.sendall(b)
         while f != 0 and b: b = b[os.write(1, b):]
 """
-"""Joins an exec to the agent's socket. Trusts only the first process of the container; hides from the others."""
+"""Program that joins an exec to the agent's socket. It trusts only the container's first process, and hides its memory
+from all others."""
 FIND_PYTHON = """\
 for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
   if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$2"; fi
@@ -44,15 +45,18 @@ done
 
 
 def command(address: str) -> list[str]:
-    """What is run in the container."""
+    """Return the command that runs in the container."""
     return ["/bin/sh", "-c", FIND_PYTHON, "relay", SCRIPT, address]
 
 
 def environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """Its variables, from what the engine says of the container: all of the container's are emptied.
+    """Return the relay's environment variables. Every variable of the container is emptied.
+
+    Args:
+        container: the engine's description of the container.
 
     Raises:
-        SandboxLostError: programs of this container may be of any user.
+        SandboxLostError: programs of this container may run as root.
     """
     config = container["Config"]
     if str(config.get("User") or "0").partition(":")[0] in ("", "0", "root"):

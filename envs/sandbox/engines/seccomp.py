@@ -1,18 +1,18 @@
-"""The system call filter of sandboxes: an engine's default one, made stricter.
+"""System call filter of sandboxes: an engine's default filter, made stricter.
 
 Docker's default filter refuses new user namespaces and the kernel's keys to containers without capabilities; Podman's
-allows both, and each has been a way out of containers. Neither is made for programs that share a user with what watches
-over them. So one filter is derived for both, which also
+allows both, and each has been a way out of containers. Neither is made for programs that share a user with the agent
+that supervises them. So one filter is derived for both engines, which also
 
-- lets a process change its own limits, priority and scheduling only: a program that sets a CPU limit of 0 on the agent
-  ends its sandbox, and so is never judged;
-- reserves no disk with `fallocate`, which takes gigabytes in an instant, before anybody sees that they are missing;
-- opens sockets of the families that a profile names only: without a network, `AF_VSOCK` still reaches the machine's
-  hypervisor, and others rarely used parts of the kernel;
-- refuses the system calls of other architectures, such as those of 32 bits, which no rule here looks at.
+- lets a process change only its own limits, priority and scheduling: a program that could set a CPU limit of 0 on the
+  agent would end its sandbox, and so escape its judgement;
+- refuses `fallocate`, which takes gigabytes of disk in an instant, before any measurement notices it;
+- opens only sockets of the families that a profile names: even without a network, `AF_VSOCK` reaches the machine's
+  hypervisor, and other families reach rarely used parts of the kernel;
+- refuses the system calls of other architectures, such as 32-bit ones, which no rule here covers.
 
-Docker takes a filter with each container. Podman takes it as a file of its own machine, kept in a folder that only we
-may write to.
+Docker takes the filter with each container. Podman takes it as a file on its own machine, in a folder that only this
+user may write to.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ import msgspec
 from flash.errors import SandboxRefusedError
 
 DEFAULTS = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
-"""Where the default filter is, in the format that Docker and Podman share."""
+"""Paths of the default filter, in the format that Docker and Podman share."""
 REFUSED = frozenset({
     "unshare", "setns", "mount", "umount", "umount2", "move_mount", "open_tree", "fsopen", "fsconfig", "fsmount",
     "fspick", "mount_setattr", "pivot_root", "keyctl", "add_key", "request_key", "io_uring_setup", "io_uring_enter",
     "io_uring_register", "userfaultfd", "name_to_handle_at", "open_by_handle_at", "bpf", "perf_event_open",
 })  # fmt: skip
-"""Refused with EPERM, whatever the default says."""
+"""System calls that are refused with EPERM, whatever the default filter allows."""
 RESERVING = "fallocate"
-"""Refused with EOPNOTSUPP: the C library then writes the blocks of `posix_fallocate` one by one."""
+"""System call that is refused with EOPNOTSUPP: the C library's `posix_fallocate` then writes the blocks one by one."""
 NAMESPACES = 0x7E020000
-"""Flags of `clone` that make namespaces."""
+"""Flags of `clone` that create namespaces."""
 OWN_ONLY: dict[str, dict[int, int]] = {
     "sched_setaffinity": {0: 0},
     "sched_setattr": {0: 0},
@@ -51,15 +51,15 @@ OWN_ONLY: dict[str, dict[int, int]] = {
     "setpriority": {0: 0, 1: 0},
     "ioprio_set": {0: 1, 1: 0},
 }
-"""Calls that change a process, and the arguments (by their place) with which it is the caller: process 0. Not its user
-or its group, which the agent belongs to as well."""
+"""System calls that change a process, with the values of the arguments (by position) that mean the caller itself.
+Neither its user nor its group is allowed, because the agent belongs to them too."""
 UNIX = (socket.AF_UNIX,)
 INTERNET = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Families of sockets, without and with TCP/IP; with it comes the part of `AF_NETLINK` that lists interfaces."""
+"""Socket families with TCP/IP (`UNIX` is without). They include the part of `AF_NETLINK` that lists interfaces."""
 
 
 def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
-    """The same filter without what the module says, and with sockets of these families only."""
+    """Return a stricter filter, as the module's docstring says, that allows only sockets of these families."""
     changed = (
         REFUSED | OWN_ONLY.keys() | {"clone", "clone3", "prlimit64", "socket", "socketpair", "socketcall", RESERVING}
     )
@@ -71,13 +71,13 @@ def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
     rules.append(_refuse(errno.EPERM, *sorted(REFUSED)))
     rules.append(_refuse(errno.EOPNOTSUPP, RESERVING))
     rules.append(_allow("clone", _argument(0, "MASKED_EQ", NAMESPACES)))
-    # Its flags lie in memory, where no filter sees them; told that it does not exist, programs use clone.
+    # Its flags are in memory, where no filter can read them. On ENOSYS, programs use `clone` instead.
     rules.append(_refuse(errno.ENOSYS, "clone3"))
     for name, own in OWN_ONLY.items():
         rules.append(_allow(name, *(_argument(place, "EQ", value) for place, value in own.items())))
         rules += [_refuse(errno.EPERM, name, arguments=[_argument(place, "NE", value)]) for place, value in own.items()]
     rules.append(_allow("prlimit64", _argument(0, "EQ", 0)))
-    # Without new limits (argument 2) it only reads.
+    # A call without new limits (argument 2 is 0) only reads.
     rules.append(_allow("prlimit64", _argument(0, "NE", 0), _argument(2, "EQ", 0)))
     rules.append(_refuse(errno.EPERM, "prlimit64", arguments=[_argument(0, "NE", 0), _argument(2, "NE", 0)]))
     rules += _sockets(families)

@@ -1,11 +1,11 @@
-"""A user for each sandbox: the kernel counts some things by user, over all containers.
+"""User ids for sandboxes, one for each: the kernel counts some resources per user, over all containers.
 
-Under one user for all, a single sandbox takes the machine's inotify instances, POSIX queues, pending signals or buffers
-of pipes, and the others find none left. User namespaces would not help: what is counted in one is counted as its maker
-as well, who is root for all of them, and its share is as small.
+If all sandboxes had the same user, a single sandbox could take all of the machine's inotify instances, POSIX queues,
+pending signals or pipe buffers. User namespaces would not help: a resource counted in a namespace also counts for the
+namespace's creator, which is root for all of them, and whose limit is as small.
 
-Users are drawn at random, so that several services on one engine hardly ever meet; those of the containers that this
-process knows never.
+Ids are drawn at random, so that several services on one engine rarely use the same one. The containers that this
+process knows never share one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import random
 from flash.errors import ConfigError, SandboxStartError
 
 USERS = range(0x70000000, 0x7FFFFFFF)
-"""Belongs to nobody by default: neither to people and services of a distribution nor to systemd's containers
+"""Range of ids that no user has by default: neither people and services of a distribution nor systemd's containers
 (https://systemd.io/UIDS-GIDS)."""
 _LAST = (1 << 32) - 2
 USER_LABEL = "flash.user"
-"""Label of a container with a user of its own: its number."""
+"""Label with the user id of a container that has one of its own."""
 
 
 def parse_users(text: str) -> range:
-    """`FIRST-LAST` as a range.
+    """Return the range that `FIRST-LAST` names.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such a range.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= _LAST):
@@ -35,20 +35,20 @@ def parse_users(text: str) -> range:
 
 
 class Users:
-    """Gives numbers of `range` to containers, each to one."""
+    """Assigns user ids of a range to containers, each to one container."""
 
     def __init__(self, numbers: range) -> None:
         self._numbers = numbers
         self._drawn: set[int] = set()
-        """Given to a container that is being made."""
+        """Ids of containers that are being created."""
         self._used: dict[str, int] = {}
-        """Container to its user."""
+        """User id of each container by its id."""
 
     def draw(self) -> int:
-        """A user that nobody has.
+        """Draw an id that no known container has, and reserve it.
 
         Raises:
-            SandboxStartError: there is none left.
+            SandboxStartError: all ids are in use.
         """
         taken = self._drawn | set(self._used.values())
         if len(taken) >= len(self._numbers):
@@ -61,13 +61,13 @@ class Users:
         return number
 
     def give_up(self, number: int) -> None:
-        """Its container was not made, or is kept now."""
+        """Release a reservation: the container was not created, or `keep` has recorded its id."""
         self._drawn.discard(number)
 
     def keep(self, container_id: str, number: int) -> None:
-        """A container has it."""
+        """Record the user id of a container."""
         self._used[container_id] = number
 
     def release(self, container_id: str) -> None:
-        """A container is gone."""
+        """Release the user id of a container that is gone."""
         self._used.pop(container_id, None)

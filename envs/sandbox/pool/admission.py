@@ -1,17 +1,18 @@
-"""Admission: who gets the next sandbox, and on which host. A pure state machine: no clock, no tasks, no I/O.
+"""Admission: decides which request gets the next sandbox, and on which host. Pure state machine: no clock, no tasks.
 
 Laws, each tested under its name:
 
-- **Capacity.** What is granted on a host never exceeds what the host has.
+- **Capacity.** The grants on a host never exceed the host's capacity.
 - **Answered.** Every request is in exactly one state: waiting, granted, or gone (`remove`).
-- **Fair share.** Between payers, the one with the smallest share of the whole comes first, and so between the owners of
-  each; an owner's own requests go by priority, then by age. Who pays stands before the slash of an owner's name: a
-  token may call its owners what it likes, and gets no more by having many.
-- **No starvation.** However the others' priorities and sizes are, a request is overtaken unfairly a bounded number of
-  times. By its owner's own requests: after `patience` more of them than were ahead of it, it is late, and comes first
-  among them. By smaller ones: when it was its turn but it fitted nowhere while `patience` others were granted, it is
-  overdue. Overdue requests come first of all, oldest first, and each has a host kept free for it. What other owners
-  get because their share is smaller counts for neither: a flood of requests gives nobody more than a fair share.
+- **Fair share.** The payer with the smallest share of the total capacity is served first; among the owners of one
+  payer, the owner with the smallest share. An owner's own requests are served by priority, then by age. The payer is
+  the part of an owner's name before the slash: a token may name its owners freely, but gets no more by having many.
+- **No starvation.** A request is overtaken unfairly a bounded number of times, whatever the priorities and sizes of
+  other requests are. Requests of its own owner: after `patience` more of them than were ahead of it, the request is
+  late, and is served first among them. Smaller requests: if it was the request's turn but no host had room for it while
+  `patience` others were granted, the request is overdue. Overdue requests are served before all others, oldest first,
+  and a host is kept free for each. Grants to other owners whose share is smaller do not count: a flood of requests
+  gives no owner more than a fair share.
 """
 
 from __future__ import annotations
@@ -28,57 +29,62 @@ from flash.errors import SandboxBusyError, SandboxRefusedError
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
-    """A wish for one sandbox."""
+    """A request for a place for one sandbox."""
 
     id: str
     owner: str
     demand: Demand
     priority: int = 0
-    """Larger is sooner, among the requests of one owner."""
+    """Requests of one owner with a larger number are served sooner."""
     warm_key: str = ""
-    """What a ready sandbox has to be to serve this request."""
+    """Kind of a ready sandbox that can serve this request."""
     only: str | None = None
-    """The host it must be on; None: any."""
+    """Name of the host that the sandbox must be on; None: any host."""
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A request's turn has come."""
+    """A decision: the request gets a place on the host."""
 
     id: str
     host: str
 
 
 class _Waiting(msgspec.Struct):
+    """A request in the queue."""
+
     request: PlaceRequest
     arrival: int
     late_at: int
-    """Number of its owner's grants from which the request is late."""
+    """Number of grants to its owner from which the request is late."""
     late: bool = False
     passed: int = 0
-    """Grants to others when it was its turn and it fitted nowhere."""
+    """Grants to other requests while it was this request's turn and no host had room for it."""
     avoid: frozenset[str] = frozenset()
 
     def order(self) -> tuple[bool, int, int]:
+        """Return the sort key among the requests of one owner and shape."""
         return not self.late, 0 if self.late else -self.request.priority, self.arrival
 
 
 class _Granted(msgspec.Struct):
+    """A request that has a place on a host."""
+
     request: PlaceRequest
     arrival: int
     host: str
 
 
 _Shape = tuple[Demand, str | None, str]
-"""Requests that are alike to placement."""
+"""Key of requests that placement treats alike: demand, the only host allowed, and kind."""
 _Fit = tuple[Demand, str | None]
-"""What decides whether a request fits: if one does not, none of them does."""
+"""Key that decides if a host has room: if one request with this key fits nowhere, no request with this key does."""
 
 
 class SandboxAdmission:
-    """The queue of one pool, and what it has granted."""
+    """The queue of one pool, and the grants it has made."""
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:
-        """A queue for at most `max_waiting` requests; `patience` counts grants."""
+        """Create an empty queue for at most `max_waiting` requests. `patience` is a number of grants."""
         self.max_waiting = max_waiting
         self._patience = patience
         self._hosts: dict[str, HostView] = {}
@@ -87,15 +93,17 @@ class SandboxAdmission:
         self._granted: dict[str, _Granted] = {}
         self._usage: dict[str, Demand] = {}
         self._paid: dict[str, Demand] = {}
-        """What was granted, by payer."""
+        """Resources granted, by payer."""
         self._held: dict[str, int] = {}
-        """Granted requests by owner."""
+        """Number of requests that hold a grant, by owner."""
         self._turns: dict[str, int] = {}
-        """Grants by owner."""
+        """Number of grants so far, by owner."""
         self._alarms: dict[str, list[tuple[int, int, str]]] = {}
-        """Heap by owner: turns at which a request is late, arrival, id. Those of requests that left are skipped."""
+        """Heap by owner of (number of grants at which the request is late, arrival, id). Entries of requests that left
+        are skipped."""
         self._passed: dict[str, _Waiting] = {}
-        """What fitted nowhere in this decision, in turn: further grants overtake it."""
+        """Requests that fitted on no host in the current decision, in order. Further grants count as overtaking
+        them."""
         self._overdue: dict[str, _Waiting] = {}
         self._arrivals = count()
         self._grants = 0
@@ -106,21 +114,21 @@ class SandboxAdmission:
     def set_host(
         self, name: str, capacity: Demand, *, accepts: bool = True, warm: dict[str, int] | None = None
     ) -> None:
-        """Add a host, or say what it is like now. What was granted there stays granted."""
+        """Add a host, or update its capacity and state. Existing grants on it stay."""
         view = self._hosts.setdefault(name, HostView(name, capacity))
         view.capacity, view.accepts, view.warm = capacity, accepts, dict(warm or {})
 
     def hosts(self) -> list[HostView]:
-        """What is known of each host."""
+        """Return the current view of each host."""
         return list(self._hosts.values())
 
     # ---- requests
 
     def submit(self, request: PlaceRequest) -> None:
-        """Let a request wait.
+        """Add a request to the queue.
 
         Raises:
-            SandboxRefusedError: no host could ever hold it.
+            SandboxRefusedError: no host could ever hold the sandbox.
             SandboxBusyError: the queue is full.
         """
         assert request.id not in self._waiting
@@ -136,42 +144,45 @@ class SandboxAdmission:
         self._enter(_Waiting(request, next(self._arrivals), late_at))
 
     def put_back(self, id: str, *, avoid: Iterable[str] = ()) -> None:
-        """A granted request could not be served: it waits again, in its old place, and prefers other hosts."""
+        """Put a granted request that could not be served back into the queue.
+
+        It keeps its age, is overdue at once, and avoids the hosts in `avoid` if there are others.
+        """
         granted = self._end(id)
         waiting = _Waiting(granted.request, granted.arrival, 0, late=True, avoid=frozenset(avoid))
         self._enter(waiting)
         self._overdue[id] = waiting
 
     def remove(self, id: str) -> None:
-        """Forget a request: it waits no longer, or its sandbox is gone."""
+        """Remove a request: it gives up waiting, or its sandbox is gone."""
         if (waiting := self._waiting.get(id)) is not None:
             self._leave(waiting)
         else:
             self._end(id)
 
     def restore(self, request: PlaceRequest, host: str) -> None:
-        """Record what was granted in an earlier run, without asking whether it fits."""
+        """Record a grant of an earlier run without checking that it fits."""
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
     def is_waiting(self, id: str) -> bool:
-        """Whether the request has not been granted yet."""
+        """Return True if the request has not been granted yet."""
         return id in self._waiting
 
     def position(self, id: str) -> int:
-        """How many waiting requests are older."""
+        """Return the number of waiting requests that are older."""
         arrival = self._waiting[id].arrival
         return sum(other.arrival < arrival for other in self._waiting.values())
 
     def waiting(self) -> dict[str, int]:
-        """Waiting requests by owner."""
+        """Return the number of waiting requests by owner."""
         return {owner: sum(map(len, shapes.values())) for owner, shapes in self._by_owner.items()}
 
     def usage(self) -> dict[str, Demand]:
-        """What each owner was granted."""
+        """Return the resources that each owner was granted."""
         return dict(self._usage)
 
     def why_waiting(self, id: str) -> str:
-        """What a request waits for, for the message of its deadline."""
+        """Return the reason why a request waits, for the error message when its deadline passes."""
         request = self._waiting[id].request
         if not could_ever_take(self._hosts.values(), request.demand, request.only):
             return self._too_large(request)
@@ -193,7 +204,10 @@ class SandboxAdmission:
         return grants
 
     def _serve_overdue(self, grants: list[Grant], closed: set[str]) -> None:
-        """Oldest first; keep a host free for each that does not fit. Grants make others overdue: until none is left."""
+        """Grant overdue requests, oldest first, and keep a host free for each that does not fit.
+
+        A grant can make other requests overdue, so the loop runs until no new request is overdue.
+        """
         seen: set[str] = set()
         while new := [waiting for id, waiting in self._overdue.items() if id not in seen]:
             for waiting in sorted(new, key=lambda waiting: waiting.arrival):
@@ -206,7 +220,7 @@ class SandboxAdmission:
                     closed.add(kept.name)
 
     def _host_to_keep(self, request: PlaceRequest, closed: set[str]) -> HostView | None:
-        """The host on which this request will fit soonest: the one with the most room among those large enough."""
+        """Return the host where this request will fit soonest: the one with the most room among those large enough."""
         large = [
             host
             for host in self._hosts.values()
@@ -218,7 +232,7 @@ class SandboxAdmission:
         return min(large, key=lambda host: (host.granted.share_of(host.capacity), host.name), default=None)
 
     def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
-        """The owner with the smallest share first, each with its best request that fits somewhere."""
+        """Grant the best request that fits of each owner, the owner with the smallest share first."""
         unfit: set[_Fit] = set()
         whole = sum((host.capacity for host in self._hosts.values()), NOTHING)
         owners = [(self._rank(owner, whole), owner) for owner in self._by_owner]
@@ -226,7 +240,8 @@ class SandboxAdmission:
         while owners:
             ranked, owner = heapq.heappop(owners)
             if (now := self._rank(owner, whole)) > ranked:
-                # Its payer was granted something for another owner meanwhile.
+                # The payer was granted something for another of its owners meanwhile, so the owner's rank is out of
+                # date.
                 heapq.heappush(owners, (now, owner))
                 continue
             if (grant := self._serve_owner(owner, unfit, closed)) is None:
@@ -237,10 +252,12 @@ class SandboxAdmission:
                 heapq.heappush(owners, (self._rank(owner, whole), owner))
 
     def _rank(self, owner: str, whole: Demand) -> tuple[float, float, int]:
+        """Return the sort key of an owner: the payer's share, the owner's share, and the number of its last grant."""
         paid, used = self._paid.get(payer(owner), NOTHING), self._usage.get(owner, NOTHING)
         return paid.share_of(whole), used.share_of(whole), self._last_grant.get(owner, -1)
 
     def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
+        """Grant the first request of an owner that fits on a host. Returns None if none does."""
         first = [queue[0] for queue in self._by_owner.get(owner, {}).values()]
         for waiting in sorted(first, key=_Waiting.order):
             fit = (waiting.request.demand, waiting.request.only)
@@ -306,7 +323,7 @@ class SandboxAdmission:
         return Grant(request.id, host.name)
 
     def _overtake(self, owner: str) -> None:
-        """Something of this owner was granted: who was overtaken by that long enough comes first from now on."""
+        """Count one grant to `owner` against the requests that it overtook, and mark late and overdue requests."""
         for id, waiting in self._passed.items():
             waiting.passed += 1
             if waiting.passed >= self._patience:
@@ -333,7 +350,7 @@ class SandboxAdmission:
         return granted
 
     def _forget(self, owner: str) -> None:
-        """Keep no records of owners that neither wait nor hold anything."""
+        """Drop the records of an owner that neither waits nor holds a grant."""
         if self._held.get(owner, 0) == 0:
             self._held.pop(owner, None)
             self._usage.pop(owner, None)
@@ -350,7 +367,7 @@ class SandboxAdmission:
 
 
 def payer(owner: str) -> str:
-    """Who pays for an owner's sandboxes."""
+    """Return the name of the payer of an owner's sandboxes."""
     return owner.partition("/")[0]
 
 

@@ -1,6 +1,6 @@
-"""From a container engine to a host of a pool: a `Maker` over the engine, and the `LocalHost` over that.
+"""EngineMaker: a `Maker` over a container engine, and the `LocalHost` over it.
 
-Each sandbox lives in a task of the maker; leaving `open_maker` ends all of them, and removes their containers.
+Each sandbox lives in a task of the maker. Leaving `open_maker` ends all of them and removes their containers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIB = 1 << 20
 
 
 class EngineMaker:
-    """Makes sandboxes on one engine. Made by `open_maker`."""
+    """Creates sandboxes on one engine. `open_maker` opens it."""
 
     def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
         self._backend = backend
@@ -40,16 +40,16 @@ class EngineMaker:
         self._meter: MachineMeter | None = None
 
     async def capacity(self) -> Demand:
-        """What the engine's machine has."""
+        """Return the resources of the engine's machine."""
         if self._capacity is None:
-            # Once: it stays the same, and Podman takes a second of CPU to answer.
+            # Asked only once: the result stays the same, and Podman takes a second of CPU to answer.
             info = await self._backend.info()
             self._capacity = Demand(1000 * info.cpus, info.memory // _MIB)
             self._meter = MachineMeter() if info.here else None
         return self._capacity
 
     def load(self) -> MachineLoad | None:
-        """What the engine's machine does; None where that is not this machine."""
+        """Return the load of the engine's machine; None if that is another machine than this one."""
         return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
@@ -62,7 +62,7 @@ class EngineMaker:
         return await self._keep(LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings))
 
     async def containers(self) -> list[Container]:
-        """Every container and snapshot of ours."""
+        """Return every container and snapshot that has our labels."""
         containers = await self._backend.containers.list({f"{PREFIX}service": ""})
         images = await self._backend.images.list({SNAPSHOT_LABEL: ""})
         return [
@@ -77,7 +77,10 @@ class EngineMaker:
             await self._backend.containers.delete(id)
 
     async def _keep(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Let a sandbox live in a task of its own. A caller that is cancelled before it is ready ends it."""
+        """Run a sandbox in a task of its own, and return once it is ready.
+
+        If the caller is cancelled before that, the sandbox ends.
+        """
         outcome = await self._tasks.start(self._live, sandbox)
         if isinstance(outcome, SandboxError):
             raise outcome
@@ -93,7 +96,7 @@ class EngineMaker:
         except SandboxError as error:
             if not started:
                 task_status.started(error)
-        except Exception:  # the boundary of a sandbox: a bug ends this one, not the service
+        except Exception:  # boundary of a sandbox: a bug ends this sandbox, not the service
             _log.exception("sandbox %s failed", sandbox.sandbox_id)
             if not started:
                 task_status.started(SandboxStartError(f"sandbox {sandbox.sandbox_id} failed; the log says why"))
@@ -101,7 +104,7 @@ class EngineMaker:
 
 @asynccontextmanager
 async def open_maker(backend: Backend, settings: SandboxSettings | None = None) -> AsyncGenerator[EngineMaker]:
-    """A maker for the time of the block."""
+    """Open a maker for the time of the block."""
     async with unwrapped_group() as tasks:
         yield EngineMaker(backend, tasks, settings or SandboxSettings())
         tasks.cancel_scope.cancel()
@@ -116,14 +119,14 @@ async def open_engine_host(
     settings: HostSettings | None = None,
     warm: Sequence[tuple[Spec, int]] = (),
 ) -> AsyncGenerator[LocalHost]:
-    """A host over this engine for the time of the block.
+    """Open a host over this engine for the time of the block.
 
     Args:
         backend: the engine.
-        identity: of the service that the host belongs to.
-        name: of the host; the machine's by default.
-        settings: how it keeps itself.
-        warm: how many of which kind to keep ready always.
+        identity: identity of the service that the host belongs to.
+        name: name of the host; the machine's name by default.
+        settings: settings of the host.
+        warm: pairs of a spec and the number of sandboxes of it that are always kept ready.
     """
     async with open_maker(backend) as maker:
         yield LocalHost(name or os.uname().nodename, maker, identity, settings=settings, warm=warm)

@@ -1,4 +1,4 @@
-"""What failed in a pool, and what is put aside for that: hosts, and kinds of sandboxes."""
+"""Failures of a pool, and the quarantine of hosts and kinds of sandboxes that keep failing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from flash.errors import SandboxBusyError, SandboxError, SandboxStartError
 _log = logging.getLogger(__name__)
 
 FAILURES_KEPT = 50
-"""Failures shown with their message."""
+"""Failures that are kept with their message."""
 MAX_FACTOR = 16
-"""How many cooldowns the longest quarantine lasts: 30 s become 8 min. A repaired host comes back without a restart."""
+"""Longest quarantine, as a multiple of the first one: 30 s become 8 min. A repaired host returns without a restart."""
 
 
 class _Record(msgspec.Struct):
+    """Failures of one key."""
+
     failures: int = 0
     factor: int = 1
     until: float = 0.0
@@ -31,20 +33,21 @@ class _Record(msgspec.Struct):
 
 
 class Quarantine:
-    """What keeps failing is left alone for a while. A pure state machine; the caller says what time it is.
+    """Quarantine of keys that keep failing. A pure state machine; the caller passes the time.
 
-    `threshold` failures in a row put a key (a host, an image) aside for `cooldown` seconds. Afterwards it is tried
-    again: a single further failure puts it aside for twice as long, up to `MAX_FACTOR` times, a success clears it.
+    `threshold` failures in a row put a key (a host, an image) in quarantine for `cooldown` seconds. Afterwards it is
+    tried again: one further failure puts it in quarantine for twice as long, up to `MAX_FACTOR` times `cooldown`. A
+    success clears its record.
     """
 
     def __init__(self, *, threshold: int, cooldown: float) -> None:
-        """`threshold` failures in a row; the first `cooldown` in seconds."""
+        """Create an empty quarantine. `threshold` counts failures in a row; `cooldown` is the first stay in seconds."""
         self._threshold = threshold
         self._cooldown = cooldown
         self._records: dict[str, _Record] = {}
 
     def failed(self, key: str, why: str, now: float) -> bool:
-        """Book a failure; whether the key is put aside by it."""
+        """Record a failure. Returns True if it puts the key in quarantine."""
         record = self._records.setdefault(key, _Record())
         record.failures += 1
         record.why = why
@@ -55,44 +58,44 @@ class Quarantine:
         return True
 
     def succeeded(self, key: str) -> None:
-        """It works again: its failures are forgotten."""
+        """Delete the record of a key that works again."""
         self._records.pop(key, None)
 
     def remaining(self, key: str, now: float) -> float:
-        """Seconds until the key is tried again; 0 when it is not in quarantine."""
+        """Return the seconds until the key is tried again; 0 if it is not in quarantine."""
         record = self._records.get(key)
         return max(0.0, record.until - now) if record else 0.0
 
     def why(self, key: str) -> str:
-        """What the last failure said."""
+        """Return the message of the last failure; "" if there was none."""
         record = self._records.get(key)
         return record.why if record else ""
 
     def listed(self, now: float) -> dict[str, float]:
-        """Every key in quarantine, with the seconds that remain."""
+        """Return every key in quarantine with its remaining seconds."""
         return {key: record.until - now for key, record in self._records.items() if record.until > now}
 
 
 class PoolFailure(msgspec.Struct, frozen=True):
-    """One failure of the infrastructure."""
+    """A failure of the infrastructure."""
 
     at: float
-    """Unix time."""
+    """Unix time of the failure."""
     cause: str
-    """Class of the error."""
+    """Name of the error's class."""
     where: str
-    """The host."""
+    """Name of the host."""
     message: str
 
 
 class PoolFailures:
-    """See the module.
+    """Failure records of a pool, and its two quarantines.
 
     Args:
-        threshold: failed starts in a row that put a host or a kind aside.
+        threshold: failed starts in a row that put a host or a kind in quarantine.
         cooldown: seconds of the first stay in quarantine.
-        wall: gives the unix time.
-        changed: told of each failure.
+        wall: returns the unix time.
+        changed: called after each failure.
     """
 
     def __init__(self, threshold: int, cooldown: float, wall: Callable[[], float], changed: Callable[[], None]) -> None:
@@ -101,36 +104,37 @@ class PoolFailures:
         self._bad_hosts = Quarantine(threshold=threshold, cooldown=cooldown)
         self._bad_kinds = Quarantine(threshold=threshold, cooldown=cooldown)
         self._good_kinds: set[str] = set()
-        """Started somewhere at least once."""
+        """Kinds that have started at least once on some host."""
         self.counts: Counter[str] = Counter()
-        """By class of error."""
+        """Number of failures by class of error."""
         self.recent: deque[PoolFailure] = deque(maxlen=FAILURES_KEPT)
 
     def images_put_aside(self) -> dict[str, str]:
-        """Images of the kinds in quarantine, and why."""
+        """Return the images of the kinds in quarantine, each with the last error message."""
         return {_image_of(kind): self._bad_kinds.why(kind) for kind in self._bad_kinds.listed(anyio.current_time())}
 
     def quarantine_left(self, name: str) -> float:
-        """Seconds until a host is tried again."""
+        """Return the seconds until a host is tried again; 0 if it is not in quarantine."""
         return self._bad_hosts.remaining(name, anyio.current_time())
 
     def why_put_aside(self, name: str) -> str:
-        """Why a host is in quarantine; empty when it is not."""
+        """Return the reason why a host is in quarantine; "" if it is not."""
         remaining = self.quarantine_left(name)
         return f"in quarantine for {remaining:.0f} s: {self._bad_hosts.why(name)}" if remaining else ""
 
     def started(self, lease: SandboxLease) -> None:
-        """A start succeeded: its host and its kind of sandbox are good again."""
+        """Record a successful start, which clears the failures of the host and of the kind."""
         kind = _kind(lease.spec)
         self._good_kinds.add(kind)
         self._bad_hosts.succeeded(lease.host)
         self._bad_kinds.succeeded(kind)
 
     def start_failed(self, lease: SandboxLease, error: SandboxError) -> bool:
-        """Book a failed start; whether the host is put aside by it.
+        """Record a failed start. Returns True if it puts the host in quarantine.
 
-        A kind of sandbox that never started is blamed itself: it may ask for what cannot be, and nobody else must
-        suffer from that. If it has started before, its host is blamed. A host without room is nobody's fault.
+        If this kind of sandbox has never started, the failure counts against the kind: its spec may be impossible, and
+        other kinds must not suffer from that. If it has started before, the failure counts against the host. A start
+        that failed for lack of room counts against neither.
         """
         self.failed(error, lease.host)
         if isinstance(error, SandboxBusyError):
@@ -142,7 +146,7 @@ class PoolFailures:
         return self._bad_hosts.failed(lease.host, str(error), now)
 
     def failed(self, error: SandboxError, where: str) -> None:
-        """Book a failure of the infrastructure."""
+        """Record a failure of the infrastructure, and log it."""
         cause = type(error).__name__
         self.counts[cause] += 1
         self.recent.append(PoolFailure(self._wall(), cause, where, str(error)))
@@ -150,7 +154,7 @@ class PoolFailures:
         self._changed()
 
     def refuse_bad_kind(self, spec: Spec) -> None:
-        """Answer at once where a start would only fail.
+        """Raise at once for a kind whose start would only fail.
 
         Raises:
             SandboxStartError: this kind is in quarantine.
@@ -164,7 +168,7 @@ class PoolFailures:
 
 
 def _kind(spec: Spec) -> str:
-    """The image, and a short mark of everything else that a start depends on."""
+    """Return the key of a kind: the image, and a short digest of everything else that a start depends on."""
     return f"{spec.image} {hashlib.sha256(warm_key(spec).encode()).hexdigest()[:16]}"
 
 

@@ -1,7 +1,7 @@
-"""What the pool needs of a host, and what a host needs of its engine.
+"""Protocols between the pool, its hosts and their engines.
 
-`Host` is the pool's side: a place with a capacity that starts sandboxes. `Maker` is the engine's side: it makes, finds
-and removes containers. `envs.sandbox.pool.local_host` stands between the two.
+`Host` is the pool's side: a place with a capacity that starts sandboxes. `Maker` is the engine's side: it creates,
+finds and removes containers. `envs.sandbox.pool.local_host` connects the two.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from envs.sandbox.sandbox import Sandbox
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What a sandbox is started for."""
+    """Order to a host to start a sandbox, or to recover one."""
 
     sandbox_id: str
-    """Its id, chosen before it exists."""
+    """Id of the sandbox, chosen before the sandbox exists."""
     lease: str
     owner: str
     spec: Spec
     snapshots: tuple[str, ...] = ()
-    """After a restart: the images made of it that somebody knows of."""
+    """Images made of this sandbox that are reported to a holder or used by forks. Set after a restart only."""
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """A host at one moment."""
+    """State of a host at one moment."""
 
     capacity: Demand
     accepts: bool = True
     why: str = ""
-    """Why it does not accept."""
+    """Reason why the host does not accept sandboxes; "" if it does."""
     warm: dict[str, int] = {}
-    """Ready sandboxes by `warm_key`."""
+    """Number of ready sandboxes by `warm_key`."""
     hits: int = 0
     misses: int = 0
     orphans_removed: int = 0
     load: MachineLoad | None = None
-    """None where it is not measured."""
+    """Load of the host's machine; None if it is not measured."""
 
 
 Settled = Callable[[str, Sandbox | None], None]
-"""Told of the id of a sandbox of an earlier run: the sandbox, or None where it is lost."""
+"""Callback for a sandbox of an earlier run: its id, and the sandbox, or None if it is lost."""
 
 
 def ignore(*_: object) -> None:
-    """Where nobody wants to be told."""
+    """Do nothing: a callback for callers that need no notification."""
 
 
 class Host(Protocol):
@@ -63,42 +63,43 @@ class Host(Protocol):
     def name(self) -> str: ...
 
     def report(self) -> HostReport:
-        """What is known of it now."""
+        """Return the current state of the host."""
         ...
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """A ready sandbox of this kind, which is the caller's from now on."""
+        """Take a ready sandbox of this kind, which belongs to the caller from then on; None if there is none."""
         ...
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start one. Leaves nothing behind when it fails or is cancelled.
+        """Start a sandbox. Leaves nothing behind if the start fails or is cancelled.
 
         Raises:
-            SandboxError: it cannot be started.
+            SandboxError: the sandbox cannot be started.
         """
         ...
 
     async def forget(self, image: str) -> None:
-        """Remove a snapshot. What cannot be removed now is removed when its time is over."""
+        """Remove a snapshot. If that fails now, it is removed later."""
         ...
 
     async def recover(
         self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
     ) -> dict[str, Sandbox]:
-        """After a restart: the sandboxes of these tickets that still live, by id.
+        """Recover the sandboxes of these tickets after a restart. Returns those that still live, by id.
 
-        All other sandboxes of ours are removed, and so are snapshots of these that nobody was told of. Calls `answered`
-        once it can start others, and `settled` for each ticket as soon as it is known: no sandbox waits for another.
+        All other sandboxes of this service are removed, and so are snapshots of these sandboxes that were never
+        reported to a holder. Calls `answered` once the host can start other sandboxes. Calls `settled` for each ticket
+        as soon as its result is known, so no lease waits for the recovery of another.
         """
         ...
 
     async def run(self, changed: Callable[[], None], *, task_status: TaskStatus[None]) -> None:
-        """Do the host's own work until cancelled; call `changed` when its report has changed."""
+        """Do the host's own work until cancelled. Calls `changed` when the report has changed."""
         ...
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Which service this is, as its containers' labels say."""
+    """Identity of a service, as in the labels of its containers."""
 
     service: str
     lock: str
@@ -107,12 +108,12 @@ class Identity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, service: str, lock: OwnerLock) -> Identity:
-        """For a service that holds its lock."""
+        """Return the identity of a service that holds its lock."""
         return cls(service, str(lock.path), machine(), uuid4().hex[:12])
 
 
 class Container(msgspec.Struct, frozen=True):
-    """One container, or the image that a snapshot is, as the engine lists it."""
+    """A container, or the image of a snapshot, as the engine lists it."""
 
     id: str
     labels: Mapping[str, str]
@@ -121,76 +122,89 @@ class Container(msgspec.Struct, frozen=True):
 
 
 class Maker(Protocol):
-    """Makes sandboxes on one engine."""
+    """Creates sandboxes on one engine."""
 
     async def capacity(self) -> Demand:
-        """What the engine's machine has. Raises SandboxError when the engine does not answer the first time."""
+        """Return the resources of the engine's machine.
+
+        Raises:
+            SandboxError: the engine does not answer the first time.
+        """
         ...
 
     def load(self) -> MachineLoad | None:
-        """What the engine's machine does; None where that is not this machine."""
+        """Return the load of the engine's machine; None if that is another machine than this one."""
         ...
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """A started sandbox with these labels. Raises SandboxError."""
+        """Start a sandbox with these labels.
+
+        Raises:
+            SandboxError: the sandbox cannot be started.
+        """
         ...
 
     async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
-        """Take over a running container. Raises SandboxError when it does not answer."""
+        """Take over a running container.
+
+        Raises:
+            SandboxError: the container does not answer.
+        """
         ...
 
     async def containers(self) -> list[Container]:
-        """Every container and snapshot with one of our labels, whoever made it, running or not."""
+        """Return every container and snapshot that has our labels, of any service, running or not."""
         ...
 
     async def remove(self, id: str, *, image: bool) -> None:
-        """Remove a container, whatever it does, or an image. Nothing when it is gone."""
+        """Remove an image, or a container, running or not. Does nothing if it is gone."""
         ...
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a host keeps itself."""
+    """Settings of a host."""
 
     cpu_factor: float = 4.0
-    """CPUs promised per CPU there: a sandbox of a rollout waits for the model most of the time."""
+    """CPUs promised per CPU of the machine: a sandbox of a rollout waits for the model most of the time."""
     memory_factor: float = 0.8
-    """Share of the memory that may be promised."""
+    """Share of the machine's memory that may be promised."""
     memory_reserve: float = 0.05
-    """Share of the machine's memory that must be free, whoever uses the rest, for more sandboxes to start."""
+    """Share of the machine's memory that must be free, whatever uses the rest, for more sandboxes to start."""
     starts_at_once: int = 8
-    """Sandboxes started at the same time."""
+    """Most sandboxes that start at the same time."""
     look_s: float = 15.0
-    """Seconds between two looks at the engine's list of containers."""
+    """Seconds between two checks of the engine's list of containers."""
     answer_s: float = 20.0
-    """Seconds for the engine to answer a look."""
+    """Seconds that the engine has to answer a check."""
     adopt_s: float = 15.0
-    """Seconds for one sandbox of an earlier run to be taken over; all at the same time."""
+    """Seconds to take over one sandbox of an earlier run. All are taken over at the same time."""
     start_s: float = 120.0
-    """Seconds for one sandbox to start."""
+    """Seconds that one sandbox has to start."""
     close_s: float = 30.0
-    """Seconds for one container to be removed."""
+    """Seconds that removing one container may take."""
     orphan_grace_s: float = 60.0
-    """Seconds for a service that died to come back before others remove its containers."""
+    """Seconds that a service which died has to restart before other services remove its containers."""
     snapshot_s: float = 86_400.0
-    """Seconds that a snapshot is kept beyond the life of the sandbox that it was made of."""
+    """Seconds that a snapshot is kept beyond the deadline of the sandbox that it was made of."""
     warm_age_s: float = 1800.0
     """Seconds after which a ready sandbox is replaced by a new one."""
     idle_warm_s: float = 300.0
-    """Seconds for which a kind that was asked for is kept ready."""
+    """Seconds after its last request for which a kind is kept ready."""
     warm_max: int = 16
-    """Most sandboxes of one kind kept ready because they were asked for."""
+    """Most sandboxes of one kind that are kept ready because of requests."""
 
 
 def warm_key(spec: Spec) -> str:
-    """Equal for specs that can share a ready sandbox: how long it may live is decided by who takes it."""
+    """Return a key that is equal for specs that can share a ready sandbox."""
+    # The lifetimes are left out: the lease that takes the sandbox enforces them.
     return msgspec.json.encode(msgspec.structs.replace(spec, deadline_s=1.0, idle_s=None), order="sorted").decode()
 
 
 def new_sandbox_id() -> str:
-    """The name of a container to be."""
+    """Return a new id for a sandbox, which is also the name of its container."""
     return f"flash-{uuid4().hex[:20]}"
 
 
 def demand(spec: Spec) -> Demand:
-    """What a sandbox of this spec is promised."""
+    """Return the resources that are promised to a sandbox of this spec."""
     return Demand(max(1, round(spec.cpus * 1000)), spec.memory_mib)

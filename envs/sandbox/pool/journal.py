@@ -1,13 +1,13 @@
-"""The journal: which lease has which sandbox, kept so that a restarted service can go on with them.
+"""Journal: records which lease has which sandbox, so that a restarted service can go on with them.
 
-Two records with two tasks. *Labels* on the containers are the truth about what exists: the engine writes them together
-with the container, any process can read them, and nothing can be made without them. But they can never be changed, and
-a sandbox that was made ahead learns only later whose it is. So the *journal* is the truth about who holds what: one row
-per lease, written before the side effect it announces, and one per snapshot that somebody was told of, written before
-they are. After a restart a row without a container is a lease that was lost, and a container without a row is removed.
-Neither can leak the other.
+There are two records. *Labels* on the containers show what exists: the engine writes them together with the container,
+any process can read them, and no container exists without them. But they can never be changed, and a sandbox that was
+created ahead gets its lease only later. So the *journal* shows who holds what. It has one row per lease, written before
+the side effect that it announces, and one per snapshot, written before the snapshot is reported to its holder. After a
+restart, a row without a container is a lost lease, and a container without a row is removed. So neither a row nor a
+container can leak.
 
-SQLite in WAL mode: a row survives `kill -9` without an fsync; after a power cut the containers are gone as well.
+SQLite runs in WAL mode: a row survives `kill -9` without an fsync. After a power cut the containers are gone as well.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from flash.errors import ConfigError
 _T = TypeVar("_T")
 
 BUSY_S = 5.0
-"""How long to wait for another reader of the file, seconds."""
+"""Seconds to wait for another reader of the file."""
 
 
 class Entry(LeaseOrder, frozen=True, kw_only=True):
-    """One lease, as it is remembered. A renewal begins anew after a restart: nobody could renew meanwhile."""
+    """Row of one lease. A restart renews the lease, because its holder could not renew it meanwhile."""
 
     lease: str
     hard_until: float
-    """Unix time at which it ends in any case."""
+    """Unix time at which the lease ends in any case."""
     host: str = ""
-    """Where the sandbox is; "" while it waits."""
+    """Host of the sandbox; "" while the lease waits."""
     sandbox_id: str = msgspec.field(default="", name="box")
-    """The sandbox; "" while it waits."""
+    """Id of the sandbox; "" while the lease waits."""
     ready: bool = False
-    """The holder may have it. Without, it was being made."""
+    """True if the holder may have the sandbox; False if it was still being started."""
     generation: int = 0
-    """How often the sandbox was made again."""
+    """Number of times the sandbox was replaced after a loss."""
     parent: str = ""
-    """The lease whose sandbox this one was forked from: it ends with that one."""
+    """Id of the lease whose sandbox this one was forked from, and with which it ends; "" if it is no fork."""
     snapshots: tuple[tuple[str, str], ...] = ()
-    """Images that its forks began from, and their hosts: removed with it."""
+    """Images that its forks began from, each with its host. They are removed with the lease."""
 
 
 def entry_of(lease: SandboxLease, wall: float) -> Entry:
-    """A lease as it is remembered; `wall` is the unix time."""
+    """Return the row of a lease. `wall` is the unix time."""
     left = lease.spec.deadline_s if math.isinf(lease.hard_until) else lease.hard_until - anyio.current_time()
     return Entry(
         **msgspec.structs.asdict(lease.order),
@@ -68,54 +68,54 @@ def entry_of(lease: SandboxLease, wall: float) -> Entry:
 
 
 def lease_of(entry: Entry, wall: float) -> SandboxLease:
-    """A lease of an earlier run, as far as the journal knows it. It has no sandbox yet."""
+    """Create the lease of a row of an earlier run. It has no sandbox yet. `wall` is the unix time."""
     lease = SandboxLease(entry.lease, msgspec.convert(entry, LeaseOrder, from_attributes=True))
     lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
     lease.snapshots = [*entry.snapshots]
     if entry.ready:
-        # Never more than a whole life: the wall clock may have been set back meanwhile.
+        # At most one whole lifetime: the wall clock may have been set back meanwhile.
         left = min(entry.hard_until - wall, entry.spec.deadline_s)
         lease.hard_until = anyio.current_time() + left
     return lease
 
 
 class KeptSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One snapshot that the holder of a lease was told of. It outlives the lease."""
+    """Row of one snapshot that was reported to the holder of a lease. The snapshot outlives the lease."""
 
     image: str
     snapshot_id: str
     host: str
     token: str
-    """Name of the bearer token that may use and remove it; "" inside one process."""
+    """Name of the bearer token that may use and remove the snapshot; "" inside one process."""
     owner: str
     lease: str
-    """The lease whose sandbox it was made of."""
+    """Id of the lease whose sandbox it was made of."""
     size: int
     """Bytes beyond the image that the sandbox began from."""
     made_at: float
-    """Unix time."""
+    """Unix time at which the snapshot was made."""
     until: float
-    """Unix time at which it is removed."""
+    """Unix time at which the snapshot is removed."""
 
 
 class JournalTable(Protocol[_T]):
-    """Rows by their keys: each write is done when its call returns."""
+    """Rows by key. A write is complete when the call returns."""
 
     async def put(self, key: str, row: _T) -> None:
-        """Remember a row, in place of an earlier one of the same key."""
+        """Write a row. Replaces the row that has the same key."""
         ...
 
     async def drop(self, key: str) -> None:
-        """Forget a row; nothing when there is none."""
+        """Delete a row. Does nothing if there is none."""
         ...
 
     async def load(self) -> list[_T]:
-        """Every row that is remembered, in the order in which they were put."""
+        """Return all rows, in the order in which they were written."""
         ...
 
 
 class PoolJournal(Protocol):
-    """Where leases, and snapshots by their images, are remembered."""
+    """Tables of leases by id, and of snapshots by image."""
 
     @property
     def leases(self) -> JournalTable[Entry]: ...
@@ -125,7 +125,7 @@ class PoolJournal(Protocol):
 
 
 class MemoryTable(Generic[_T]):
-    """Remembers for as long as the process lives."""
+    """A table that lasts as long as the process."""
 
     def __init__(self) -> None:
         self.rows: dict[str, _T] = {}
@@ -149,7 +149,7 @@ class MemoryPoolJournal:
 
 
 class SqliteTable(Generic[_T]):
-    """Rows of a file, whose calls run in a worker thread."""
+    """A table of the file. Its calls run in a worker thread."""
 
     def __init__(self, journal: SqliteJournal, name: str, key: str, kind: type[_T]) -> None:
         self._journal = journal
@@ -164,7 +164,10 @@ class SqliteTable(Generic[_T]):
         await self._journal.run(f"DELETE FROM {self._name} WHERE {self._key} = ?", key)
 
     async def load(self) -> list[_T]:
-        """Those that this version of the code can read; the sandbox of another one's is removed."""
+        """Return the rows that this version of the code can read.
+
+        Other rows are skipped: the sandboxes of such leases are removed as containers without a lease.
+        """
         found: list[_T] = []
         for (row,) in await self._journal.run(f"SELECT entry FROM {self._name} ORDER BY rowid"):
             with suppress(msgspec.DecodeError):
@@ -173,13 +176,13 @@ class SqliteTable(Generic[_T]):
 
 
 class SqliteJournal:
-    """Both tables in a file. Calls run one at a time and in their order."""
+    """Both tables in a file. Calls run one at a time, in their order."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file.
+        """Open or create the file.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: the file cannot be opened.
         """
         self._limiter = anyio.CapacityLimiter(1)
         self.leases = SqliteTable(self, "leases", "lease", Entry)
@@ -196,14 +199,18 @@ class SqliteJournal:
         self._connection.close()
 
     async def run(self, query: str, *values: str | bytes) -> list[tuple[Any, ...]]:
-        """What a query gives."""
+        """Run a query and return its rows."""
         return await anyio.to_thread.run_sync(
             lambda: self._connection.execute(query, values).fetchall(), limiter=self._limiter
         )
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open or make the tables. Raises sqlite3.Error; nothing stays open then."""
+    """Open the file and create missing tables. On an error nothing stays open.
+
+    Raises:
+        sqlite3.Error: the file cannot be opened.
+    """
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode=WAL")

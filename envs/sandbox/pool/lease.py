@@ -1,12 +1,12 @@
-"""A lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
+"""Lease: one holder's right to a sandbox, from its order to its end.
 
-`SandboxLease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it keeps the lease
-from idling while a call is in progress, and tells the holder of a loss exactly once. After a sandbox was made again,
-the next call raises SandboxLostError, unless a call was in progress and has told already: nobody goes on in an empty
-sandbox without knowing. A call that was cancelled has told nobody.
+`SandboxLease` is state without tasks; the pool changes it. While a call is in progress the lease does not idle. The
+holder learns of each loss exactly once: after a sandbox was replaced, the next call raises SandboxLostError, unless a
+call that was in progress has raised it already. So no holder goes on in an empty sandbox without knowing. A call that
+was cancelled has not reported the loss.
 
-A broken link ends the calls in progress with the same error as a loss. Which of the two it was, the next call finds
-out: a sandbox that answers again is used again.
+A broken connection ends the calls in progress with the same error as a loss. The next call finds out which of the two
+it was: a sandbox that answers again is used again.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, San
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
 
 REMADE_WAIT_S = 20.0
-"""Seconds for which a call waits while its lost sandbox is made again: less than callers wait beyond their timeout."""
+"""Seconds for which a call waits while its lost sandbox is replaced. Shorter than a caller waits beyond its timeout."""
 PROBE_S = 5.0
-"""Seconds for a sandbox to answer whether it was lost, or only its link broke."""
+"""Seconds that a sandbox has to answer the probe that finds out if it was lost, or only its connection broke."""
 
 
 class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for."""
+    """An order of one lease."""
 
     spec: Spec
     owner: str
     token: str = ""
-    """Name of the bearer token that may use it; "" inside one process."""
+    """Name of the bearer token that may use the lease; "" inside one process."""
     priority: int = 0
     on_lost: OnLost = "fail"
     lease_s: float | None = None
-    """Seconds that a renewal lasts; None: for ever."""
+    """Seconds that a renewal lasts; None: the lease needs no renewal."""
     key: str = ""
-    """The request's idempotency key."""
+    """Idempotency key of the request; "" if it has none."""
 
 
 class SandboxLease:
-    """One right to one sandbox. Times are seconds on the loop's clock."""
+    """Right to one sandbox. Times are seconds on the event loop's clock."""
 
     def __init__(self, id: str, order: LeaseOrder) -> None:
         self.id = id
@@ -59,46 +59,48 @@ class SandboxLease:
         self.lease_s = math.inf if order.lease_s is None else order.lease_s
         self.state: LeaseState = "queued"
         self.reason = ""
-        """Why it is in this state."""
+        """Reason for the current state."""
         self.ending = "it was given back"
-        """Why it is to end."""
+        """Reason why the lease ends."""
         self.error: SandboxError | None = None
-        """What ended it, if it failed."""
+        """Error that ended the lease; None if it has not failed."""
         self.sandbox: Sandbox | None = None
         self.host = ""
         self.generation = 0
         self.until = anyio.current_time() + self.lease_s
         self.hard_until = math.inf
-        """Set when the sandbox is ready: its life begins then."""
+        """Time at which the lease ends in any case. Set when the sandbox is first ready, since its lifetime begins
+        then."""
         self.created_at = time.time()
         self.scope = anyio.CancelScope()
-        """Around the task that serves it."""
+        """Cancel scope around the task that serves the lease."""
         self.granted = anyio.Event()
         self.done = anyio.Event()
-        """Nothing is left of it."""
+        """Set when the sandbox is closed and all records of the lease are removed."""
         self.parent = ""
-        """The lease that it is a fork of."""
+        """Id of the lease that this one is a fork of; "" if it is no fork."""
         self.children: list[SandboxLease] = []
-        """Forks: they end with it."""
+        """Leases of the forks, which end with this lease."""
         self.snapshots: list[tuple[str, str]] = []
-        """Images that its forks began from, and their hosts: removed after them."""
+        """Images that the forks began from, each with its host. They are removed after the forks."""
         self.sandbox_id = ""
-        """The sandbox's id in the journal, from before it is made."""
+        """Id of the sandbox in the journal, chosen before the sandbox is created."""
         self.cleared = False
-        """Its snapshots are removed and its entry in the journal dropped: nothing may be added any more."""
+        """True once the lease's snapshots are being removed and its journal entry deleted: nothing may be written any
+        more."""
         self.starts = 0
-        """Failed ones in a row."""
+        """Failed starts in a row."""
         self.uses = 0
-        """In progress."""
+        """Calls in progress."""
         self._last_use = anyio.current_time()
         self._changed = anyio.Event()
         self._untold: tuple[Sandbox | None, SandboxLostError] | None = None
-        """A lost sandbox, and what its holder is to be told."""
+        """A lost sandbox, and the error that the holder's next call raises."""
         self._told: Sandbox | None = None
-        """The sandbox of whose loss the holder knows."""
+        """Sandbox whose loss the holder already knows."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
-        """Move on, and wake everybody who waits for that."""
+        """Change the state, and wake every task that waits for a change."""
         self.state, self.reason = state, reason
         if state == "ready":
             self._last_use = anyio.current_time()
@@ -106,12 +108,12 @@ class SandboxLease:
         self._changed = anyio.Event()
 
     async def settled(self) -> None:
-        """Return once it neither waits nor starts."""
+        """Wait until the lease is neither queued nor starting."""
         while self.state in ("queued", "starting"):
             await self._changed.wait()
 
     async def _remade(self) -> None:
-        """Return once it neither waits nor starts, and has a sandbox of whose loss nobody knows."""
+        """Wait until the lease is settled and its sandbox is not one whose loss the holder knows."""
         while True:
             changed, sandbox = self._changed, self.sandbox
             if self.state in ("queued", "starting"):
@@ -121,26 +123,26 @@ class SandboxLease:
             elif await _answers(sandbox):
                 self._told = None if self._told is sandbox else self._told
             else:
-                # A link that is mended changes no state: so it is asked again after a while.
+                # A connection that works again changes no state, so the sandbox is probed again after a while.
                 with anyio.move_on_after(PROBE_S):
                     await changed.wait()
 
     async def change(self) -> None:
-        """Return at the next change of state."""
+        """Wait for the next change of state."""
         await self._changed.wait()
 
     def renew(self) -> None:
-        """The holder is still there."""
+        """Extend the lease by `lease_s` from now: the holder is still there."""
         self.until = anyio.current_time() + self.lease_s
 
     def end(self, reason: str, error: SandboxError | None = None) -> None:
-        """Let the serving task end it. The first reason stays."""
+        """Cancel the task that serves the lease, so that it ends. Only the first reason is kept."""
         if not self.scope.cancel_called:
             self.ending, self.error = reason, error
             self.scope.cancel()
 
     def due(self) -> tuple[float, str]:
-        """When it ends unless something happens, and why that would be."""
+        """Return the time at which the lease ends if nothing happens, and the reason."""
         idle = math.inf
         if self.spec.idle_s is not None and self.state == "ready":
             idle = (anyio.current_time() if self.uses else self._last_use) + self.spec.idle_s
@@ -152,12 +154,12 @@ class SandboxLease:
         return min(times)
 
     def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
-        """The sandbox is gone. The next call says so, unless one that was in progress has, or still does."""
+        """Record the loss of the sandbox. The next call raises `error`, unless the holder knows of the loss."""
         self._untold = None if sandbox is not None and sandbox is self._told else (sandbox, error)
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
-        """The sandbox for one call of its holder."""
+        """Hold the sandbox for one call of the lease's holder."""
         sandbox = await self._usable()
         self.uses += 1
         try:
@@ -172,6 +174,7 @@ class SandboxLease:
             self._last_use = anyio.current_time()
 
     async def _usable(self) -> Sandbox:
+        """Return the sandbox once the holder may use it, or raise the error that prevents it."""
         if self._untold is not None:
             (_, error), self._untold = self._untold, None
             raise error
@@ -187,7 +190,7 @@ class SandboxLease:
 
 
 async def _answers(sandbox: Commands) -> bool:
-    """Whether a sandbox of which a call said that it is lost is there after all."""
+    """Return True if a sandbox that a call reported as lost still answers."""
     try:
         with anyio.move_on_after(PROBE_S):
             await sandbox.run(["true"], timeout=PROBE_S)

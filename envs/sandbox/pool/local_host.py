@@ -1,10 +1,10 @@
-"""A host over the container engine of this machine.
+"""LocalHost: a host over one container engine.
 
-It adds what one host does on its own: it keeps sandboxes ready (the warm pool), watches the engine, and removes
-containers that nobody owns.
+It does the work of one host: it keeps sandboxes ready (the warm pool), checks the engine's health, and removes
+containers without an owner.
 
-Conservation: every container that carries our service's label is known here (starting, ready or in use) or removed at
-the next look. So a close that failed, or a start whose answer was lost, cannot leak.
+Conservation: every container with our service's label is known here (starting, ready or in use), or is removed at the
+next check. So neither a failed close nor a start whose response was lost can leak a container.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Ready(msgspec.Struct):
+    """A warm sandbox that waits for a request."""
+
     sandbox: Sandbox
     key: str
     expires: float
-    """On the loop's clock."""
+    """Time on the event loop's clock at which it is replaced."""
 
 
 class LocalHost:
@@ -65,7 +67,10 @@ class LocalHost:
         alive: Callable[[Labels, str], OwnerAlive] = owner_alive,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`warm`: how many of which kind to keep ready always. `alive` and `wall` are replaced in tests."""
+        """Create a host. Only tests replace `alive` and `wall`.
+
+        `warm` lists pairs of a spec and the number of sandboxes of it that are always kept ready.
+        """
         self._name = name
         self._maker = maker
         self._identity = identity
@@ -78,7 +83,7 @@ class LocalHost:
         self._capacity = NOTHING
         self._why = "the engine was not asked yet"
         self._known: dict[str, Demand] = {}
-        """Every sandbox of ours, from before it is made until its container is gone."""
+        """Demand of each of our sandboxes by its id, from before it is created until its container is gone."""
         self._ready: list[_Ready] = []
         self._warming: dict[str, int] = {}
         self._load: MachineLoad | None = None
@@ -88,14 +93,14 @@ class LocalHost:
         self._changed: Callable[[], None] = lambda: None
         self._tasks: TaskGroup | None = None
         self._unwatched: list[tuple[str, Sandbox]] = []
-        """Adopted before `run` began."""
+        """Sandboxes that were adopted before `run` began."""
 
     @property
     def name(self) -> str:
         return self._name
 
     def report(self) -> HostReport:
-        """What is known of it now."""
+        """Return the current state of the host."""
         ready: dict[str, int] = {}
         for each in self._ready:
             ready[each.key] = ready.get(each.key, 0) + 1
@@ -112,7 +117,8 @@ class LocalHost:
         )
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """A ready sandbox of this kind. Forks are not kept ready: nobody asks for theirs again."""
+        """Take a ready sandbox of this kind; None if there is none."""
+        # Sandboxes that begin with a snapshot are not kept ready: the snapshot of a fork is not requested again.
         if from_snapshot(spec):
             return None
         key = warm_key(spec)
@@ -125,14 +131,15 @@ class LocalHost:
         return found.sandbox if found else None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start one, in place of ready ones where there is no room."""
+        """Start a sandbox. Closes ready sandboxes first if there is no room."""
         self._known[ticket.sandbox_id] = demand(ticket.spec)
         try:
             while self._ready and not self._committed().fits(self._capacity):
                 await self._discard(self._ready.pop(0))
             return await self._make(ticket, self._wall() + ticket.spec.deadline_s)
         except BaseException:
-            # Also when cancelled: what the engine may have made in spite of it is removed at the next look.
+            # Also when cancelled: the engine may have created the container all the same, and the next check removes a
+            # container that is not in `_known`.
             self._known.pop(ticket.sandbox_id, None)
             raise
 
@@ -142,13 +149,18 @@ class LocalHost:
     async def recover(
         self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
     ) -> dict[str, Sandbox]:
-        """Adopt what still runs of these; remove the rest of ours."""
+        """Adopt the sandboxes of `tickets` that still run, and remove all other containers of this service.
+
+        Raises:
+            SandboxError, TimeoutError: the engine does not answer.
+        """
         with anyio.fail_after(self._settings.answer_s):
             self._capacity = self._promised(await self._maker.capacity())
             containers = await self._maker.containers()
         self._why = ""
         made = [each for each in containers if not each.image and self._reaper.is_ours(each)]
-        # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
+        # While a snapshot is being made, a second container has the labels of its sandbox. It never runs. The running
+        # one is sorted last, so it is the one that stays in the dict.
         ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(made, key=lambda each: each.running)}
         adopted: dict[str, Sandbox] = {}
         lost: set[str] = set()
@@ -183,7 +195,8 @@ class LocalHost:
                         lost.add(ticket.sandbox_id)
                         settled(ticket.sandbox_id, None)
         finally:
-            # Also when the pool ends meanwhile: the next start goes on with what leases have, and knows of no other.
+            # Also when the pool ends meanwhile: the next run recovers only the containers that leases have, and does
+            # not know of others.
             with anyio.CancelScope(shield=True):
                 kept = {ours[id].id for id in {ticket.sandbox_id for ticket in tickets} - lost}
                 self._reaper.restored(tickets)
@@ -194,7 +207,7 @@ class LocalHost:
     async def run(
         self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep sandboxes ready, look after the engine and its containers. At the end close what stands ready."""
+        """Keep sandboxes ready, check the engine and its containers. Closes the ready sandboxes at the end."""
         self._changed = changed
         try:
             async with anyio.create_task_group() as tasks:
@@ -247,7 +260,7 @@ class LocalHost:
             self._tasks.start_soon(self._until_ended, sandbox_id, sandbox)
 
     async def _until_ended(self, sandbox_id: str, sandbox: Sandbox) -> None:
-        """Forget a sandbox once it has ended, and its place on the shelf."""
+        """Remove a sandbox from the records once it has ended."""
         await sandbox.wait_ended()
         self._known.pop(sandbox_id, None)
         self._ready = [each for each in self._ready if each.sandbox is not sandbox]
@@ -272,7 +285,7 @@ class LocalHost:
     # ---- warm pool
 
     async def _keep_warm(self) -> None:
-        """Have as many sandboxes ready as the policy wants.
+        """Keep as many sandboxes ready as the policy wants, until cancelled.
 
         Consumes requests and ends of sandboxes. Waits for one of them, or for the moment at which a target falls or a
         ready sandbox grows too old. Produces ready sandboxes.
@@ -293,7 +306,7 @@ class LocalHost:
                 await self._wake.wait()
 
     def _surplus(self, targets: Mapping[str, int], now: float) -> list[_Ready]:
-        """What is too old or too many, the oldest first."""
+        """Return the ready sandboxes that are too old, or too many of their kind. The newest of each kind are kept."""
         left = dict(targets)
         surplus: list[_Ready] = []
         for ready in sorted(self._ready, key=lambda each: -each.expires):
@@ -304,7 +317,7 @@ class LocalHost:
         return surplus
 
     def _warm_up(self, key: str, target: int, now: float) -> None:
-        """Start as many as are missing and fit."""
+        """Start the missing ready sandboxes of one kind, as many as fit."""
         assert self._tasks is not None
         spec = self._specs[key]
         have = sum(each.key == key for each in self._ready) + self._warming.get(key, 0)
@@ -318,6 +331,7 @@ class LocalHost:
             have += 1
 
     async def _make_ready(self, key: str, spec: Spec, sandbox_id: str) -> None:
+        """Create one sandbox and add it to the ready ones."""
         age = self._settings.warm_age_s
         lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
         kept = False
@@ -339,6 +353,7 @@ class LocalHost:
             self._changed()
 
     def _next_wake(self, now: float) -> float | None:
+        """Return the seconds until the targets, ages or quarantines change next; None: never by time alone."""
         times = [ready.expires - now for ready in self._ready]
         times += [self._warm_failures.remaining(key, now) for key in self._warm_failures.listed(now)]
         if (change := self._policy.next_change(now)) is not None:
@@ -348,10 +363,10 @@ class LocalHost:
     # ---- looking after the engine
 
     async def _look_after(self) -> None:
-        """See whether the engine answers, and remove what nobody owns.
+        """Check if the engine answers, and remove containers without an owner, until cancelled.
 
-        Consumes the engine's list of containers. Waits `look_s` between two looks: the engine tells nobody of a
-        container that its owner forgot. Produces removals, and the answer to whether this host takes sandboxes.
+        Consumes the engine's list of containers. Waits `look_s` between two checks: the engine sends no event for a
+        container that its owner forgot. Produces removals, and the state that decides if this host takes sandboxes.
         """
         while True:
             try:
@@ -367,7 +382,10 @@ class LocalHost:
             await anyio.sleep(self._settings.look_s)
 
     def _too_full(self) -> str:
-        """Why the machine has no memory for one more, whatever was promised: other programs run there too."""
+        """Return a message if the machine has too little free memory for another sandbox, else "".
+
+        The reserved memory alone does not show this, because other programs run on the machine too.
+        """
         if self._load is None:
             return ""
         free, whole = self._load.memory_mib - self._load.memory_used_mib, self._load.memory_mib
@@ -376,6 +394,7 @@ class LocalHost:
         return f"its machine has {free} of {whole} MiB of memory free; sandboxes wait until others let go of some"
 
     def _set_health(self, why: str) -> None:
+        """Record why the host takes no sandboxes ("" if it does), and notify the pool."""
         if why and not self._why:
             _log.warning("host %s takes no sandboxes: %s", self._name, why)
         if bool(why) != bool(self._why):

@@ -1,10 +1,11 @@
-"""Who owns a container, and whether the owner still lives: labels, and a lock that dies with its process.
+"""Ownership of containers: labels that name the owner, and a lock that shows if the owner still runs.
 
-Every container carries `Labels` from the moment it exists; the engine writes them together with the container, so that
-no crash can separate the two. They say which service made it, and the last moment it may exist. Whether that service
-still runs is told by its lock file: the kernel drops the lock with the process, also after `kill -9`.
+Every container carries `Labels` from the moment it exists: the engine writes them together with the container, so that
+no crash can separate the two. The labels name the service that created the container, and its deadline. The service's
+lock file shows if it still runs: the kernel releases the lock when the process ends, also after `kill -9`.
 
-`verdict` decides alone from these, the same in every process that can reach the engine: any survivor can clean up.
+`verdict` decides from these alone, so every process that can reach the engine decides alike: any service that still
+runs can clean up after another one.
 """
 
 from __future__ import annotations
@@ -22,43 +23,43 @@ import msgspec
 from flash.errors import ConfigError
 
 PREFIX = "flash.sandbox."
-"""Begins the name of every label of ours."""
+"""Prefix of the names of all our labels."""
 
 MARGIN_S = 60.0
 """Seconds past its deadline after which a container of an unknown owner is removed: clocks of two machines differ."""
 
 
 _FLOCK = "@hhqqi0q"
-"""`struct flock`: type, whence, start, length, process."""
+"""Layout of `struct flock`: type, whence, start, length, process."""
 
 
 class Labels(msgspec.Struct, frozen=True):
-    """What a container's labels say."""
+    """Labels of a container, parsed."""
 
     sandbox_id: str = msgspec.field(name="box")
-    """The sandbox it is."""
+    """Id of the sandbox that the container is."""
     service: str
-    """Who made it; the same after a restart of that service."""
+    """Name of the service that created it; unchanged by a restart of that service."""
     deadline: float
-    """Unix time after which it must not exist."""
+    """Unix time after which the container must not exist."""
     lock: str
-    """The lock file that the owner holds while it runs."""
+    """Path of the lock file that the service holds while it runs."""
     machine: str
-    """Where that file is: the boot of the machine."""
+    """Boot id of the machine that the lock file is on."""
     lease: str = ""
-    """For whom it was made; "" when it was made ahead of any request."""
+    """Id of the lease that it was created for; "" if it was created ahead of any request."""
     owner: str = ""
-    """On whose behalf."""
+    """Owner of that lease; "" if there is none."""
     run: str = ""
-    """The start of the service that made it."""
+    """Id of the run of the service that created it: each start has another one."""
 
     def as_dict(self) -> dict[str, str]:
-        """The labels of a container."""
+        """Return the labels as an engine takes them."""
         return {PREFIX + name: str(value) for name, value in msgspec.to_builtins(self).items()}
 
     @classmethod
     def read(cls, labels: Mapping[str, str]) -> Labels | None:
-        """From a container's labels; None when they are not ours, or damaged."""
+        """Parse a container's labels; None if they are not ours, or damaged."""
         ours = {name.removeprefix(PREFIX): value for name, value in labels.items() if name.startswith(PREFIX)}
         try:
             return msgspec.convert(ours, cls, strict=False)
@@ -67,28 +68,29 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 class OwnerAlive(Enum):
-    """What is known of a container's owner."""
+    """Liveness of a container's owner."""
 
     YES = "yes"
     NO = "no"
     UNKNOWN = "unknown"
-    """It runs, or ran, on another machine."""
+    """The owner runs, or ran, on another machine, or its lock file cannot be read."""
 
 
 class OwnerVerdict(Enum):
-    """What to do with a container."""
+    """Decision about a container."""
 
     KEEP = "keep"
     ORPHAN = "orphan"
-    """Its owner is gone. To be removed unless the owner comes back within a grace."""
+    """The owner is gone: remove the container unless the owner restarts within the grace period."""
     REMOVE = "remove"
-    """Its time is over."""
+    """The deadline has passed."""
 
 
 def verdict(labels: Labels, alive: OwnerAlive, now: float) -> OwnerVerdict:
-    """What to do with somebody else's container at unix time `now`.
+    """Decide about a container of another service at unix time `now`.
 
-    A living owner is left alone, whatever the clock says: it keeps the deadlines itself, on a clock that does not jump.
+    A container with a living owner is kept, whatever the clock says: the owner enforces deadlines itself, on a clock
+    that does not jump.
     """
     if alive is OwnerAlive.YES:
         return OwnerVerdict.KEEP
@@ -98,12 +100,15 @@ def verdict(labels: Labels, alive: OwnerAlive, now: float) -> OwnerVerdict:
 
 
 def machine() -> str:
-    """This boot of this machine. Containers that outlived a boot have lost their owner with it."""
+    """Return the boot id of this machine.
+
+    A container that outlives a boot has lost its owner, and its label then names another boot.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
-    """Whether the process that owns a container still runs."""
+    """Find out if the process that owns a container still runs."""
     if labels.machine != this_machine:
         return OwnerAlive.UNKNOWN
     try:
@@ -113,7 +118,7 @@ def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
     except OSError:
         return OwnerAlive.UNKNOWN
     try:
-        # Asked, not tried: a lock taken for a moment could make the owner's own start fail.
+        # The lock is queried, not taken: a lock held for a moment could make the owner's own start fail.
         found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
     finally:
         os.close(descriptor)
@@ -125,10 +130,10 @@ def _whole_file(kind: int) -> bytes:
 
 
 def runtime_folder() -> Path:
-    """Where the locks of this user's services are: made on first use, readable by nobody else.
+    """Return the folder of the lock files of this user's services. Created on first use, readable by this user only.
 
     Raises:
-        ConfigError: somebody else made it.
+        ConfigError: another user owns the folder, or others may write there.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"flash-sandbox-{os.getuid()}"
@@ -142,21 +147,21 @@ def runtime_folder() -> Path:
 
 
 class OwnerLock:
-    """Held while a service runs. A context manager."""
+    """A lock that a service holds while it runs. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
 
     def __enter__(self) -> OwnerLock:
-        """Take it.
+        """Take the lock.
 
         Raises:
-            ConfigError: another process holds it.
+            ConfigError: another process holds the lock.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            # Of the open file, not of the process: another part of this process can see it too.
+            # The lock belongs to the open file, not to the process, so another part of this process sees it as well.
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
         except (BlockingIOError, PermissionError):
             os.close(descriptor)
@@ -165,7 +170,7 @@ class OwnerLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop it. The file stays: removing it could take it from under the next owner."""
+        """Release the lock. The file stays: removing it could remove the file that the next owner has just locked."""
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None

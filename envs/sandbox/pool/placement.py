@@ -1,7 +1,7 @@
-"""Which host a sandbox goes to: pure arithmetic over what each host has free.
+"""Placement: chooses the host for a sandbox from the free capacity of each host. Pure arithmetic.
 
-Capacity is counted in what sandboxes were promised, not in what they use at the moment: a promise holds also when every
-sandbox computes at once. A host that should not be used (unreachable, quarantined) is left out by `accepts`.
+Capacity counts the resources that sandboxes were promised, not their use at the moment: a promise holds also when every
+sandbox computes at once. A host that should not be used (unreachable, quarantined) has `accepts` False.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a sandbox is promised, or what a host has. Whole numbers: sums of fractions would drift."""
+    """Resources of a sandbox or of a host. Whole numbers, because sums of fractions would drift."""
 
     millicpus: int
     """Thousandths of a core."""
@@ -28,11 +28,11 @@ class Demand(msgspec.Struct, frozen=True):
         return f"{self.millicpus / 1000:g} CPUs and {self.memory_mib} MiB"
 
     def fits(self, room: Demand) -> bool:
-        """Whether `room` holds this."""
+        """Return True if `room` is enough for this demand."""
         return self.millicpus <= room.millicpus and self.memory_mib <= room.memory_mib
 
     def share_of(self, whole: Demand) -> float:
-        """The larger of the two fractions: what limits first."""
+        """Return the larger of the two fractions of `whole`: the resource that runs out first."""
         return max(self.millicpus / max(whole.millicpus, 1), self.memory_mib / max(whole.memory_mib, 1))
 
 
@@ -40,19 +40,19 @@ NOTHING = Demand(0, 0)
 
 
 class HostView(msgspec.Struct):
-    """One host, as placement sees it."""
+    """State of one host, for placement."""
 
     name: str
     capacity: Demand
     accepts: bool = True
     warm: dict[str, int] = {}
-    """Sandboxes that wait there ready to use, by what they are (`warm_key`)."""
+    """Number of ready sandboxes on the host by kind (`warm_key`)."""
     granted: Demand = NOTHING
-    """Promised there by us."""
+    """Resources that this pool has promised on the host."""
 
     def has_room(self, demand: Demand) -> bool:
-        """Whether this is left to promise."""
-        # Without sums of `Demand`: this runs for every host at every decision.
+        """Return True if this demand fits in the resources that are not promised yet."""
+        # Compares numbers instead of adding `Demand`s, for speed: this runs for every host at every decision.
         used, whole = self.granted, self.capacity
         return (
             demand.millicpus + used.millicpus <= whole.millicpus
@@ -69,18 +69,18 @@ def choose(
     avoid: Collection[str] = (),
     closed: Collection[str] = (),
 ) -> HostView | None:
-    """The host that takes this demand now, or None.
+    """Return the host that takes this demand now, or None.
 
-    One that is not to be avoided comes first, then one with a ready sandbox, then the one that is least loaded
-    afterwards: an even load is what keeps commands fast.
+    Hosts outside `avoid` come first, then hosts with a ready sandbox, then the host that is least loaded afterwards: an
+    even load keeps commands fast.
 
     Args:
-        hosts: all of them.
-        demand: what is asked for.
-        warm_key: what a ready sandbox has to be.
-        only: the single host that will do; None: any.
+        hosts: all hosts.
+        demand: resources of the sandbox.
+        warm_key: kind of a ready sandbox that can serve the request.
+        only: name of the only host allowed; None: any.
         avoid: hosts to take only if there is no other.
-        closed: hosts kept free for somebody else.
+        closed: hosts that are kept free for other requests.
     """
     fitting = [
         host
@@ -101,6 +101,9 @@ def choose(
 
 
 def could_ever_take(hosts: Iterable[HostView], demand: Demand, only: str | None = None) -> bool:
-    """Whether an empty host would hold this demand. A host that has not said yet what it has may well."""
+    """Return True if an empty host would hold this demand.
+
+    A host that has not reported its capacity yet counts as large enough.
+    """
     candidates = [host.capacity for host in hosts if only in (None, host.name)]
     return any(capacity == NOTHING or demand.fits(capacity) for capacity in candidates)

@@ -1,10 +1,10 @@
-"""The pool: leases on sandboxes of one or several hosts.
+"""Pool: leases on sandboxes of one or several hosts.
 
-Each lease is served by one task of its own from its order to its end; callers only wait for what that task has done and
-tell it to end. So a caller that is cancelled, at any await, leaves nothing behind.
+One task serves each lease from its order to its end. Callers only wait for the results of that task, and ask it to end.
+So a caller that is cancelled, at any await, leaves nothing behind.
 
 Law: every order is answered: by a sandbox, or by an error of `flash.errors.SandboxError` that says what it waited for.
-Law: when a lease is `done`, its sandbox is closed, its place on its host is free and the journal has forgotten it.
+Law: when a lease is `done`, its sandbox is closed, its place on its host is free and its journal entry is deleted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class SandboxPool:
-    """Leases sandboxes. Made by `open_pool`."""
+    """A pool that leases sandboxes. `open_pool` creates it."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class SandboxPool:
         self._wall = wall
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Know the snapshots and leases of an earlier run, and let the hosts work."""
+        """Restore the snapshots and leases of an earlier run, and start the hosts."""
         self.snapshots.restore(await self._journal.snapshots.load())
         self._tasks.start_soon(self._forget_expired)
         await Recovery(self._server, self.snapshots).begin(hosts)
 
     async def _forget_expired(self) -> None:
-        """Remove snapshots whose time is over.
+        """Remove expired snapshots, until cancelled.
 
-        Consumes the book of snapshots. Waits for the next one's time; unblocked by it, and by changes of the book.
-        Produces nothing but their removal.
+        Consumes the book of snapshots. Waits until the next snapshot expires; unblocked by that time, and by changes of
+        the book. Produces only removals.
         """
         while True:
             for kept in self.snapshots.expired():
@@ -82,7 +82,7 @@ class SandboxPool:
     async def acquire(
         self, spec: Spec, *, owner: str = "local", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
     ) -> AsyncGenerator[LeasedSandbox]:
-        """See `SandboxProvider`; the sandbox is this pool's until the block ends."""
+        """Lease a sandbox for the time of the block, as `SandboxProvider` says."""
         lease = self.order(LeaseOrder(spec=spec, owner=owner, priority=priority, on_lost=on_lost))
         try:
             await self.wait_ready(lease, deadline)
@@ -91,14 +91,14 @@ class SandboxPool:
             await self.release(lease)
 
     def order(self, order: LeaseOrder, *, only: str | None = None) -> SandboxLease:
-        """Ask for a sandbox, on one host `only` if that is named, and return at once.
+        """Order a sandbox and return its lease at once. `only` names the single host that may hold it.
 
-        The same key of the same token gives the same lease.
+        A second order with the same token and idempotency key returns the same lease.
 
         Raises:
-            SandboxRefusedError: no host could ever hold it, or the key was used for something else.
-            SandboxStartError: this image only fails at the moment.
-            SandboxBusyError: too many wait already.
+            SandboxRefusedError: no host could ever hold the sandbox, or the key was used for another spec.
+            SandboxStartError: this kind of sandbox is in quarantine, because its starts failed.
+            SandboxBusyError: the queue is full.
         """
         if only is None and (kept := self.snapshots.find(order.spec.image)) is not None:
             only = kept.host
@@ -115,11 +115,11 @@ class SandboxPool:
         return lease
 
     async def wait_ready(self, lease: SandboxLease, deadline: float) -> None:
-        """Wait until the lease has its sandbox. Ends the lease when it gets none in time.
+        """Wait until the lease has its sandbox. Ends the lease if the deadline passes first.
 
         Raises:
             SandboxBusyError: the deadline passed.
-            SandboxError: what ended the lease.
+            SandboxError: the error that ended the lease.
         """
         with anyio.move_on_after(deadline) as scope:
             await lease.settled()
@@ -132,16 +132,18 @@ class SandboxPool:
             raise lease.error or SandboxStartError(f"sandbox {lease.id} was closed before it was ready: {lease.reason}")
 
     async def release(self, lease: SandboxLease, reason: str = "it was given back") -> None:
-        """End a lease and wait until nothing is left of it, also when the caller is being cancelled."""
+        """End a lease and wait until its sandbox and records are removed, also when the caller is being cancelled."""
         lease.end(reason)
         with anyio.move_on_after(self._settings.close_s, shield=True):
             await lease.done.wait()
 
     async def snapshot(self, lease: SandboxLease) -> Snapshot:
-        """Keep the files of a lease's sandbox. The image outlives the lease, by `PoolSettings.snapshot_s` at most.
+        """Save the files of a lease's sandbox as an image.
+
+        The image is kept for `PoolSettings.snapshot_s` seconds, also after the lease has ended.
 
         Raises:
-            SandboxError: it failed.
+            SandboxError: the snapshot failed.
         """
         async with lease.use() as sandbox:
             snapshot = await sandbox.snapshot()
@@ -162,24 +164,24 @@ class SandboxPool:
             return snapshot
 
     async def forget(self, kept: KeptSnapshot) -> None:
-        """Remove a snapshot. Its host removes it later where something still runs from it."""
+        """Remove a snapshot. If a sandbox still runs from it, its host removes it later."""
         self.snapshots.remove(kept.image)
         if kept.host in {host.name for host in self.state.hosts()}:
             await self.state.host(kept.host).forget(kept.image)
         await self._journal.snapshots.drop(kept.image)
 
     async def fork(self, parent: SandboxLease, count: int) -> list[SandboxLease]:
-        """Sandboxes with the parent's files, on its host, which end with it at the latest.
+        """Start `count` sandboxes with the parent's files on its host. They end with the parent at the latest.
 
         Raises:
-            SandboxError: the snapshot or one of them failed; then none is left.
+            SandboxError: the snapshot or a fork failed. All forks of this call are removed then.
         """
         async with parent.use() as sandbox:
             snapshot = await sandbox.snapshot()
             parent.snapshots.append((snapshot.spec.image, parent.host))
             await self._server.note(parent)
             if parent.scope.cancel_called:
-                # Its end may not have seen this snapshot, and would not see the forks.
+                # The task that ends the parent may have missed this snapshot, and would not see the forks.
                 await self.state.host(parent.host).forget(snapshot.spec.image)
                 raise _ended_early(parent)
             forks: list[SandboxLease] = []
@@ -199,7 +201,7 @@ class SandboxPool:
             return forks
 
     def handle(self, lease: SandboxLease) -> LeasedSandbox:
-        """The sandbox of a lease, for its holder."""
+        """Return the sandbox of a lease, for the lease's holder."""
         return LeasedSandbox(self, lease)
 
     def _order_fork(self, parent: SandboxLease, spec: Spec) -> SandboxLease:
@@ -211,7 +213,7 @@ class SandboxPool:
 
 
 class LeasedSandbox(Sandbox):
-    """A sandbox under a lease of a pool, as its holder uses it: every call goes through the lease."""
+    """A sandbox under a lease of a pool, for the holder of the lease. Every call is a use of the lease."""
 
     def __init__(self, pool: SandboxPool, lease: SandboxLease) -> None:
         self._pool = pool
@@ -223,7 +225,7 @@ class LeasedSandbox(Sandbox):
 
     @property
     def generation(self) -> int:
-        """How often the sandbox was made again after a loss."""
+        """Number of times the sandbox was replaced after a loss."""
         return self.lease.generation
 
     def _state(self) -> State:
@@ -245,7 +247,7 @@ class LeasedSandbox(Sandbox):
             case TakeSnapshot():
                 return await self._pool.snapshot(self.lease)
             case MakeForks(count):
-                # On the same host, closed with this one at the latest.
+                # The forks run on the same host and are closed with this sandbox at the latest.
                 return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
             case _:
                 pass
@@ -258,7 +260,8 @@ class LeasedSandbox(Sandbox):
     @asynccontextmanager
     async def _opened(self, opening: SandboxOpening[Any]) -> AsyncGenerator[object]:
         if isinstance(opening, OpenSession):
-            # Its commands are uses of their own.
+            # Each command of the session is a use of the lease by itself, so an idle session does not keep the lease
+            # alive.
             async with self.lease.use() as sandbox:
                 pass
             async with sandbox.open(opening) as session:
@@ -271,7 +274,7 @@ class LeasedSandbox(Sandbox):
         await self.lease.done.wait()
 
     async def close(self) -> None:
-        """End the lease, and wait until nothing is left of the sandbox."""
+        """End the lease, and wait until its sandbox and records are removed."""
         await self._pool.release(self.lease)
 
 
@@ -313,9 +316,9 @@ async def open_pool(
     journal: PoolJournal | None = None,
     wall: Callable[[], float] = time.time,
 ) -> AsyncGenerator[SandboxPool]:
-    """A pool for the time of the block. At its end every sandbox is closed.
+    """Open a pool for the time of the block. At its end every sandbox is closed.
 
-    `wall` gives the unix time, for what outlives the process.
+    `wall` returns the unix time. It dates everything that outlives the process.
     """
     journal = journal or MemoryPoolJournal()
     async with unwrapped_group() as tasks:

@@ -1,8 +1,8 @@
-"""Which of an engine's containers and snapshots nobody owns any more, and their removal.
+"""Reaper: finds containers and snapshots of an engine that have no owner any more, and removes them.
 
-Decides from labels alone, so that any service that reaches the engine cleans up after any other.
+It decides from labels alone, so that any service that reaches the engine cleans up after any other.
 
-Conservation: every container with our service's label is known to its host, or removed at the host's next look.
+Conservation: every container with our service's label is known to its host, or removed at the host's next check.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flash.errors import SandboxError
 _log = logging.getLogger(__name__)
 
 FORGET_PAUSE_S = 1.0
-"""Seconds between two attempts to remove a snapshot, while the engine is perhaps restarting."""
+"""Seconds between two attempts to remove a snapshot, while the engine may be restarting."""
 
 
 class Reaper:
-    """Removes what nobody owns from one engine."""
+    """Removes containers and snapshots without an owner from one engine."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Reaper:
         alive: Callable[[Labels, str], OwnerAlive],
         wall: Callable[[], float],
     ) -> None:
-        """`alive` and `wall` are replaced in tests."""
+        """Create a reaper. Only tests replace `alive` and `wall`."""
         self.removed = 0
         """Containers and snapshots removed so far."""
         self._maker = maker
@@ -44,28 +44,28 @@ class Reaper:
         self._alive = alive
         self._wall = wall
         self._orphans: dict[str, float] = {}
-        """Loop time at which a container was first seen without its owner."""
+        """Event-loop time at which a container was first seen without its owner."""
         self._forgotten: set[str] = set()
-        """Snapshots whose removal failed: removed at the next look."""
+        """Snapshots whose removal failed; they are removed at the next check."""
         self._restored: dict[str, Ticket] = {}
-        """Of an earlier run, by sandbox."""
+        """Tickets of an earlier run, by sandbox id."""
 
     def restored(self, tickets: Sequence[Ticket]) -> None:
-        """What an earlier run of the service knew of."""
+        """Store the tickets that an earlier run of the service had."""
         self._restored = {ticket.sandbox_id: ticket for ticket in tickets}
 
     def is_ours(self, container: Container) -> bool:
-        """Whether this service made it, in this run or an earlier one."""
+        """Return True if this service created the container, in this run or an earlier one."""
         labels = Labels.read(container.labels)
         return labels is not None and labels.service == self._identity.service
 
     def is_untold(self, image: Container) -> bool:
-        """Whether it is a snapshot whose maker did not live to tell of it."""
+        """Return True if the image is a snapshot whose service died before it could report it to the holder."""
         ticket = self._restored.get(image.labels.get(f"{PREFIX}box", ""))
         return ticket is not None and image.id not in ticket.snapshots
 
     def leftovers(self, containers: Sequence[Container], known: Collection[str]) -> list[Container]:
-        """Those to remove now. `known`: our sandboxes that live or are being made."""
+        """Return the containers and images to remove now. `known` has our sandboxes that live or are starting."""
         return [each for each in containers if self._is_leftover(each, known)]
 
     def _is_leftover(self, container: Container, known: Collection[str]) -> bool:
@@ -75,7 +75,7 @@ class Reaper:
         if labels.service == self._identity.service:
             if container.image:
                 late = self._wall() > labels.deadline + self._settings.snapshot_s
-                # An engine may finish a snapshot after its maker's end.
+                # An engine may finish a snapshot after the process that asked for it has ended.
                 untold = container.labels.get(INSTANCE_LABEL) != INSTANCE and self.is_untold(container)
                 return late or untold or container.id in self._forgotten
             return labels.sandbox_id not in known
@@ -83,12 +83,13 @@ class Reaper:
         if judged is not OwnerVerdict.ORPHAN:
             self._orphans.pop(container.id, None)
             return judged is OwnerVerdict.REMOVE
-        # Counted on the loop's clock from when it was seen: a jump of the wall clock removes nothing.
+        # The grace period is counted on the event loop's clock from the first sight: a jump of the wall clock removes
+        # nothing.
         now = anyio.current_time()
         return now - self._orphans.setdefault(container.id, now) >= self._settings.orphan_grace_s
 
     async def remove_all(self, containers: Sequence[Container]) -> None:
-        """Remove these. What cannot be removed now is a leftover at the next look again."""
+        """Remove these. A container or image that cannot be removed now is found again at the next check."""
 
         async def remove(container: Container) -> None:
             try:
@@ -106,7 +107,7 @@ class Reaper:
                 tasks.start_soon(remove, container)
 
     async def forget(self, image: str) -> None:
-        """Remove a snapshot now, or at the next look if the engine does not answer in time."""
+        """Remove a snapshot now, or at the next check if the engine does not answer in time."""
         try:
             with anyio.fail_after(self._settings.close_s):
                 await self._forget(image)
@@ -114,6 +115,7 @@ class Reaper:
             self._forgotten.add(image)
 
     async def _forget(self, image: str) -> None:
+        """Try to remove a snapshot until the engine accepts it."""
         while True:
             try:
                 return await self._maker.remove(image, image=True)

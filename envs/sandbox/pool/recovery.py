@@ -1,4 +1,4 @@
-"""What an earlier run of a pool left: leases go on with their sandboxes, or are served like any lost one."""
+"""Recovery of a pool after a restart: leases get their old sandboxes again, or are treated as lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """See the module; for the leases of `server`, whose hosts work from `begin` on, and the snapshots of its pool."""
+    """Recovery of the leases of `server` and of the snapshots of its pool. The hosts run from `begin` on."""
 
     def __init__(self, server: LeaseServer, snapshots: SnapshotBook) -> None:
         self._server = server
@@ -29,7 +29,7 @@ class Recovery:
         self._state = server.state
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Know the leases of an earlier run, and let the hosts work."""
+        """Restore the leases of an earlier run, and start the hosts."""
         entries = {entry.lease: entry for entry in await self._server.journal.leases.load()}
         leases = {id: lease_of(entry, self._server.wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
@@ -49,10 +49,10 @@ class Recovery:
             self._server.tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
 
     async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, SandboxLease]]) -> None:
-        """Go on with what an earlier run left on a host, then let it work.
+        """Recover the sandboxes of an earlier run on a host, then run the host until cancelled.
 
         Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
-        sandboxes; those whose sandbox is gone are served like any lost one.
+        sandboxes; a lease whose sandbox is gone is treated as lost.
         """
         tickets = [
             Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self._snapshots.made_of(e.lease)))
@@ -63,7 +63,7 @@ class Recovery:
         places = [*left.values()]
 
         def answered() -> None:
-            # Their places first: others are given what is left.
+            # Reserve the places of the recovered leases first: other requests get only the remaining room.
             while places:
                 self._state.restore(places.pop(), host.name)
             self._state.refresh(host.name)
@@ -81,7 +81,7 @@ class Recovery:
                     _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
                 await anyio.sleep(self._server.settings.recover_retry_s)
         except BaseException:
-            # The pool ends: what they are forks of must not wait for them. The next start goes on with them.
+            # The pool ends. Parents of these leases must not wait for them. The next run recovers them.
             for lease in left.values():
                 lease.done.set()
             raise
@@ -91,16 +91,18 @@ class Recovery:
         await host.run(partial(self._state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
 
     def _go_on(self, lease: SandboxLease, sandbox: Sandbox | None) -> None:
-        """Serve a lease of an earlier run, with its sandbox if that still lives."""
+        """Serve a lease of an earlier run, with its sandbox if it still lives."""
         lease.sandbox = sandbox
         if sandbox is None:
             self._lost_in_restart(lease)
         elif lease.generation:
-            # Whether its holder was told that it is not the first one died with the earlier run.
+            # Whether the holder already knew of the replacement was lost with the earlier process, so the next call
+            # reports it.
             lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
         self._server.serve(lease)
 
     def _lost_in_restart(self, lease: SandboxLease) -> None:
+        """Record the loss of a lease's sandbox in a restart. Ends the lease unless it wants a replacement."""
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
         self._state.failures.failed(error, lease.host)
         lease.lost(None, error)
@@ -110,18 +112,19 @@ class Recovery:
             lease.end(str(error), error)
 
     async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
-        """A lease of an earlier run that had no sandbox yet, or whose host is no longer ours: it waits again."""
+        """Queue a lease of an earlier run again: it had no sandbox yet, or its host is no longer in the pool."""
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
         lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
-        # Those that its forks began from before it was lost: removed with it, as far as their hosts are still ours.
+        # Snapshots that forks began from before the loss are removed with the lease, as far as their hosts are in the
+        # pool.
         ours = {host.name for host in self._state.hosts()}
         lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in ours]
         try:
             self._state.submit(lease, only)
         except SandboxError as error:
             _log.warning("lease %s of an earlier run is given up: %s", lease.id, error)
-            # Not here: an engine that does not answer must not hold up the start of the service.
+            # In a task: an engine that does not answer must not delay the start of the service.
             self._server.tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
             return
         self._server.serve(lease)

@@ -1,6 +1,6 @@
-"""One lease from its order to its end, in a task of its own.
+"""Serving of one lease from its order to its end, in a task of its own.
 
-Law: when a lease is `done`, its sandbox is closed, its place on its host is free and the journal has forgotten it.
+Law: when a lease is `done`, its sandbox is closed, its place on its host is free and its journal entry is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseServer:
-    """See the module."""
+    """Runs one task for each lease of a pool. The task obtains the sandbox, watches it, and cleans up at the end."""
 
     def __init__(
         self,
@@ -40,14 +40,15 @@ class LeaseServer:
         self.wall = wall
 
     def serve(self, lease: SandboxLease) -> None:
-        """Serve a lease from now on."""
+        """Start the task that serves a lease."""
         self.tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
 
     async def _serve(self, lease: SandboxLease) -> None:
-        """One lease from its order to its end.
+        """Serve one lease from its order to its end.
 
-        Consumes its grants. Waits for a host, for the sandbox to start, and then for its end: lost, given back, not
-        renewed, idle, or at the end of its life. Produces a ready sandbox, and in the end nothing: all is closed.
+        Consumes the lease's grants. Waits for a host, for the sandbox to start, and then for the end: lost, given back,
+        not renewed, idle, or out of lifetime. Produces a ready sandbox; at the end everything of the lease is closed
+        and removed.
         """
         try:
             with lease.scope:
@@ -63,7 +64,7 @@ class LeaseServer:
                 await self._finish(lease)
 
     async def _keep_time(self, lease: SandboxLease) -> None:
-        """End the lease when one of its times is over. Unblocked by them, and by changes of its state."""
+        """End the lease when one of its times has passed. Unblocked by these times, and by changes of its state."""
         while True:
             due, reason = lease.due()
             if due <= anyio.current_time():
@@ -73,7 +74,11 @@ class LeaseServer:
                 await lease.change()
 
     async def _keep_serving(self, lease: SandboxLease) -> None:
-        """Returns only by an error, or by the end of the lease."""
+        """Obtain a sandbox and replace it after a loss, until an error or the end of the lease.
+
+        Raises:
+            SandboxError: no sandbox could be started, or it was lost and is not replaced.
+        """
         while True:
             sandbox = lease.sandbox or await self._obtain(lease)
             self._hand_out(lease, sandbox)
@@ -98,7 +103,11 @@ class LeaseServer:
         self.state.changed()
 
     async def _obtain(self, lease: SandboxLease) -> Sandbox:
-        """A started sandbox, tried on several hosts."""
+        """Return a started sandbox. Failed starts are retried, on other hosts if there are any.
+
+        Raises:
+            SandboxError: the start was refused, or failed `start_attempts` times.
+        """
         avoid: set[str] = set()
         while True:
             await lease.granted.wait()
@@ -127,7 +136,8 @@ class LeaseServer:
         sandbox = host.take(lease.spec)
         lease.sandbox = sandbox
         lease.sandbox_id = sandbox.sandbox_id if sandbox else new_sandbox_id()
-        # Announced before it is made: after a crash in between, the container is found by its label.
+        # Write the id to the journal before the sandbox is created: after a crash in between, its label finds the
+        # container.
         await self.note(lease)
         if sandbox is None:
             sandbox = lease.sandbox = await host.start(Ticket(lease.sandbox_id, lease.id, lease.owner, lease.spec))
@@ -135,7 +145,8 @@ class LeaseServer:
         return sandbox
 
     async def _finish(self, lease: SandboxLease) -> None:
-        """Close what is left of a lease, in the order: forks, sandbox, snapshots, journal, state."""
+        """Remove what is left of a lease: forks, sandbox, snapshots, journal entry, place on its host, in this
+        order."""
         for child in lease.children:
             child.end("the sandbox it was forked from ended")
         lease.set("failed" if lease.error is not None else "closed", lease.ending)
@@ -151,6 +162,7 @@ class LeaseServer:
         lease.done.set()
 
     async def forget_snapshots(self, lease: SandboxLease) -> None:
+        """Remove the snapshots that the lease's forks began from."""
         for image, host in lease.snapshots:
             await self.state.host(host).forget(image)
 
@@ -159,16 +171,16 @@ class LeaseServer:
             with anyio.fail_after(self.settings.close_s):
                 await sandbox.close()
         except (SandboxError, TimeoutError) as error:
-            # Its host still lists the container, and removes what no lease has.
+            # The host still lists the container, and removes containers that no lease has.
             _log.warning("sandbox %s could not be closed: %s", sandbox.sandbox_id, error or "no answer")
 
     async def _reopen(self, name: str) -> None:
-        """Leave a host alone while it is in quarantine, then ask it again."""
+        """Take a host out of decisions while it is in quarantine, then refresh it."""
         self.state.refresh(name)
         await anyio.sleep(self.state.failures.quarantine_left(name))
         self.state.refresh(name)
 
     async def note(self, lease: SandboxLease) -> None:
-        """Write to the journal how the lease stands now."""
+        """Write the current state of the lease to the journal."""
         if not lease.cleared:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))

@@ -1,8 +1,8 @@
-"""A simulated engine: sandboxes that cost only time on the loop's clock. For tests and for the scheduler's benchmark.
+"""Simulated engine: its sandboxes cost only time on the event loop's clock. For tests and the scheduler's benchmark.
 
 `SimulatedMaker` behaves like an engine under a `LocalHost`: it starts sandboxes after a while, lists and removes them,
-and fails when told to. A `SimulatedSandbox` answers `run` after the seconds that its command names (`sleep 3`), and
-nothing else.
+and fails on request. A `SimulatedSandbox` answers `run` after the seconds that its command names (`sleep 3`), and
+supports snapshots; it refuses every other request.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class SimulatedMaker:
     def __init__(
         self, whole: Demand, *, start_s: float = 0.1, remove_s: float = 0.05, spread: float = 0.0, seed: int = 0
     ) -> None:
-        """`spread` is the standard deviation of the logarithm of the times."""
+        """Create an engine of capacity `whole`. `spread` is the standard deviation of the logarithm of the times."""
         self.sandboxes: dict[str, SimulatedSandbox] = {}
-        """By container id."""
+        """Sandboxes by container id."""
         self.snapshots: dict[str, Mapping[str, str]] = {}
-        """Labels by name."""
+        """Labels of the snapshots by name."""
         self.down = False
-        """Nothing answers."""
+        """True if the engine does not answer."""
         self.frozen = False
-        """The process that uses the engine is dead: what it still does has no effect."""
+        """True if the process that uses the engine is dead: its later calls have no effect."""
         self.bad_images: set[str] = set()
         self.measured: MachineLoad | None = None
-        """What the machine does."""
+        """Load that the machine reports."""
         self.most = 0
-        """Containers at once, at the worst."""
+        """Highest number of containers that existed at the same time."""
         self.made = 0
         self._whole = whole
         self._start_s = start_s
@@ -71,9 +71,9 @@ class SimulatedMaker:
         return self.measured
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """Start one. The container exists from the first half of the time on, like a real one."""
+        """Start a sandbox. Its container exists after the first half of the start time, as with a real engine."""
         await self._answer(self._seconds(self._start_s) / 2)
-        # As engines do, with the labels of the image.
+        # Real engines also merge the labels of the image into those of the container.
         made = SimulatedSandbox(self, sandbox_id, spec, {**self.snapshots.get(spec.image, {}), **labels})
         self.sandboxes[made.container_id] = made
         self.made += 1
@@ -118,7 +118,7 @@ class SimulatedSandbox(Sandbox):
         self.labels = labels
         self.container_id = uuid4().hex
         self.running = True
-        """Its container was started."""
+        """True if the container was started."""
         self._maker = maker
         self._id = sandbox_id
         self._spec = spec
@@ -130,18 +130,18 @@ class SimulatedSandbox(Sandbox):
         return SandboxFacts(self._id, self._spec, self._state)
 
     def end(self, state: State) -> None:
-        """It ends in this state."""
+        """End the sandbox in this state."""
         if self._state == "ready":
             self._state = state
         self._ended.set()
 
     def crash(self) -> None:
-        """Its container is killed."""
+        """Kill the container."""
         self._maker.sandboxes.pop(self.container_id, None)
         self.end("lost")
 
     async def ask(self, request: SandboxRequest[T]) -> T:
-        """Commands and snapshots; the pool forks."""
+        """Run a command or make a snapshot. The pool makes forks."""
         asked: SandboxRequest[Any] = request
         match asked:
             case RunCommand(exec):
@@ -155,7 +155,7 @@ class SimulatedSandbox(Sandbox):
         raise refused(opening)
 
     async def _run(self, exec: Exec) -> Result:
-        """`sleep SECONDS`; anything else takes no time."""
+        """Sleep for `sleep SECONDS`; any other command takes no time."""
         command, timeout = exec.command, exec.seconds
         words = command.split() if isinstance(command, str) else list(command)
         seconds = float(words[1]) if words[:1] == ["sleep"] else 0.0
@@ -182,7 +182,7 @@ class SimulatedSandbox(Sandbox):
         await self._ended.wait()
 
     def _snapshot(self) -> Snapshot:
-        """An image that starts like its own."""
+        """Return a new image that starts like the sandbox's own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"
         self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, INSTANCE_LABEL: INSTANCE}

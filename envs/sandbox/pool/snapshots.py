@@ -1,6 +1,6 @@
-"""Which snapshots exist, whose they are, and how long they are kept. No tasks and no I/O.
+"""Snapshot book: the snapshots that exist, their owners, and their expiry. No tasks and no I/O.
 
-A snapshot outlives the sandbox that it was made of, so it is remembered apart from leases, in a table of the journal.
+A snapshot outlives its sandbox, so it has its own table in the journal, apart from leases.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from envs.sandbox.engines.backend import SNAPSHOT_NAME
 from envs.sandbox.pool.journal import KeptSnapshot
 
 _ANY_SPELLING = re.compile(rf"(.*/)?{re.escape(SNAPSHOT_NAME.rpartition('/')[2])}([:@].*)?", re.IGNORECASE | re.DOTALL)
-"""Engines complete a name without a registry, so that more than one spelling finds a snapshot."""
+"""Pattern of every name that finds a snapshot. Engines complete a name without a registry, so there are several."""
 
 
 def names_snapshot(image: str) -> bool:
-    """Whether an image's name could be that of a snapshot, whoever made it."""
+    """Return True if an image's name could be the name of a snapshot of any service."""
     return _ANY_SPELLING.fullmatch(image) is not None
 
 
 class SnapshotBook:
-    """The snapshots that somebody was told of. `wall` gives the unix time."""
+    """Snapshots that were reported to a holder. `wall` returns the unix time."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
@@ -32,7 +32,7 @@ class SnapshotBook:
         self._changed = anyio.Event()
 
     def restore(self, snapshots: Iterable[KeptSnapshot]) -> None:
-        """Know those of an earlier run."""
+        """Add the snapshots of an earlier run."""
         self._kept |= {kept.image: kept for kept in snapshots}
         self._change()
 
@@ -41,29 +41,29 @@ class SnapshotBook:
         self._change()
 
     def remove(self, image: str) -> None:
-        """Forget one. Nothing when it is not known."""
+        """Remove a snapshot. Does nothing if it is unknown."""
         self._kept.pop(image, None)
         self._change()
 
     def find(self, image: str) -> KeptSnapshot | None:
-        """One that is still kept, by the exact name of its image."""
+        """Return an unexpired snapshot by the exact name of its image; None if there is none."""
         kept = self._kept.get(image)
         return kept if kept is not None and kept.until > self._wall() else None
 
     def all(self) -> list[KeptSnapshot]:
-        """Those that are still kept, oldest first."""
+        """Return the unexpired snapshots, oldest first."""
         return [kept for kept in self._kept.values() if kept.until > self._wall()]
 
     def made_of(self, lease: str) -> tuple[str, ...]:
-        """The images that a lease's holder was told of."""
+        """Return the images of the lease's sandbox that were reported to the holder."""
         return tuple(kept.image for kept in self._kept.values() if kept.lease == lease)
 
     def expired(self) -> list[KeptSnapshot]:
-        """Those whose time is over, and that are not removed yet."""
+        """Return the expired snapshots that are not removed yet."""
         return [kept for kept in self._kept.values() if kept.until <= self._wall()]
 
     async def next_expiry(self) -> None:
-        """Return once a snapshot's time is over, or when there may be an earlier one."""
+        """Wait until a snapshot expires, or until the book changes, since the next expiry may then be earlier."""
         changed = self._changed
         left = min((kept.until for kept in self._kept.values()), default=math.inf) - self._wall()
         with anyio.move_on_after(max(0.0, left)):

@@ -1,6 +1,6 @@
-"""The state of a pool: who waits, who has what, what failed, what is put aside. No tasks and no I/O.
+"""State of a pool: its queue, leases, failures, quarantines and hosts. No tasks and no I/O.
 
-Everything that the live page and the service show is read here; `version` grows with every change of it.
+The live page and the service read everything that they show here. `version` increases with every change.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.placement import NOTHING, Demand
 
 REASONS = 3
-"""Hosts that take no sandboxes of which a waiting request is told why."""
+"""Most hosts whose reasons for taking no sandboxes are listed in the error message of a waiting request."""
 ENDED_KEPT = 200
-"""Leases that have ended and can still be asked why."""
+"""Ended leases that are kept, so that the reason of their end can still be read."""
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pool behaves."""
+    """Settings of a pool."""
 
     max_waiting: int = 10_000
-    """Requests that may wait for a sandbox."""
+    """Most requests that may wait for a sandbox."""
     patience: int = 256
     """Grants by which a request may be overtaken unfairly before it comes first; the law is in `admission`."""
     start_attempts: int = 3
-    """How often a start is tried, on different hosts where there are several."""
+    """Failed starts in a row after which a lease ends. Each try prefers a host that has not failed yet."""
     recreate_attempts: int = 3
-    """How often a lost sandbox is made again for one lease that wants it."""
+    """Most replacements of a lost sandbox for one lease with `on_lost="recreate"`."""
     quarantine_threshold: int = 3
-    """Failed starts in a row that put a host or an image aside."""
+    """Failed starts in a row that put a host or a kind of sandbox in quarantine."""
     quarantine_s: float = 30.0
-    """First stay in quarantine."""
+    """Seconds of the first quarantine."""
     close_s: float = 60.0
-    """Seconds for a sandbox to be closed; what is left then is removed by its host."""
+    """Seconds that closing a sandbox may take. Its host removes the container later if that is too short."""
     fork_s: float = 300.0
-    """Seconds for the forks of a sandbox to be ready."""
+    """Seconds that each fork of a sandbox has to become ready."""
     snapshot_s: float = 86_400.0
     """Seconds for which a snapshot is kept."""
     recover_retry_s: float = 5.0
@@ -49,19 +49,19 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """One host as the pool sees it."""
+    """State of one host, as the pool sees it."""
 
     name: str
     report: HostReport
     granted: Demand
-    """Promised by this pool."""
+    """Resources that this pool has promised on the host."""
     why_not: str
-    """Why it takes no sandboxes; "" when it does."""
+    """Reason why the host takes no sandboxes; "" if it takes them."""
     sandboxes: int
 
 
 class LeaseBook:
-    """The leases of a pool, by their ids and idempotency keys."""
+    """Index of a pool's leases by id and by idempotency key."""
 
     def __init__(self) -> None:
         self._leases: dict[str, SandboxLease] = {}
@@ -69,29 +69,29 @@ class LeaseBook:
         self._by_key: dict[tuple[str, str], SandboxLease] = {}
 
     def all(self) -> list[SandboxLease]:
-        """Every lease that is not done, oldest first."""
+        """Return every lease that is not done, oldest first."""
         return list(self._leases.values())
 
     def of(self, id: str) -> SandboxLease:
-        """One that is not done."""
+        """Return a lease that is not done. Raises KeyError."""
         return self._leases[id]
 
     def find(self, id: str) -> SandboxLease | None:
-        """A lease, also for a while after its end."""
+        """Return a lease, also one that is among the last that have ended."""
         return self._leases.get(id) or self._ended.get(id)
 
     def find_by_key(self, token: str, key: str) -> SandboxLease | None:
-        """The lease that was ordered with this idempotency key."""
+        """Return the lease that was ordered with this idempotency key."""
         return self._by_key.get((token, key)) if key else None
 
     def add(self, lease: SandboxLease) -> None:
-        """Know a lease from now on."""
+        """Add a lease that is not done."""
         self._leases[lease.id] = lease
         if lease.order.key:
             self._by_key[lease.token, lease.order.key] = lease
 
     def end(self, lease: SandboxLease) -> None:
-        """Know it as one that has ended, for a while."""
+        """Move a lease to the ended ones. The oldest of more than `ENDED_KEPT` is dropped."""
         del self._leases[lease.id]
         self._ended[lease.id] = lease
         while len(self._ended) > ENDED_KEPT:
@@ -100,7 +100,7 @@ class LeaseBook:
 
 
 class PoolState:
-    """What a pool knows: its `leases`, its `failures`, who is admitted (`admission`), and its hosts."""
+    """State of a pool: `leases`, `failures`, the queue and grants (`admission`), and the hosts."""
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:
         self._hosts = {host.name: host for host in hosts}
@@ -113,22 +113,22 @@ class PoolState:
     # ---- reading
 
     def host(self, name: str) -> Host:
-        """A host by its name."""
+        """Return a host by its name."""
         return self._hosts[name]
 
     def why_waiting(self, lease: SandboxLease) -> str:
-        """What a lease waits for."""
+        """Return the reason why a lease has no sandbox yet."""
         if self.admission.is_waiting(lease.id):
             closed = [f"; {host.name}: {host.why_not}" for host in self.hosts() if host.why_not]
             return self.admission.why_waiting(lease.id) + "".join(closed[:REASONS])
         return f"it is starting on {lease.host}" if lease.host else "its host does not answer"
 
     def position(self, lease: SandboxLease) -> int | None:
-        """How many requests in the queue are older; None when it is not in the queue."""
+        """Return the number of older requests in the queue; None if the lease is not in the queue."""
         return self.admission.position(lease.id) if self.admission.is_waiting(lease.id) else None
 
     def hosts(self) -> list[HostState]:
-        """Each host at this moment."""
+        """Return the current state of each host."""
         views = {view.name: view for view in self.admission.hosts()}
         number = Counter(lease.host for lease in self.leases.all())
         listed: list[HostState] = []
@@ -140,7 +140,7 @@ class PoolState:
         return listed
 
     async def changed_since(self, version: int) -> int:
-        """Wait until there is a newer version; its number."""
+        """Wait until there is a newer version, and return its number."""
         while self.version == version:
             await self._newer.wait()
         return self.version
@@ -148,37 +148,37 @@ class PoolState:
     # ---- leases
 
     def submit(self, lease: SandboxLease, only: str | None = None) -> None:
-        """Let a lease wait for a host.
+        """Add a lease and queue its request for a host.
 
         Raises:
-            SandboxError: it would wait in vain, or too many do.
+            SandboxError: no host could ever hold the sandbox, its kind is in quarantine, or the queue is full.
         """
         self.failures.refuse_bad_kind(lease.spec)
         self.admission.submit(request_of(lease, only))
         self.leases.add(lease)
 
     def restore(self, lease: SandboxLease, host: str) -> None:
-        """A lease that had its place on this host before a restart."""
+        """Record the place that a lease had on this host before a restart."""
         lease.host = host
-        # Nothing is decided yet: those that wait are given what is left.
+        # No decision yet: all recovered leases must have their places before waiting requests get the rest.
         self._measure(host)
         self.admission.restore(request_of(lease), host)
         self.changed()
 
     def put_back(self, lease: SandboxLease, avoid: set[str]) -> None:
-        """A lease needs a host again, and keeps its place in the queue."""
+        """Queue a lease that needs a host again. It keeps its age."""
         lease.granted = anyio.Event()
         self.admission.put_back(lease.id, avoid=avoid)
         self.decide()
 
     def remove(self, lease: SandboxLease) -> None:
-        """A lease has ended."""
+        """Remove a lease that has ended."""
         self.admission.remove(lease.id)
         self.leases.end(lease)
         self.decide()
 
     def decide(self) -> None:
-        """Hand out what can be handed out."""
+        """Grant every request that can be granted now, and wake the tasks of the leases."""
         for grant in self.admission.decide():
             lease = self.leases.of(grant.id)
             lease.host = grant.host
@@ -186,7 +186,7 @@ class PoolState:
         self.changed()
 
     def changed(self) -> None:
-        """Something that is shown has changed."""
+        """Increase `version`, and wake every task that waits for a newer one."""
         self.version += 1
         self._newer.set()
         self._newer = anyio.Event()
@@ -194,7 +194,7 @@ class PoolState:
     # ---- hosts
 
     def refresh(self, name: str) -> None:
-        """Ask a host how it stands."""
+        """Read a host's report, and decide again."""
         self._measure(name)
         self.decide()
 
@@ -205,5 +205,5 @@ class PoolState:
 
 
 def request_of(lease: SandboxLease, only: str | None = None) -> PlaceRequest:
-    """A lease, as admission sees it."""
+    """Return the lease's request for admission."""
     return PlaceRequest(lease.id, lease.owner, demand(lease.spec), lease.order.priority, warm_key(lease.spec), only)
