@@ -1,8 +1,9 @@
-"""Sandboxes: containers with a shell, files and background jobs, for code that nobody has read.
+"""Sandboxes: containers with a shell, files and background jobs, in which untrusted code runs.
 
-`open_sandboxes` gives out sandboxes of this machine's engine, or of a service as `SandboxClient` does. Each is a
-`Sandbox`; who needs only a part of it asks for `Commands`, `Shells`, `Files`, `Snapshots` or `Lifecycle`. Names are
-loaded when they are first used: importing this package imports neither an engine's client nor a web server.
+`open_sandboxes` provides sandboxes of this machine's engine or of a service; `SandboxClient` is the client of a
+service. Each is a `Sandbox`. A function that needs only one part of it takes `Commands`, `Shells`, `Files`, `Snapshots`
+or `Lifecycle`. Names are imported when they are first used, so importing this package imports neither an engine's
+client nor a web server.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    # what is asked for, and what comes back
+    # requests and results
     "Spec",
     "Exec",
     "Result",
@@ -49,7 +50,7 @@ __all__ = [
     "Output",
     "FileInfo",
     "Snapshot",
-    # a sandbox, and its parts
+    # a sandbox and its parts
     "Sandbox",
     "Commands",
     "Shells",
@@ -59,12 +60,12 @@ __all__ = [
     "Session",
     "Job",
     "Terminal",
-    # where sandboxes come from
+    # providers of sandboxes
     "SandboxProvider",
     "Location",
     "open_sandboxes",
     "SandboxClient",
-    # what goes wrong
+    # errors
     "SandboxError",
     "SandboxRefusedError",
     "SandboxStartError",
@@ -83,11 +84,11 @@ _ELSEWHERE = {
 } | dict.fromkeys(
     ("Sandbox", "SandboxProvider", "Commands", "Shells", "Files", "Snapshots", "Lifecycle"), "envs.sandbox.sandbox"
 )
-"""Modules of the names that are neither of `envs.sandbox.api` nor errors."""
+"""Modules of the public names that are neither in `envs.sandbox.api` nor errors."""
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module."""
+    """Return a public name from its module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "flash.errors" if name.endswith("Error") else _ELSEWHERE.get(name, "envs.sandbox.api")

@@ -1,4 +1,4 @@
-"""`flash sandbox …`: the service, and what a person does with it."""
+"""Command line `flash sandbox …`: the service and its client commands."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 FAILED = 125
-"""Exit code of `run` when there is no result of the command, as with other container tools."""
+"""Exit code of `run` if there is no result of the command, as with other container tools."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of one action: `run` ends as it does whenever there is no result, also where what was typed is wrong."""
+    """Parser of one action. For `run`, a wrong command line also exits with `FAILED`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, rest = super().parse_known_args(args, namespace)
@@ -113,10 +113,10 @@ def _state_folder() -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out one action; the exit code.
+    """Run one action and return the exit code.
 
     Raises:
-        FlashError: it cannot be done.
+        FlashError: the action failed; `run` instead prints the error and returns `FAILED`.
     """
     actions: dict[str, Callable[[argparse.Namespace], Awaitable[int]]] = {
         "serve": _serve,
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return anyio.run(actions[arguments.action], arguments)
     except BrokenPipeError:
-        # Who reads what we say has left. The end of the process must not try to say the rest.
+        # The reader of our output has closed the pipe. At exit, Python must not try to write the rest there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except FlashError as error:
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _failed(arguments: argparse.Namespace, error: FlashError) -> int:
-    """`run` has an exit code of its own, which no command has by custom; other errors are everybody's."""
+    """Print the error of `run` and return `FAILED`, which no command uses by custom. Other actions raise the error."""
     if arguments.action != "run":
         raise error
     sys.stderr.write(f"flash: error: {harmless(str(error))}\n")
@@ -177,7 +177,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     from flash.http.server import open_socket, serving
 
     write_to_stderr()
-    # Each client and each sandbox takes a few descriptors; the usual 1,024 are for programs with neither.
+    # Each client and each sandbox takes a few descriptors; the usual limit of 1,024 is too low for a service.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     state: Path = arguments.state
@@ -202,13 +202,14 @@ async def _serve(arguments: argparse.Namespace) -> int:
         async for _ in stops:
             break
         if arguments.keep:
-            # What `kill -9` does, and the next start mends: the journal and the containers are always in order.
+            # This ends like `kill -9`, from which the next start recovers: the journal and the containers are always
+            # consistent.
             os._exit(0)
     return 0
 
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
-    """This machine's engine, or the services that were named."""
+    """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
     from envs.sandbox.engines.engine import open_engine
     from envs.sandbox.engines.users import USERS, parse_users
     from envs.sandbox.pool.engine_maker import open_engine_host
@@ -230,7 +231,7 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
 
 
 def _service_id(state: Path) -> str:
-    """The same after each start with this folder."""
+    """Return the id of the service, which stays the same after each start with this state folder."""
     from uuid import uuid4
 
     path = state / "service"
@@ -257,7 +258,7 @@ def _warm(text: str) -> tuple[Spec, int]:
 
 
 def parse_address(listen: str, certificate: Path | None, key: Path | None) -> HttpAddress:
-    """Where to listen. Raises ConfigError."""
+    """Return the address to listen on. Raises ConfigError."""
     from flash.http.server import HttpAddress
 
     if listen.startswith("unix:"):
@@ -268,7 +269,7 @@ def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Ht
     return HttpAddress(host=host.strip("[]"), port=int(port), certificate=certificate, key=key)
 
 
-# ---- its clients
+# ---- the client commands
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The standard input of `flash sandbox run`, which becomes the input of the command in the sandbox."""
+"""Standard input of `flash sandbox run`, which becomes the input of the command in the sandbox."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import anyio
 from flash.errors import SandboxRefusedError
 
 MAX_INPUT = 16 << 20
-"""Most bytes of standard input that `run` takes."""
+"""Most bytes of standard input that `run` accepts."""
 SILENCE_S = 2.0
-"""Seconds without any input after which `run` says what it waits for."""
+"""Seconds without any input after which `run` prints what it waits for."""
 
 
 async def standard_input() -> bytes:
-    """Read the input that is piped into this command to its end; a terminal gives nothing.
+    """Read the standard input to its end. Returns nothing if it is a terminal.
 
     Raises:
-        SandboxRefusedError: it is too long.
+        SandboxRefusedError: the input is too long.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return b""
     data = bytearray()
     while len(data) <= MAX_INPUT:
         with anyio.move_on_after(SILENCE_S) as silence:
-            # A file cannot be waited for, and has no need of it.
+            # A regular file cannot be polled (PermissionError), and can always be read.
             with suppress(PermissionError):
                 await anyio.wait_readable(sys.stdin)
         if silence.cancelled_caught:

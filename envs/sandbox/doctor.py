@@ -1,6 +1,6 @@
-"""`doctor`: what a spec really gives, measured from inside a sandbox of its own, and whether it can be left.
+"""Doctor: measures from inside a sandbox which limits a spec really gets, and tries to break out of it.
 
-A check that could not be made counts as failed: what is not measured is not promised.
+A check that could not be made counts as failed: without a measurement nothing is guaranteed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALLOWED = {
     "build": {"write to /etc": "the image's own permissions"},
     "compat": {"write to /usr": "root of the image", "write to /etc": "root of the image", "become root": "is root"},
 }
-"""Attempts that may succeed under the weaker profiles, and why. Writing to an own layer is no escape."""
+"""Attempts that may succeed under the weaker profiles, and why. Writing to the container's own layer is no escape."""
 
 REFUSALS = {
     "EPERM": "forbidden",
@@ -44,7 +44,8 @@ REFUSALS = {
     "ENETUNREACH": "no way there",
     "killed": "ends the program",
 }
-"""How an attempt may end. Another error, such as that of a wrong argument, says that it was let and done badly."""
+"""Errors that count as a refusal of an attempt. Another error, such as that of a wrong argument, means that the attempt
+was permitted but made wrongly."""
 FORK_BOMB = """\
 import os, signal, time
 count = 0
@@ -97,11 +98,11 @@ ADVICE = {
     ),
     ("seccomp filter",): "the engine was built or told to run without seccomp; look at `podman info` or `docker info`",
 }
-"""What to do about failed checks, by their names."""
+"""Advice for failed checks, by the names of the checks."""
 
 
 class DoctorCheck(msgspec.Struct, frozen=True):
-    """One thing that was measured."""
+    """One measurement and its expected value."""
 
     name: str
     wanted: str
@@ -110,7 +111,7 @@ class DoctorCheck(msgspec.Struct, frozen=True):
 
 
 class ProbeFacts(msgspec.Struct, frozen=True):
-    """Settings as the kernel shows them; see `agent/probe.py`."""
+    """Settings as the kernel shows them to the probe, `agent/probe.py`."""
 
     uid: int
     gid: int
@@ -133,14 +134,14 @@ class ProbeFacts(msgspec.Struct, frozen=True):
 
 
 class ProbeFindings(msgspec.Struct, frozen=True):
-    """What the probe prints."""
+    """Output of the probe."""
 
     facts: ProbeFacts
     attempts: dict[str, str]
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What `doctor` measured of one spec on one engine."""
+    """Measurements of one spec on one engine."""
 
     engine: str
     isolated: bool
@@ -150,16 +151,16 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it should be."""
+        """True if all checks passed and the engine isolates sandboxes."""
         return self.isolated and all(check.ok for check in self.checks)
 
 
 async def engine_name() -> str:
-    """This machine's engine, and where it answers.
+    """Return the name and the address of this machine's engine.
 
     Raises:
-        ConfigError: there is none.
-        SandboxError: it does not answer.
+        ConfigError: there is no engine.
+        SandboxError: the engine does not answer.
     """
     async with open_engine() as engine:
         info = await engine.info()
@@ -167,14 +168,14 @@ async def engine_name() -> str:
 
 
 async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
-    """Measure what this spec gives on this engine.
+    """Measure the limits and the isolation that a sandbox of this spec gets on this engine.
 
     Raises:
         SandboxError: no sandbox could be started.
     """
     info = await backend.info()
     if not info.isolated:
-        # The probe tries to break out; here it would be let.
+        # The probe tries to break out. Without isolation it would succeed, so it is not run.
         return Diagnosis(info.name, False, spec, info.default_runtime, [])
     async with LocalSandbox(backend, spec) as sandbox:
         found = await backend.containers.inspect(sandbox.container_id, runtime=True)
@@ -279,7 +280,10 @@ async def _disk(sandbox: LocalSandbox) -> list[DoctorCheck]:
 
 
 async def _session(sandbox: LocalSandbox) -> list[DoctorCheck]:
-    """Root of the image may read everything of its sandbox."""
+    """Check that programs cannot read the shell of their session.
+
+    Not for `compat`: root of the image may read everything in its sandbox.
+    """
     if not sandbox.hello.bash or sandbox.spec.profile == "compat":
         return []
     async with sandbox.session() as session:
@@ -311,7 +315,7 @@ async def _alive(sandbox: LocalSandbox) -> str:
 
 
 def lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """For people: one line per check, the failed ones marked, and in the end what to do about them."""
+    """Yield the text of a diagnosis: one line per check, failed ones marked, and advice at the end."""
     yield f"engine {diagnosis.engine}, runtime {diagnosis.runtime or '?'}, profile {diagnosis.spec.profile}"
     if not diagnosis.isolated:
         yield "FAILED   no isolation at all: commands run as processes of this machine"
@@ -331,7 +335,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _advice(check: DoctorCheck) -> str:
-    """What a person can do about a failed check."""
+    """Return the advice for a failed check."""
     for names, advice in ADVICE.items():
         if check.name in names:
             return f"{check.name}: {advice}"

@@ -1,4 +1,4 @@
-"""Text for whoever gave a command: how it ended, or why it was not begun."""
+"""Text about a command for the agent or person that gave it: its result, or the reason why it was not run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from envs.sandbox.api import Result
 from envs.sandbox.text import PATH_LENGTH
 
 COMMAND_LENGTH = 100_000
-"""Bytes of a command: a sandbox takes a few more, with what is put before them."""
+"""Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
 
 
 def unusable_command(command: str) -> str:
-    """Why no sandbox runs this; empty where one does."""
+    """Return the reason why no sandbox can run this command; empty if one can."""
     if "\0" in command:
         return "error: a command cannot have a zero byte"
     if (size := len(command.encode("utf-8", "replace"))) > COMMAND_LENGTH:
@@ -19,7 +19,7 @@ def unusable_command(command: str) -> str:
 
 
 def unusable_path(path: str) -> str:
-    """Why this is the path of nothing; empty where it may be of something."""
+    """Return the reason why this cannot be a path; empty if it can."""
     if "\0" in path:
         return "error: a path cannot have a zero byte"
     if len(path.encode("utf-8", "replace")) > PATH_LENGTH:
@@ -28,13 +28,13 @@ def unusable_path(path: str) -> str:
 
 
 def result_text(result: Result) -> str:
-    """Its ending on a line, and what it wrote below it: its output, then its errors."""
+    """Return how the command ended on the first line, then its standard output and its standard error."""
     text = (result.stdout + result.stderr).decode("utf-8", "replace").rstrip()
     return f"{how_ended(result)}\n{text}" if text else how_ended(result)
 
 
 def how_ended(result: Result) -> str:
-    """What ended it, in a few words."""
+    """Return how the command ended, in a few words."""
     if result.timed_out:
         return f"stopped after {result.wall_s:.0f} s"
     if result.oom_killed:
@@ -43,7 +43,7 @@ def how_ended(result: Result) -> str:
 
 
 def clipped(text: str, most: int) -> str:
-    """A text of at most `most` characters, and a line that says how many are missing in the middle."""
+    """Return a text of at most `most` characters, with a line that says how many are left out in the middle."""
     if len(text) <= most:
         return text
     half = most // 2

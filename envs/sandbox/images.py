@@ -1,8 +1,8 @@
 """Images made of Debian packages, for machines without a registry: `python -m envs.sandbox.images [NAME …]`.
 
-An image is the packages of its recipe with all that they depend on, unpacked by `dpkg-deb` (no maintainer script runs),
-and the user and folders that sandboxes expect. Packages come from wherever apt of this machine gets them, and are
-checked by apt; they are kept in a cache folder, so that a second image takes seconds. Needs Debian, apt and tar.
+An image consists of the packages of its recipe and all their dependencies, unpacked by `dpkg-deb` (no maintainer script
+runs), plus the user and folders that sandboxes expect. Packages come from the sources of this machine's apt, which
+checks them. They are kept in a cache folder, so that a second image takes seconds. Needs Debian, apt and tar.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "flash-sandbox-python": ("bash", "coreutils", "findutils", "grep", "sed", "tar", "procps", "python3"),
     "flash-sandbox-c": ("bash", "coreutils", "findutils", "tar", "procps", "python3", "tcc", "libc6-dev"),
 }
-"""Name of an image to its packages."""
+"""Packages of each image, by the image's name."""
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash" / "debian"
-"""Where packages are kept."""
+"""Folder in which packages are cached."""
 USER_ID = 1000
-"""Whom commands run as."""
+"""User id that commands run as."""
 
 _MERGED = ("bin", "sbin", "lib", "lib64")
-"""Links into /usr, as on every Debian."""
+"""Folders that are links into /usr, as on every Debian."""
 _NEVER = re.compile(r"dpkg|debconf|usrmerge|init-system-helpers|perl|libperl[\d.]+|perl-modules-[\d.]+")
-"""Needed by maintainer scripts only, which do not run here; perl-base stays."""
+"""Packages that only maintainer scripts need, which do not run here. perl-base stays."""
 _UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian")
 
 
 def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
-    """The packages and everything they depend on, as .deb files.
+    """Download the packages and all their dependencies. Returns their .deb files.
 
     Raises:
-        ConfigError: apt is missing, or cannot get them.
+        ConfigError: apt is missing, or cannot download them.
     """
     (cache / "partial").mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile() as nothing_installed:
@@ -63,7 +63,7 @@ def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
 
 
 def unpack(debs: Sequence[Path], root: Path) -> None:
-    """Make a root file system of packages."""
+    """Unpack packages into a root file system."""
     for name in _MERGED:
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(f"usr/{name}")
@@ -77,7 +77,7 @@ def unpack(debs: Sequence[Path], root: Path) -> None:
 
 
 def finish(root: Path) -> None:
-    """Add what maintainer scripts would have, as far as sandboxes need it."""
+    """Add the files that maintainer scripts would have made, as far as sandboxes need them."""
     for name in ("etc", "work", "tmp", "run", "var/tmp", "proc", "sys", "dev", "root"):
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "etc/passwd").write_text(
@@ -85,7 +85,7 @@ def finish(root: Path) -> None:
         "nobody:x:65534:65534:nobody:/nonexistent:/bin/sh\n"
     )
     (root / "etc/group").write_text(f"root:x:0:\nuser:x:{USER_ID}:\nnogroup:x:65534:\n")
-    # Anybody may write to /work: a file system in memory takes this mode over, but not the folder's owner.
+    # Every user may write to /work: a file system in memory takes over this mode, but not the folder's owner.
     for name in ("tmp", "var/tmp", "work"):
         (root / name).chmod(0o1777)
     busybox = root / "usr/bin/busybox"
@@ -97,7 +97,7 @@ def finish(root: Path) -> None:
     elif not (root / "usr/bin/sh").exists():
         (root / "usr/bin/sh").symlink_to("bash")
     for library in (root / "usr/lib").glob("python3.*"):
-        # Without byte code, which only a maintainer script would make, each start of Python compiles what it imports.
+        # Without bytecode, which only a maintainer script would make, each start of Python compiles what it imports.
         _run(["chroot", str(root), "/usr/bin/python3", "-m", "compileall", "-q", f"/usr/lib/{library.name}"])
     ldconfig = root / "usr/sbin/ldconfig"
     if ldconfig.exists():
@@ -108,7 +108,7 @@ def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
     """Write the root file system of an image as a tar file.
 
     Raises:
-        ConfigError: a package cannot be had, or this is not a Debian.
+        ConfigError: a package cannot be downloaded, or this machine is not a Debian.
     """
     with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
         root = Path(folder) / "root"

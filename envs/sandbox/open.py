@@ -1,6 +1,6 @@
-"""Sandboxes for programs of this process: a pool of its own over this machine's engine, or a service's client.
+"""Sandboxes for programs of this process: from a pool over this machine's engine, or from a service.
 
-`Location` says which of the two; `open_sandboxes` opens it. `BoundedSandboxes` lends at most so many at a time.
+`Location` selects one of the two; `open_sandboxes` opens it. `BoundedSandboxes` limits how many are in use at a time.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ LOCAL = "local"
 
 
 class Location(msgspec.Struct, frozen=True, kw_only=True):
-    """Where sandboxes come from."""
+    """Location of a provider of sandboxes."""
 
     at: str = LOCAL
-    """`local`: of this machine's engine (DOCKER_HOST, then the usual sockets); otherwise the address of a service:
+    """`local` for this machine's engine (DOCKER_HOST, then the usual sockets), otherwise the address of a service:
     http://…, https://… or unix:/path."""
     token_file: str | None = None
-    """Of the service; its `admin` token is used. FLASH_SANDBOX_TOKEN, where set, is used instead."""
+    """Token file of the service; its `admin` token is used. FLASH_SANDBOX_TOKEN takes precedence if it is set."""
     ca: str | None = None
-    """PEM file of the certificate authority of an https:// service, where it is not a public one."""
+    """PEM file of the certificate authority of an https:// service; None: a public authority."""
 
 
 def check_location(location: Location) -> None:
-    """Refuse what cannot work, without asking the engine or the service.
+    """Check a location without connecting to the engine or the service.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: an option is wrong or missing; the message names it.
     """
     if location.at != LOCAL and not location.at.startswith(("http://", "https://", "unix:")):
         raise ConfigError(f"at must be `local`, http://…, https://… or unix:/path, but is {location.at!r}")
@@ -53,10 +53,10 @@ def check_location(location: Location) -> None:
 
 @asynccontextmanager
 async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[SandboxProvider]:
-    """Sandboxes for the time of the block, on behalf of `owner`. At its end all of them are closed.
+    """Open a provider of sandboxes for the time of the block, for `owner`. At its end all its sandboxes are closed.
 
     Raises:
-        ConfigError: there is no engine, a package or a token is missing.
+        ConfigError: there is no engine, or a package or a token is missing.
         SandboxError: the engine or the service does not answer.
     """
     async with AsyncExitStack() as stack:
@@ -70,7 +70,7 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
 class BoundedSandboxes:
     """Lends new sandboxes of a provider, at most `most` at a time. Each is closed after its use.
 
-    A sandbox is never used twice: cleaning one safely is hard, and the provider keeps new ones ready.
+    A sandbox is never reused: cleaning one safely is hard, and the provider keeps new ones ready.
     """
 
     def __init__(self, provider: SandboxProvider, *, owner: str, most: int) -> None:
@@ -86,7 +86,7 @@ class BoundedSandboxes:
 
         Raises:
             SandboxBusyError: none was free within `deadline` seconds.
-            SandboxError: it cannot be made.
+            SandboxError: the sandbox cannot be started.
         """
         begin = anyio.current_time()
         with anyio.move_on_after(deadline) as waiting:
@@ -102,7 +102,7 @@ class BoundedSandboxes:
             self._places.release()
 
     def stock(self) -> Stock:
-        """Return how many are lent and how many callers wait."""
+        """Return the number of sandboxes in use, of waiting callers, and of sandboxes started so far."""
         waiting = self._places.statistics().tasks_waiting
         return Stock("sandboxes", self._most - self._places.value, 0, waiting, self._most, self._made)
 
@@ -115,10 +115,10 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     from envs.sandbox.pool.pool import open_pool
 
     backend = await stack.enter_async_context(open_engine())
-    # Asked once before anything else: a pool would wait for an engine that does not answer.
+    # The engine is asked before anything else: a pool would wait for an engine that does not answer.
     await backend.info()
     service = uuid4().hex
-    # A name of its own: nobody else will ever take this lock, so it can go with us.
+    # The lock has a new name each time, so no other process ever takes it and it can be removed with this pool.
     path = runtime_folder() / f"{service}.lock"
     stack.callback(path.unlink, missing_ok=True)
     lock = stack.enter_context(OwnerLock(path))

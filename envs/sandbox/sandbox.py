@@ -1,11 +1,11 @@
-"""A sandbox as its users hold it: what they call, once, over a seam of five members that each kind of sandbox has.
+"""Sandbox: the methods that users call, and the interface that each kind of sandbox implements.
 
-`SandboxSeam` is what a container of this machine, a sandbox under a lease, one of a service and a simulated one
-implement. Whatever is asked of a sandbox is a `SandboxRequest`, answered once, or a `SandboxOpening`, held for the time
-of a block: structs that can be refused or passed on without knowing each.
+`SandboxSeam` is that interface, of five members. A container of this machine, a leased sandbox, a remote one and a
+simulated one implement it. A `SandboxRequest` is answered once; a `SandboxOpening` is held for the time of a block.
+Both are structs, so a sandbox can refuse them or pass them on without knowing each kind.
 
-`Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are what users call: they make requests, and do nothing else.
-`Sandbox` is all of them; who needs only a part asks for that part.
+`Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are the parts that users call. They only create requests.
+`Sandbox` combines them; a function that needs only one part takes that part as its parameter type.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from flash.errors import SandboxRefusedError
 T = TypeVar("T")
 
 MEMORY_BYTES = 1 << 20
-"""Trees up to this size are kept in memory on their way, larger ones in a temporary file."""
+"""Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
 _TREES = anyio.CapacityLimiter(4)
-"""Threads that pack or unpack trees at a time."""
+"""Most threads that pack or unpack trees at the same time."""
 
 
 class SandboxRequest(msgspec.Struct, Generic[T], frozen=True):
-    """Something that is asked of a sandbox, and answered once, with a `T`."""
+    """Request to a sandbox that is answered once, with a `T`."""
 
 
 class RunCommand(SandboxRequest[Result], frozen=True):
-    """Carry out a command to its end. Refused without a timeout."""
+    """Request to run a command until it ends. Refused without a timeout."""
 
     exec: Exec
 
 
 class StartJob(SandboxRequest[Job], frozen=True):
-    """Start a command in the background. Refused with an input, which a job cannot have."""
+    """Request to start a command in the background. Refused with standard input, which a job cannot have."""
 
     exec: Exec
 
 
 class ReadFile(SandboxRequest[bytes], frozen=True):
-    """See `Files.read`."""
+    """Request of `Files.read`."""
 
     path: str
     offset: int = 0
@@ -73,7 +73,7 @@ class ReadFile(SandboxRequest[bytes], frozen=True):
 
 
 class WriteFile(SandboxRequest[None], frozen=True):
-    """See `Files.write`."""
+    """Request of `Files.write`."""
 
     path: str
     data: bytes
@@ -82,72 +82,72 @@ class WriteFile(SandboxRequest[None], frozen=True):
 
 
 class ListFolder(SandboxRequest[list[FileInfo]], frozen=True):
-    """See `Files.list`."""
+    """Request of `Files.list`."""
 
     path: str
 
 
 class RemovePath(SandboxRequest[None], frozen=True):
-    """See `Files.remove`."""
+    """Request of `Files.remove`."""
 
     path: str
 
 
 class PutArchive(SandboxRequest[None], frozen=True):
-    """Unpack a tar archive in the sandbox as the file or folder `path`, piece by piece as it comes."""
+    """Request to unpack a tar archive in the sandbox as the file or folder `path`, piece by piece as it arrives."""
 
     path: str
     pieces: AsyncIterator[bytes]
     size: int | None = None
-    """Bytes of the archive, where that is known before."""
+    """Size of the archive in bytes, if it is known in advance."""
 
 
 class TakeSnapshot(SandboxRequest[Snapshot], frozen=True):
-    """See `Snapshots.snapshot`."""
+    """Request of `Snapshots.snapshot`."""
 
 
 class MakeForks(SandboxRequest[Sequence["Sandbox"]], frozen=True):
-    """See `Snapshots.fork`."""
+    """Request of `Snapshots.fork`."""
 
     count: int
 
 
 class SandboxOpening(msgspec.Struct, Generic[T], frozen=True):
-    """Something of a sandbox that is held for the time of a block, as a `T`."""
+    """Request for a resource of a sandbox that is held for the time of a block, as a `T`."""
 
 
 class StreamCommand(SandboxOpening[AsyncIterator[Chunk | Result]], frozen=True):
-    """Carry out a command with its output as it comes; leaving the block kills it. Refused without a timeout."""
+    """Request to run a command and stream its output. Leaving the block kills it. Refused without a timeout."""
 
     exec: Exec
 
 
 class StreamTree(SandboxOpening[AsyncIterator[bytes]], frozen=True):
-    """Pack a file or folder of the sandbox as a tar archive, piece by piece. Its content must not be trusted."""
+    """Request to stream a file or folder of the sandbox as a tar archive. Its content must not be trusted."""
 
     path: str
     limits: TreeLimits
 
 
 class OpenSession(SandboxOpening[Session], frozen=True):
-    """See `Shells.session`."""
+    """Request of `Shells.session`."""
 
     name: str = "main"
 
 
 class OpenTerminal(SandboxOpening[Terminal], frozen=True):
-    """See `Shells.terminal`."""
+    """Request of `Shells.terminal`."""
 
     command: Command
 
 
 def refused(asked: SandboxRequest[Any] | SandboxOpening[Any]) -> SandboxRefusedError:
-    """What a kind of sandbox raises that cannot do this."""
+    """Return the error of a sandbox whose kind does not support a request."""
     return SandboxRefusedError(f"a sandbox of this kind cannot do `{type(asked).__name__}`")
 
 
 class SandboxFacts(msgspec.Struct, frozen=True):
-    """What is known of a sandbox without asking it."""
+    """Properties of a sandbox that are known without a request to it."""
 
     sandbox_id: str
     spec: Spec
@@ -155,32 +155,42 @@ class SandboxFacts(msgspec.Struct, frozen=True):
 
 
 class SandboxSeam(ABC):
-    """What each kind of sandbox implements."""
+    """Interface that each kind of sandbox implements."""
 
     @property
     @abstractmethod
     def facts(self) -> SandboxFacts:
-        """How it stands now."""
+        """Current properties of the sandbox."""
 
     @abstractmethod
     async def ask(self, request: SandboxRequest[T]) -> T:
-        """Carry out a request. Raises SandboxError, and SandboxRefusedError for one that it cannot carry out."""
+        """Run a request.
+
+        Raises:
+            SandboxRefusedError: the sandbox does not support the request.
+            SandboxError: another failure.
+        """
 
     @abstractmethod
     def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
-        """What is asked for, for the time of the block. Raises SandboxError like `ask`."""
+        """Open a resource for the time of the block.
+
+        Raises:
+            SandboxRefusedError: the sandbox does not support it.
+            SandboxError: another failure.
+        """
 
     @abstractmethod
     async def wait_ended(self) -> None:
-        """Return once the state is `lost` or `closed`. The pool waits here for every sandbox it has given out."""
+        """Wait until the state is `lost` or `closed`. The pool waits here for every sandbox that it has handed out."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End it and remove its container. May be called more than once."""
+        """End the sandbox and remove its container. May be called more than once."""
 
 
 class Commands(SandboxSeam):
-    """Runs programs, each by itself."""
+    """Methods that run programs, each in a process group of its own."""
 
     async def run(
         self,
@@ -192,11 +202,11 @@ class Commands(SandboxSeam):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
-        """Run a command in a process group of its own, to its end or for `timeout` seconds.
+        """Run a command in a process group of its own until it ends, for at most `timeout` seconds.
 
-        With `patience`, time in which the command was ready to run and had no CPU does not count, until so many seconds
-        have passed on the clock. Other processes of the group are killed when the command has ended; use `start` for
-        commands that shall go on. `env` is added to the sandbox's own.
+        With `patience`, time in which the command was ready to run but had no CPU does not count towards `timeout`,
+        until `patience` seconds have passed on the clock. Other processes of the group are killed when the command has
+        ended; use `start` for commands that should go on. `env` is added to the sandbox's own variables.
         """
         exec = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
         return await self.ask(RunCommand(exec))
@@ -210,9 +220,10 @@ class Commands(SandboxSeam):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> AsyncGenerator[Chunk | Result]:
-        """The same, with the output as it comes and uncapped; the `Result`, without output, is the last item.
+        """Run a command as `run` does, and yield its output as it is written, without a limit on its size.
 
-        Leaving the loop early kills the command. Close the iterator (`contextlib.aclosing`) to have that at once.
+        The last item is the `Result`, without output. Leaving the loop early kills the command. Close the iterator
+        (`contextlib.aclosing`) to kill it at once.
         """
         return self._streamed(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
 
@@ -229,57 +240,64 @@ class Commands(SandboxSeam):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
-        """Start a command in the background; without a timeout it may run for as long as the sandbox lives."""
+        """Start a command in the background. Without a timeout it may run for as long as the sandbox lives."""
         return await self.ask(StartJob(Exec(command=command, timeout=timeout, env=env, cwd=cwd)))
 
 
 class Shells(SandboxSeam):
-    """Programs that are talked with."""
+    """Methods that start interactive programs."""
 
     def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
-        """A shell for the time of the block. Raises SandboxBusyError when one of this name is open."""
+        """Open a shell for the time of the block. Raises SandboxBusyError if a shell of this name is open."""
         return self.open(OpenSession(name))
 
     def terminal(self, command: Command) -> AbstractAsyncContextManager[Terminal]:
-        """Run a program on a pseudo-terminal for the time of the block: bytes travel both ways while it runs.
+        """Run a program on a pseudo-terminal for the time of the block, with bytes in both directions while it runs.
 
-        Sandboxes of a service raise SandboxRefusedError: bytes both ways need a sandbox of this machine's engine.
+        Raises:
+            SandboxRefusedError: this is a sandbox of a service. Terminals need a sandbox of this machine's engine.
         """
         return self.open(OpenTerminal(command))
 
 
 class Files(SandboxSeam):
-    """Files and trees. Relative paths start at the working directory."""
+    """Methods for files and trees. Relative paths start at the working directory."""
 
     tree_limits = TreeLimits()
-    """Caps on uploads and downloads."""
+    """Limits of uploads and downloads."""
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes of a regular file, fewer than `limit` at its end.
+        """Return bytes of a regular file; fewer than `limit` only at its end.
 
-        Raises SandboxFileError when it cannot be read, SandboxLimitError when more is asked for than one call may give.
+        Raises:
+            SandboxFileError: the file cannot be read.
+            SandboxLimitError: more bytes are requested than one call may return.
         """
         return await self.ask(ReadFile(path, offset, limit))
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file in one step, or append to it; missing folders are made.
+        """Replace a file atomically, or append to it. Missing folders are created.
 
-        Nobody in the sandbox sees half of a replaced file, also when the call is cancelled.
+        No program in the sandbox sees half of a replaced file, also if the call is cancelled.
         """
         await self.ask(WriteFile(path, data, mode, append))
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        """The entries of a folder, by name; of a file, its own."""
+        """Return the entries of a folder, sorted by name. For a file, return its own entry."""
         return await self.ask(ListFolder(path))
 
     async def remove(self, path: str) -> None:
-        """Remove a file, a link, or a folder with everything in it. Nothing when it does not exist."""
+        """Remove a file, a link, or a folder with everything in it. Does nothing if it does not exist."""
         await self.ask(RemovePath(path))
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a local file to the file `path`, or what is in a local folder into the folder `path`.
+        """Copy a local file to the file `path`, or the content of a local folder into the folder `path`.
 
-        Links are copied as links. Raises SandboxLimitError above the caps on size and entries.
+        Links are copied as links.
+
+        Raises:
+            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
+            SandboxLimitError: the source exceeds the limits on size and entries.
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
             await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
@@ -290,7 +308,9 @@ class Files(SandboxSeam):
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
 
-        Links that lead out of the tree, devices and pipes raise SandboxLimitError, as do too many bytes or entries.
+        Raises:
+            SandboxFileError: the target exists or cannot be written.
+            SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
             async with self.open(StreamTree(path, self.tree_limits)) as pieces:
@@ -301,8 +321,9 @@ class Files(SandboxSeam):
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
-    """Run to its end, also when cancelled: it is bounded by its caps, and must not work on what is closed."""
-    # A limiter of its own: with anyio's, which the whole process shares, many trees would keep all its threads busy.
+    """Run `work` in a thread until it ends, also if cancelled."""
+    # It is not abandoned on cancellation, because its caller then closes the archive; the limits bound its time. The
+    # limiter is separate: with anyio's, which the whole process shares, many trees would keep all threads busy.
     await anyio.to_thread.run_sync(work, limiter=_TREES)
 
 
@@ -312,57 +333,57 @@ async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
 
 
 class Snapshots(SandboxSeam):
-    """Keeps the files of a sandbox, and makes more sandboxes of them."""
+    """Methods that save the files of a sandbox and start more sandboxes from them."""
 
     async def snapshot(self) -> Snapshot:
-        """Keep the files as they are now. The snapshot outlives the sandbox; its owner removes it."""
+        """Save the current files as an image. The snapshot outlives the sandbox; its owner removes it."""
         return await self.ask(TakeSnapshot())
 
     async def fork(self, count: int) -> Sequence[Sandbox]:
-        """`count` new sandboxes with the same files. They are closed with this one at the latest."""
+        """Start `count` new sandboxes with the same files. They are closed with this one at the latest."""
         return await self.ask(MakeForks(count))
 
 
 class Lifecycle(SandboxSeam):
-    """What a sandbox is, and until when."""
+    """Identity and state of a sandbox."""
 
     @property
     def sandbox_id(self) -> str:
-        """What it is known by where it comes from."""
+        """Id of the sandbox at its provider."""
         return self.facts.sandbox_id
 
     @property
     def spec(self) -> Spec:
-        """What was asked for."""
+        """Spec that the sandbox was ordered with."""
         return self.facts.spec
 
     @property
     def state(self) -> State:
-        """How it stands now."""
+        """Current state."""
         return self.facts.state
 
 
 class Sandbox(Commands, Shells, Files, Snapshots, Lifecycle):
-    """One sandbox, here or on another machine. Who needs only a part of it asks for that part."""
+    """A sandbox, on this machine or another one."""
 
 
 class SandboxProvider(Protocol):
-    """Gives out sandboxes: a pool in this process, or the client of a service."""
+    """Provider of sandboxes: a pool in this process, or the client of a service."""
 
     def acquire(
         self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
     ) -> AbstractAsyncContextManager[Sandbox]:
-        """A sandbox for the time of the block.
+        """Lease a sandbox for the time of the block.
 
         Args:
-            spec: what kind.
-            owner: who shares fairly with the others.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
+            spec: the kind of sandbox.
+            owner: name of the owner; the sandboxes are shared fairly between owners.
+            priority: requests of one owner with a larger number are served sooner.
+            deadline: seconds to wait for the sandbox.
+            on_lost: with `recreate`, a lost sandbox is replaced by an empty one. A SandboxLostError reports the loss.
 
         Raises:
             SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made, or who gives it out cannot be reached.
+            SandboxError: the sandbox cannot be started, or the provider cannot be reached.
         """
         ...

@@ -1,8 +1,8 @@
-r"""Text that is not text: names and commands with bytes that are no UTF-8.
+"""Encoding of names and commands that contain bytes which are not UTF-8.
 
-Within a process such a byte is what `os.fsdecode` makes of it, a lone surrogate (0xff is U+DCFF). JSON and msgpack
-cannot carry those. In bodies and answers of the HTTP API the byte travels as U+0000 and two hexadecimal digits: neither
-names nor commands may have a zero byte, so nothing else looks like it. In a query it is percent-encoded as ever.
+Inside a process such a byte is a lone surrogate, as `os.fsdecode` makes it (0xff is U+DCFF). JSON and msgpack cannot
+carry surrogates. In bodies of the HTTP API the byte is sent as U+0000 and two hexadecimal digits. Names and commands
+cannot contain a zero byte, so this is unambiguous. In a query the byte is percent-encoded as usual.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from flash.errors import SandboxFileError, SandboxRefusedError
 from flash.text import one_line
 
 PATH_LENGTH = 4095
-"""Bytes of a path, as Linux has it."""
+"""Most bytes of a path in Linux."""
 
 _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
 
 
 def as_bytes(text: str) -> bytes:
-    """Text as the bytes that a sandbox gets: UTF-8, or what `os.fsdecode` made of other bytes.
+    """Return the bytes that a sandbox gets for a text: UTF-8, with surrogates of `os.fsdecode` as their bytes.
 
     Raises:
-        SandboxRefusedError: it has a zero byte, or is nothing that `os.fsdecode` makes.
+        SandboxRefusedError: the text has a zero byte, or a surrogate that `os.fsdecode` does not make.
     """
     if "\0" in text:
         raise _zero(text)
@@ -33,16 +33,16 @@ def as_bytes(text: str) -> bytes:
 
 
 def to_wire(text: str) -> str:
-    """Text as it travels. Raises SandboxRefusedError, as `as_bytes`."""
+    """Encode a text for the HTTP API. Raises SandboxRefusedError as `as_bytes` does."""
     as_bytes(text)
     return re.sub("[\udc80-\udcff]", lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", text)
 
 
 def from_wire(text: str) -> str:
-    """Text as this process has it.
+    """Decode a text from the HTTP API.
 
     Raises:
-        SandboxRefusedError: it has a zero byte that does not stand for another one.
+        SandboxRefusedError: the text has a zero byte that does not begin an encoded byte.
     """
     if "\0" not in text:
         return text
@@ -52,15 +52,15 @@ def from_wire(text: str) -> str:
             raise _zero(text)
         return chr(0xDC00 + int(found[1], 16))
 
-    # Bytes that together are UTF-8 are no surrogates, however they came.
+    # Escaped bytes that together are valid UTF-8 become normal characters, not surrogates.
     return _ESCAPED.sub(byte, text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
 
 
 def check_path(path: str) -> None:
-    """Refuse what is too long for a path.
+    """Check the length of a path.
 
     Raises:
-        SandboxFileError: saying how long it is.
+        SandboxFileError: the path is too long.
     """
     if (size := len(path.encode("utf-8", "surrogatepass"))) > PATH_LENGTH:
         raise SandboxFileError(f"a path has at most {PATH_LENGTH} bytes, but {one_line(path[:80])}… has {size}")
@@ -71,5 +71,5 @@ def _zero(text: str) -> SandboxRefusedError:
 
 
 def encodable(text: str) -> str:
-    """Text for people, with what cannot be encoded as an escape."""
+    """Return a text for people, with escapes for characters that cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,9 +1,9 @@
-"""Trees of files on this side: packed for a sandbox, and unpacked from one without trusting it.
+"""Trees of files on this machine: packed for a sandbox, and unpacked from an untrusted one.
 
-What a sandbox sends is unpacked into a new folder, which replaces the target only when everything was right. No file is
-written through a link: links are made last, and only those that stay inside. Owners, special modes, devices, pipes and
-hard links are never taken over. What is packed is read through open folders: one that is swapped for a link meanwhile
-leads nowhere. All functions block; run them in a thread.
+An archive from a sandbox is unpacked into a new folder, which replaces the target only if everything was correct. No
+file is written through a link: links are created last, and only those that stay inside. Owners, special modes, devices,
+pipes and hard links are never taken over. Files are packed through open folders, so that a folder which is replaced by
+a link meanwhile leads nowhere. All functions block; run them in a thread.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from flash.errors import SandboxFileError, SandboxLimitError
 
 COPY_BYTES = 1 << 18
 HEADER_BYTES = 1 << 20
-"""Longest run of an archive that is read at once. Headers of names and attributes say themselves how long they are."""
+"""Most bytes of an archive that are read at once. Headers of names and attributes declare their own length."""
 MOST_LINKS = 40
-"""That one path may lead through: as many as Linux follows."""
+"""Most links that one path may lead through; Linux has the same limit."""
 HEAD_BYTES = 2048
-"""Bytes of an archive that one entry takes beside its content: a head with a long name, and padding."""
+"""Bytes of an archive that one entry takes beside its content: a header with a long name, and padding."""
 FILE_MEMBER = "."
 """Name of the only member of an archive that holds one file instead of a tree."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-"""How files are opened for an upload: a pipe that stands where a file was must not block."""
+"""Flags for opening files for an upload. A pipe that has replaced a file must not block."""
 
 
 class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Caps on one upload or download."""
+    """Limits of one upload or download."""
 
     total: int = 1 << 28
-    """Bytes of all files."""
+    """Total bytes of all files."""
     entries: int = 20_000
-    """Files, folders and links, also folders that only the names of others tell of."""
+    """Number of files, folders and links, including folders that exist only in the paths of other entries."""
     depth: int = 200
-    """Folders in one another: Python's own functions that copy or remove a tree call themselves for each."""
+    """Depth of nested folders. Python's own functions that copy or remove a tree recurse once per level."""
 
 
 def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
-    """Write a file, or what is in a folder, as a tar archive.
+    """Write a file, or the content of a folder, as a tar archive.
 
     Raises:
-        SandboxFileError: it cannot be read, or holds something that is neither file, folder nor link.
+        SandboxFileError: it cannot be read, or has an entry that is neither a file, a folder nor a link.
         SandboxLimitError: it is too large.
     """
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -62,7 +62,7 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
 
 
 class _Packing:
-    """One archive on its way to a sandbox."""
+    """Archive that is being packed for a sandbox."""
 
     def __init__(self, archive: tarfile.TarFile, limits: TreeLimits) -> None:
         self._archive = archive
@@ -70,13 +70,13 @@ class _Packing:
         self._entries = 0
 
     def tree(self, top: int) -> None:
-        """Add what is in an open folder."""
+        """Add the content of an open folder."""
 
         def complain(error: OSError) -> None:
             raise error
 
         try:
-            # Where a folder was replaced by a link since it was listed, this goes past it.
+            # If a folder was replaced by a link since it was listed, `os.fwalk` does not follow the link.
             for path, folders, files, folder in os.fwalk(".", dir_fd=top, onerror=complain):
                 check_depth(path.count("/"), "upload", self._limits)
                 for name in sorted(folders + files):
@@ -85,7 +85,7 @@ class _Packing:
             os.close(top)
 
     def entry(self, member: str, name: str, folder: int) -> None:
-        """Add what has this name in an open folder."""
+        """Add the entry of this name in an open folder."""
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
             info = self._info(member, status)
@@ -99,7 +99,7 @@ class _Packing:
             self.file(member, os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder))
 
     def file(self, member: str, descriptor: int) -> None:
-        """Add what was opened."""
+        """Add an open file."""
         with open(descriptor, "rb") as content:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -126,11 +126,11 @@ class _Packing:
 def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "download") -> None:
     """Unpack an archive that a sandbox sent, as `target`, which must not exist or be an empty folder.
 
-    An archive of one file may replace a file. `what` it is called in errors.
+    An archive of one file may replace a file. `what` names the transfer in error messages.
 
     Raises:
-        SandboxLimitError: it is too large, or tries to leave the tree.
-        SandboxFileError: the target is in the way, or cannot be written.
+        SandboxLimitError: the archive is too large or damaged, or tries to leave the tree.
+        SandboxFileError: the target exists or cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -149,14 +149,14 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
             root.chmod(0o755)
             root.replace(target)
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
-            # What `tarfile` makes of headers that no program writes.
+            # Errors of `tarfile` for headers that no archive program writes.
             raise SandboxLimitError(f"the {what} is a damaged archive: {error}") from error
         except OSError as error:
             raise SandboxFileError(f"{target} cannot be written: {error}") from error
 
 
 class _Bounded:
-    """An archive of which nothing long is read at once."""
+    """File object of an archive that limits the length of each read."""
 
     def __init__(self, source: IO[bytes], what: str) -> None:
         self._source = source
@@ -165,14 +165,14 @@ class _Bounded:
         self.tell = source.tell
 
     def read(self, count: int) -> bytes:
-        """At most so many bytes."""
+        """Return at most `count` bytes. Raises SandboxLimitError if `count` is too large."""
         if not 0 <= count <= HEADER_BYTES:
             raise SandboxLimitError(f"the {self._what} has a header of {count} bytes")
         return self._source.read(count)
 
 
 class _Unpacking:
-    """One archive on its way into a new folder."""
+    """Archive that is being unpacked into a new folder."""
 
     def __init__(self, root: Path, limits: TreeLimits, what: str) -> None:
         self._root = root
@@ -184,7 +184,7 @@ class _Unpacking:
         self._links: dict[Path, str] = {}
 
     def run(self, source: IO[bytes]) -> bool:
-        """Unpack everything; True for an archive of one file."""
+        """Unpack the archive. Returns True if it holds one file instead of a tree."""
         self._root.mkdir()
         single = False
         with tarfile.open(fileobj=_Bounded(source, self._what), mode="r:") as archive:  # type: ignore[arg-type]
@@ -202,10 +202,10 @@ class _Unpacking:
         return single
 
     def _stays(self, path: Path) -> bool:
-        """Whether a link leads to something below the root, or would if that existed.
+        """Return True if a link leads to a path below the root, whether that path exists or not.
 
-        It is followed step by step, and may not step out of the root even to come back: the root is still called
-        otherwise than the target, and what stands beside the target is none of the tree's.
+        The link is followed step by step, and may not step out of the root even to return into it: the root still has
+        another name than the target, and files beside the target do not belong to the tree.
         """
         here, ahead, followed = path.parent, self._links[path].split("/")[::-1], 0
         while ahead:
@@ -251,7 +251,7 @@ class _Unpacking:
             raise SandboxLimitError(f"{member.name} is neither a file, a folder nor a link")
 
     def _folder(self, path: Path) -> None:
-        """Make a folder and those above it. Each counts: one name may tell of thousands."""
+        """Create a folder and its missing parents. Each counts as an entry: one name may imply thousands of folders."""
         missing: list[Path] = []
         while path not in self._folders:
             missing.append(path)
@@ -268,14 +268,14 @@ class _Unpacking:
 
     def _file(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
         if member.sparse is not None:  # type: ignore[attr-defined]
-            # Of one that says it is huge the archive holds next to nothing. Ours have none.
+            # The archive holds few bytes of a sparse file that claims to be huge. Archives of our agent have none.
             raise SandboxLimitError(f"{member.name} is a sparse file")
         self._bytes += member.size
         if member.size < 0 or self._bytes > self._limits.total:
             raise SandboxLimitError(f"the {self._what} has more than {self._limits.total} bytes")
         content = archive.extractfile(member)
         assert content is not None
-        # Exclusively: an archive that names a file twice must not write into the first.
+        # Exclusive: an archive that names a file twice must not write into the first one.
         with content, path.open("xb") as file:
             left = member.size
             while piece := content.read(min(COPY_BYTES, left)):
@@ -287,6 +287,6 @@ class _Unpacking:
 
 
 def check_depth(depth: int, what: str, limits: TreeLimits) -> None:
-    """Raises SandboxLimitError where a tree is too deep."""
+    """Check the depth of a tree. Raises SandboxLimitError if it is too deep."""
     if depth > limits.depth:
         raise SandboxLimitError(f"the {what} has more than {limits.depth} folders in one another; make it flatter")

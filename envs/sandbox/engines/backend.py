@@ -173,8 +173,7 @@ class Images(Protocol):
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
-        """Save a container's files as an image. Returns its size in bytes beyond the image that the container came
-        from.
+        """Save a container's files as an image. Returns its size in bytes beyond the container's own image.
 
         Args:
             container_id: the container.

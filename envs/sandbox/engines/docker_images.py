@@ -48,7 +48,7 @@ class DockerImages:
     ) -> int:
         if files is None:
             async with self._paused(container_id):
-                # Engines write holes out. What is paused does not make any after this look.
+                # Measured with holes, since engines write them out. A paused container can make no new ones after this.
                 use = await self._containers.layer(container_id, LayerUse(most, sys.maxsize), holes=True)
                 if use.size > most:
                     raise SandboxLimitError(

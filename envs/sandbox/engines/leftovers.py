@@ -59,8 +59,10 @@ def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int
 
 
 def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Remove the control groups of a removed container of this machine. Returns their number. Only tests replace
-    `root`."""
+    """Remove the control groups of a removed container of this machine. Returns their number.
+
+    Only tests replace `root`.
+    """
     if not root.is_dir():
         return 0  # The engine runs in a virtual machine on this machine.
     places = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())]

@@ -118,7 +118,7 @@ def _refuse(number: int, *names: str, arguments: Sequence[dict[str, Any]] = ()) 
 
 @cache
 def filter_text(families: Sequence[int]) -> bytes | None:
-    """The filter as JSON; None where this machine has no default to begin with."""
+    """Return the filter as JSON; None if this machine has no default filter to derive it from."""
     source = next((path for path in map(Path, DEFAULTS) if path.is_file()), None)
     if source is None:
         return None
@@ -127,10 +127,10 @@ def filter_text(families: Sequence[int]) -> bytes | None:
 
 @cache
 def podman_filter(families: Sequence[int]) -> Path:
-    """The file to name to Podman.
+    """Return the path of the filter's file, for Podman.
 
     Raises:
-        SandboxRefusedError: the default filter is not where it should be.
+        SandboxRefusedError: there is no default filter, or another user can write to the folder of the file.
     """
     content = filter_text(families)
     if content is None:

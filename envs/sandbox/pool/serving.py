@@ -145,8 +145,7 @@ class LeaseServer:
         return sandbox
 
     async def _finish(self, lease: SandboxLease) -> None:
-        """Remove what is left of a lease: forks, sandbox, snapshots, journal entry, place on its host, in this
-        order."""
+        """Remove everything of a lease, in this order: forks, sandbox, snapshots, journal entry, place on its host."""
         for child in lease.children:
             child.end("the sandbox it was forked from ended")
         lease.set("failed" if lease.error is not None else "closed", lease.ending)

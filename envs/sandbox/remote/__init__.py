@@ -1,7 +1,7 @@
-"""Sandboxes of a service on this machine or another, used like local ones.
+"""Client of a sandbox service, on this machine or another. Remote sandboxes are used like local ones.
 
-client    the service's client; way in: `SandboxClient`
-sandbox   a sandbox of it, with its shells and jobs
+client    SandboxClient, the client of the service
+sandbox   a remote sandbox, with its shells and jobs
 host      a service as a host that another service places sandboxes on
-http      calls: encoding, errors, and what is sent again when a connection breaks
+http      calls: encoding, errors, and the calls that are repeated when a connection breaks
 """

@@ -1,8 +1,8 @@
 """SandboxClient: sandboxes of a service, used like local ones.
 
-`SandboxClient.acquire` takes what `Pool.acquire` takes, and gives a `Sandbox`: code runs unchanged with either. A
-task of the client keeps each lease alive and notices its end; a client that vanishes loses its sandboxes when their
-leases run out.
+`SandboxClient.acquire` has the same parameters as `SandboxPool.acquire` and returns a `Sandbox`: code runs unchanged
+with either. A task of the client renews each lease and notices its end. If a client disappears, its leases expire and
+the service ends their sandboxes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from flash.errors import ConfigError, SandboxBusyError, SandboxError
 from flash.waiting import unwrapped_group
 
 POLL_S = 20.0
-"""Seconds for which the service holds an answer back while a sandbox is not ready."""
+"""Seconds for which the service may delay a response while a sandbox is not ready."""
 LEASE_S = 120.0
-"""Seconds after which the service ends a sandbox whose client is silent."""
+"""Seconds without a renewal after which the service ends a sandbox."""
 CLOSE_S = 60.0
-"""Seconds for a sandbox to be ended, also when the caller is being cancelled."""
+"""Seconds that ending a sandbox may take, also when the caller is being cancelled."""
 
 
 class SandboxClient:
-    """A service's client; an asynchronous context manager."""
+    """Client of a service. An asynchronous context manager."""
 
     def __init__(self, url: str, token: str, *, owner: str = "", verify: ssl.SSLContext | bool = True) -> None:
-        """For the service at `url`: http://…, https://… or unix:/path. `owner` names whose sandboxes are asked for.
+        """Create a client for the service at `url`: http://…, https://… or unix:/path.
+
+        `owner` is the owner of the sandboxes that `acquire` orders.
 
         Raises:
-            ConfigError: the address is no such thing.
+            ConfigError: the address or the token cannot be used.
         """
         self._http = HttpClient(url, token, verify)
         self._owner = owner
@@ -52,11 +54,11 @@ class SandboxClient:
 
     @property
     def http(self) -> HttpClient:
-        """The service, as it is reached over HTTP."""
+        """HTTP connection to the service."""
         return self._http
 
     async def __aenter__(self) -> Self:
-        """Connect.
+        """Connect to the service.
 
         Raises:
             SandboxError: the service cannot be reached, or does not accept the token.
@@ -83,7 +85,10 @@ class SandboxClient:
     async def acquire(
         self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
     ) -> AsyncGenerator[RemoteSandbox]:
-        """See `SandboxProvider`. Without an `owner` the client's own is meant."""
+        """Lease a sandbox for the time of the block, as `SandboxProvider` says.
+
+        Without `owner`, the client's owner is used.
+        """
         order = SandboxOrder(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
         sandbox: RemoteSandbox | None = None
@@ -94,22 +99,33 @@ class SandboxClient:
             sandbox = self.attach(info)
             yield sandbox
         finally:
-            # Without an answer to the order its key says which sandbox it is.
+            # If the response to the order was lost, a second order with the same key finds the sandbox.
             with anyio.move_on_after(CLOSE_S, shield=True):
                 await self._give_back(sandbox, order, key)
 
     async def order(self, order: SandboxOrder, key: str, *, wait: float = POLL_S) -> Info:
-        """Ask for a sandbox. The same key gives the same sandbox."""
+        """Order a sandbox. The same key returns the same sandbox.
+
+        Args:
+            order: the order.
+            key: idempotency key.
+            wait: seconds for which the service may delay the response until the sandbox is ready.
+
+        Raises:
+            SandboxError: the service refuses the order, or cannot be reached.
+        """
         return await self.http.ask(
             "POST", "/v1/sandboxes", Info, body=order, query={"wait": wait}, seconds=wait, key=key
         )
 
     async def wait_ready(self, info: Info, seconds: float, deadline: float) -> Info:
-        """Wait for a sandbox that was asked for, `seconds` that are left of its `deadline`.
+        """Wait until an ordered sandbox is ready, for at most `seconds`.
+
+        `deadline` is the whole waiting time in seconds, for the error message.
 
         Raises:
-            SandboxBusyError: it was not ready in time.
-            SandboxError: what ended it.
+            SandboxBusyError: the sandbox was not ready in time.
+            SandboxError: the error that ended the sandbox.
         """
         until = anyio.current_time() + seconds
         while info.state in ("queued", "starting") and (left := until - anyio.current_time()) > 0:
@@ -123,38 +139,42 @@ class SandboxClient:
         return info
 
     def attach(self, info: Info) -> RemoteSandbox:
-        """Use a sandbox of the service, and keep its lease for as long as this client lives."""
+        """Return a sandbox of the service, and renew its lease for as long as this client is open."""
         sandbox = RemoteSandbox(self, info)
         self._tasks.start_soon(sandbox.keep, name=f"lease {info.id}")
         return sandbox
 
     def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
-        """Do something that nobody waits for, while this client lives."""
+        """Run `work(argument)` in a task that ends with this client. Nobody waits for the task."""
         self._tasks.start_soon(work, argument)
 
     async def find(self, id: str) -> RemoteSandbox:
-        """A sandbox by its id."""
+        """Return a sandbox by its id.
+
+        Raises:
+            SandboxError: there is no such sandbox for this token, or the service cannot be reached.
+        """
         return self.attach(await self.http.ask("GET", f"/v1/sandboxes/{quote(id, safe='')}", Info))
 
     async def list(self) -> list[Info]:
-        """The sandboxes that this token may use."""
+        """Return the sandboxes that this token may use."""
         return (await self.http.ask("GET", "/v1/sandboxes", SandboxList)).sandboxes
 
     async def status(self, *, since: int = -1, wait: float = 0.0) -> Status:
-        """The whole service; with `wait`, once it differs from version `since`."""
+        """Return the state of the service. Waits for up to `wait` seconds until its version differs from `since`."""
         query = {"since": since, "wait": wait}
         return await self.http.ask("GET", "/v1/status", Status, query=query, seconds=wait)
 
     async def end(self, id: str) -> None:
-        """End a sandbox, and wait until it is gone."""
+        """End a sandbox, and wait until its container is removed."""
         await self.http.ask("DELETE", f"/v1/sandboxes/{quote(id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def snapshots(self) -> list[SnapshotInfo]:
-        """The snapshots that this token may use, oldest first."""
+        """Return the snapshots that this token may use, oldest first."""
         return (await self.http.ask("GET", "/v1/snapshots", SnapshotList)).snapshots
 
     async def forget(self, snapshot_id: str) -> None:
-        """Remove a snapshot that nothing runs from any more."""
+        """Remove a snapshot that no sandbox runs from any more."""
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def _give_back(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
@@ -164,14 +184,14 @@ class SandboxClient:
             else:
                 await self.end((await self.order(order, key, wait=0.0)).id)
         except SandboxError:
-            pass  # It cannot be reached, or was never made; its lease runs out by itself.
+            pass  # The service cannot be reached, or never created the sandbox. Its lease expires by itself.
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext | bool:
-    """How a service's certificate is checked: by this authority, or by the public ones.
+    """Return how to check a service's certificate: by this certificate authority, or by the public ones if None.
 
     Raises:
-        ConfigError: the file is no certificate.
+        ConfigError: the file is not a certificate.
     """
     try:
         return ssl.create_default_context(cafile=ca) if ca else True
@@ -180,10 +200,10 @@ def trusting(ca: Path | None) -> ssl.SSLContext | bool:
 
 
 def service_token(path: Path, name: str = ADMIN) -> str:
-    """A token of a token file on this machine.
+    """Return a token from a token file on this machine.
 
     Raises:
-        ConfigError: there is no such file, or no such token in it.
+        ConfigError: there is no such file, or no token of this name in it.
     """
     if not path.exists():
         raise ConfigError(f"there is no token file {path}; start the service, or name another one with --token-file")

@@ -1,7 +1,8 @@
-"""A host on another machine: the same service, asked over HTTP by a front.
+"""RemoteHost: a service on another machine, used as a host by a front service over HTTP.
 
-The front decides who gets a sandbox and where; the host keeps its own warm pool, watches its own engine, and removes a
-sandbox whose lease the front does not renew. So nothing leaks when the front, the host, or the line between them fails.
+The front decides which request gets a sandbox and on which host. The host keeps its own warm pool, checks its own
+engine, and removes a sandbox whose lease the front does not renew. So nothing leaks when the front, the host, or the
+network between them fails.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flash.errors import SandboxError
 _log = logging.getLogger(__name__)
 
 START_S = 180.0
-"""Seconds for a sandbox to start on the host."""
+"""Seconds that a sandbox has to start on the host."""
 RETRY_S = 2.0
 """Seconds between two attempts to reach a host."""
 
@@ -33,7 +34,7 @@ class RemoteHost:
     """A `Host` over a client of its service."""
 
     def __init__(self, name: str, client: SandboxClient, service: str) -> None:
-        """`service` names the front: its sandboxes are told from others by it."""
+        """Create a host. `service` is the id of the front: it is the owner of the front's sandboxes there."""
         self._name = name
         self._client = client
         self._service = service
@@ -44,15 +45,15 @@ class RemoteHost:
         return self._name
 
     def report(self) -> HostReport:
-        """What it said last."""
+        """Return the report of the last status that was received."""
         return self._report
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """None: the host hands out its ready sandboxes itself."""
+        """Return None: the remote service hands out its ready sandboxes itself, in `start`."""
         return None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Have it start one. The ticket's id is the idempotency key."""
+        """Start a sandbox on the host. The ticket's id is the idempotency key."""
         order = SandboxOrder(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
         info = None
         try:
@@ -64,7 +65,7 @@ class RemoteHost:
             raise
 
     async def forget(self, image: str) -> None:
-        """Have it remove a snapshot."""
+        """Remove a snapshot on the host. If that fails, the host removes it when it expires."""
         try:
             await self._client.forget(image.rpartition(":")[2])
         except SandboxError as error:
@@ -73,7 +74,7 @@ class RemoteHost:
     async def recover(
         self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
     ) -> dict[str, Sandbox]:
-        """Attach to what still runs; end the rest of this front's."""
+        """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front."""
         status = await self._client.status()
         self._report = report_of(status)
         wanted = {ticket.sandbox_id for ticket in tickets}
@@ -82,7 +83,8 @@ class RemoteHost:
 
         async def attach(info: Info) -> None:
             try:
-                # Not ready yet: the host was restarted as well, or was asked just before we ended.
+                # The sandbox may not be ready yet: the host was restarted as well, or got the order just before this
+                # front ended.
                 found[info.key] = self._client.attach(await self._client.wait_ready(info, START_S, START_S))
             except SandboxError as error:
                 _log.warning("sandbox %s on %s was lost in the restart: %s", info.key, self._name, error)
@@ -101,10 +103,10 @@ class RemoteHost:
     async def run(
         self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Know how the host stands.
+        """Keep the report up to date, until cancelled.
 
-        Consumes its status. Waits for it to change. Unblocked by that, or by the host being out of reach. Produces the
-        report that placement goes by.
+        Consumes the service's status. Waits until it changes. Unblocked by a change, or by an error if the host cannot
+        be reached. Produces the report that placement uses.
         """
         task_status.started()
         version = -1
@@ -135,7 +137,7 @@ class RemoteHost:
 
 
 def report_of(status: Status) -> HostReport:
-    """How a service stands, as placement needs it."""
+    """Return the report of a service's status, for placement."""
     hosts = [host for host in status.hosts if not host.why_not]
     if not hosts:
         why = "; ".join(f"{host.name}: {host.why_not}" for host in status.hosts) or "it has no hosts"
@@ -157,7 +159,7 @@ def _sum(status: Status) -> Demand:
 
 
 def _load(status: Status) -> MachineLoad | None:
-    """Of all its machines together; None unless each is measured."""
+    """Return the total load of all its machines; None unless each machine is measured."""
     loads = [host.load for host in status.hosts if host.load is not None]
     if not loads or len(loads) < len(status.hosts):
         return None

@@ -1,8 +1,8 @@
-"""Calls to the service over HTTP: encoding, errors, and what may be repeated when a connection breaks.
+"""Calls to the service over HTTP: encoding, errors, and repetition when a connection breaks.
 
-A call is repeated only when that cannot carry it out twice: nothing was sent yet, it only reads, or it has an
-idempotency key. If the service was restarted in between, a repeated call that it does not know is answered with a
-SandboxLostError: nobody knows whether the first attempt was carried out.
+A call is repeated only if that cannot run it twice: nothing was sent yet, it only reads, or it has an idempotency key.
+If the service was restarted in between and does not know a repeated call, it answers with a SandboxLostError, because
+it cannot know if the first attempt was run.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRef
 _T = TypeVar("_T")
 
 CONNECT_S = 5.0
-"""Seconds for one connection to be made."""
+"""Seconds that opening one connection may take."""
 REPEAT_S = 30.0
 """Seconds for which a call is repeated while the service cannot be reached: as long as a restart takes."""
 MARGIN_S = 30.0
-"""Seconds that an answer may take beyond what the call itself may take."""
+"""Seconds that a response may take in addition to the time of the call itself."""
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 
 
 class HttpClient:
-    """One service, as a client reaches it."""
+    """HTTP connection of a client to one service."""
 
     def __init__(self, url: str, token: str, verify: ssl.SSLContext | bool = True) -> None:
-        """`url`: http://…, https://… or unix:/path.
+        """Create a connection. `url` is http://…, https://… or unix:/path.
 
         Raises:
-            ConfigError: it is none of these, or no token.
+            ConfigError: the address has another form, or the token is empty or cannot be sent in a header.
         """
         self.url = url
         self.token = token
@@ -86,19 +86,19 @@ class HttpClient:
         seconds: float = 0.0,
         key: str = "",
     ) -> _T:
-        """A call whose answer is a struct.
+        """Send a call whose response is a struct.
 
         Args:
-            method: of HTTP.
-            path: of the endpoint.
-            answer: what comes back; `type(None)` for nothing.
-            body: what is sent.
-            query: parameters.
-            seconds: how long the call itself may take.
-            key: makes it safe to repeat.
+            method: HTTP method.
+            path: path of the endpoint.
+            answer: type of the response; `type(None)` for none.
+            body: body of the request.
+            query: parameters of the query.
+            seconds: seconds that the call itself may take.
+            key: idempotency key, which makes the call safe to repeat.
 
         Raises:
-            SandboxError: what the service says, or that it cannot be reached.
+            SandboxError: the error of the service, or the service cannot be reached.
         """
         headers = {"accept": MSGPACK}
         content = None
@@ -116,19 +116,19 @@ class HttpClient:
             ) from error
 
     async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
     async def put_bytes(
         self, path: str, query: Mapping[str, Any], data: bytes, *, key: str = "", media_type: str = BINARY
     ) -> None:
-        """Send bytes. With a key they may be sent again."""
+        """Send bytes. With an idempotency key the call may be repeated."""
         await self._send("PUT", path, data, query, {"content-type": media_type}, MARGIN_S, key)
 
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
     ) -> None:
-        """Send bytes as they come; `size` is their number, where it is known. They are never sent again."""
+        """Send bytes while they are produced. `size` is their number, if it is known. The call is never repeated."""
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
         await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
 
@@ -136,7 +136,7 @@ class HttpClient:
     async def streamed(
         self, method: str, path: str, *, body: msgspec.Struct | None = None, query: Mapping[str, Any] | None = None
     ) -> AsyncGenerator[httpx.Response]:
-        """Open a streamed answer. Leaving the block ends the connection, and with it the call."""
+        """Open a streamed response. Leaving the block closes the connection, and the service then ends the call."""
         headers = {"accept": NDJSON, **({"content-type": MSGPACK} if body is not None else {})}
         content = msgspec.msgpack.encode(body) if body is not None else None
         request, seconds = self._request(method, _target(path, query), content, headers, 0.0), 0.0
@@ -179,14 +179,14 @@ class HttpClient:
             request = self._request(method, target, content, headers, seconds)
             response = None
             try:
-                # A call that is sent again has no more time than one that is sent once.
+                # A repeated call gets no more time in total than a single one.
                 with self._translated(path, seconds), anyio.move_on_after(until - anyio.current_time()):
                     response = await self._client.send(request)
                 if response is None:
                     raise self._late(path, seconds)
                 break
             except _BrokenError as error:
-                # Another attempt that begins too late would only say that time is up, and not why.
+                # A further attempt that starts too late would fail with a timeout, which hides the cause.
                 if not (repeatable or error.unsent) or anyio.current_time() + pause >= give_up:
                     raise error.final from error
                 if not error.unsent and boot:
@@ -220,7 +220,7 @@ class HttpClient:
 
     @contextmanager
     def _translated(self, path: str, seconds: float) -> Generator[None]:
-        """Turns errors of httpx into ours."""
+        """Turn errors of httpx into a `SandboxError`."""
         try:
             yield
         except httpx.ReadTimeout as error:
@@ -239,12 +239,12 @@ class HttpClient:
             try:
                 return error_of(msgspec.json.decode(response.content, type=HttpProblem))
             except msgspec.DecodeError:
-                pass  # Said below: something in between answered, not the service.
+                pass  # The error below reports it: a program between client and service answered, such as a proxy.
         return SandboxLostError(f"{self.url} answered {response.status_code}, which the service does not send")
 
 
 def _target(path: str, query: Mapping[str, Any] | None) -> str:
-    """An address with its query, names that are no UTF-8 byte by byte."""
+    """Return an address with its query. Names that are not UTF-8 are encoded byte by byte."""
     if query and isinstance(name := query.get("path"), str):
         check_path(name)
     try:
@@ -254,7 +254,7 @@ def _target(path: str, query: Mapping[str, Any] | None) -> str:
 
 
 class _BrokenError(SandboxError):
-    """A connection failed. `unsent`: the service cannot have seen the call."""
+    """Failure of a connection. `unsent` is True if the service cannot have received the call."""
 
     def __init__(self, final: SandboxError, *, unsent: bool) -> None:
         super().__init__(str(final))

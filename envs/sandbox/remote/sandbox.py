@@ -1,4 +1,4 @@
-"""A sandbox of a service, as its client holds it: a `Sandbox` over HTTP."""
+"""RemoteSandbox: a `Sandbox` of a service, over HTTP."""
 
 from __future__ import annotations
 
@@ -58,40 +58,40 @@ from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, Sand
 _T = TypeVar("_T")
 
 _KEEP_S = 20.0
-"""Seconds for which the service holds back the answer to whether the sandbox has ended."""
+"""Seconds for which the service may delay its response to the question whether the sandbox has ended."""
 _CANCEL_S = 30.0
-"""Seconds for the service to kill a command whose caller was cancelled."""
+"""Seconds that the service has to kill a command whose caller was cancelled."""
 _JOB_POLL_S = 30.0
 _NO_ANSWER_S = 60.0
-"""Seconds without reaching the service after which the sandbox counts as lost; its lease has run out by then."""
+"""Seconds without a response of the service after which the sandbox counts as lost. Its lease has expired by then."""
 _RETRY_S = 1.0
 _LOOK_S = 5.0
-"""Seconds for the service to say how a sandbox stands of which a call said that it is lost."""
+"""Seconds that the service has to report the state of a sandbox that a call reported as lost."""
 _NOTICE_S = 1.0
-"""Seconds in which the service itself comes to know of that loss: a call may hear of it first."""
+"""Seconds in which the service itself notices such a loss: a call may notice it first."""
 
 
 class ServiceClient(Protocol):
-    """What a sandbox asks of the client that it is from."""
+    """Functions of its client that a remote sandbox uses."""
 
     @property
     def http(self) -> HttpClient: ...
 
     def attach(self, info: Info) -> Sandbox:
-        """Use another sandbox of the service."""
+        """Return another sandbox of the service."""
         ...
 
     async def end(self, id: str) -> None:
-        """End a sandbox, and wait until it is gone. Raises SandboxError."""
+        """End a sandbox, and wait until its container is removed. Raises SandboxError."""
         ...
 
     def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
-        """Do something that nobody waits for."""
+        """Run `work(argument)` in a task that nobody waits for."""
         ...
 
 
 class RemoteSandbox(Sandbox):
-    """See the module. Made by `SandboxClient`."""
+    """A sandbox of a service. `SandboxClient` creates it."""
 
     def __init__(self, client: ServiceClient, info: Info) -> None:
         self._client = client
@@ -107,14 +107,14 @@ class RemoteSandbox(Sandbox):
 
     @property
     def generation(self) -> int:
-        """How often the sandbox was made again after a loss, as far as is known."""
+        """Number of times the sandbox was replaced after a loss, as of the service's last response."""
         return self._info.generation
 
     async def keep(self) -> None:
-        """Keep the lease, and learn of its end.
+        """Renew the lease until it ends, and record its end.
 
-        Consumes the service's answers. Waits for the end of the sandbox. Unblocked by it, or by the service being gone
-        for too long. Produces the state `lost` or `closed`.
+        Consumes the service's responses. Waits for the end of the sandbox. Unblocked by it, or when the service cannot
+        be reached for too long. Produces the state `lost` or `closed`.
         """
         heard = anyio.current_time()
         while self._state == "ready":
@@ -128,7 +128,7 @@ class RemoteSandbox(Sandbox):
                     return self._end("lost")
                 await anyio.sleep(_RETRY_S)
             except SandboxError:
-                return self._end("closed")  # The service does not know it any more.
+                return self._end("closed")  # The service does not know the sandbox any more.
             else:
                 heard = anyio.current_time()
                 if self._info.state in ("failed", "closed"):
@@ -139,7 +139,7 @@ class RemoteSandbox(Sandbox):
         return cast("_T", await self._answer(request))
 
     async def _answer(self, request: SandboxRequest[Any]) -> object:
-        """What each request comes to at the service."""
+        """Send a request to the service, as the call that stands for it."""
         match request:
             case RunCommand(exec):
                 return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
@@ -208,7 +208,7 @@ class RemoteSandbox(Sandbox):
                         raise SandboxLimitError(f"{path}: the archive is larger than the limits allow")
                     yield piece
             except httpx.HTTPError as error:
-                # The service has begun its answer, and can report a failure only by breaking it off.
+                # The service has begun its response, so it can report a failure only by closing the connection.
                 raise SandboxFileError(
                     f"{path}: the copy broke off: the files changed, they are too many, or the sandbox ended"
                 ) from error
@@ -233,7 +233,7 @@ class RemoteSandbox(Sandbox):
             self._end("closed")
 
     async def once(self, path: str, answer: type[_T], body: msgspec.Struct, seconds: float) -> _T:
-        """A call that is carried out once, however often it is sent, and that ends when its caller is cancelled."""
+        """Send a call that is run only once even if it is sent repeatedly. It ends if its caller is cancelled."""
         key = uuid4().hex
         try:
             return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
@@ -245,19 +245,24 @@ class RemoteSandbox(Sandbox):
                 await self._cancel(key)
             raise
         except SandboxTimeoutError:
-            # The service may only be slow: nobody waits for the call any more, so it is not to be carried out later.
+            # The service may only be slow. It must not run the call later, when nobody waits for it any more.
             self._client.in_background(self._cancel, key)
             raise
 
     async def _look(self) -> None:
-        """After a loss: know at once what `keep` would learn later. Nothing where the service does not answer."""
+        """Ask for the sandbox's state after a loss, so that it is known before `keep` notices it.
+
+        Does nothing if the service does not answer.
+        """
         with suppress(SandboxError):
             info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": _NOTICE_S}, seconds=_LOOK_S)
             if info.sandbox_state in ("lost", "closed"):
                 self._end(info.sandbox_state)
 
     async def _cancel(self, key: str) -> None:
-        with suppress(SandboxError):  # Gone with its sandbox, or with the service: its own timeout ends the command.
+        with suppress(
+            SandboxError
+        ):  # The call may have ended with its sandbox or the service. Its own timeout ends the command.
             await self.http.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=_CANCEL_S)
 
     def _end(self, state: State) -> None:
@@ -295,7 +300,7 @@ class RemoteSession:
         return (await self._sandbox.http.ask("POST", path, SessionInterrupted)).interrupted
 
     async def close(self) -> None:
-        with suppress(SandboxError):  # It may be gone with its sandbox.
+        with suppress(SandboxError):  # The shell may have ended with its sandbox.
             await self._sandbox.http.ask("DELETE", f"{self._sandbox.path}/{self._path}", type(None))
 
 
