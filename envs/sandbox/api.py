@@ -46,8 +46,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Name of an image that the engine has. The image needs a shell at /bin/sh, and Python 3.6 or newer."""
     profile: Profile = "strict"
     cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0
-    """Most CPUs that the sandbox can use. The minimum exists because engines refuse less, and treat almost 0 as
-    unlimited."""
+    """Most CPUs that the sandbox can use. Engines cannot give less than the minimum, and treat almost 0 as no limit."""
     memory_mib: Annotated[int, Meta(ge=16, le=4 << 20)] = 512
     """Hard memory limit in MiB, without swap. Files in memory (/tmp, and /work under `strict`) count. All of them
     together can take three quarters of it, so that files alone cannot stop the sandbox from working."""

@@ -102,7 +102,7 @@ ADVICE = {
 
 
 class DoctorCheck(msgspec.Struct, frozen=True):
-    """One measurement and its expected value."""
+    """Measurement of one setting or attempt, with the expected value."""
 
     name: str
     wanted: str

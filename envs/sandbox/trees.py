@@ -120,7 +120,7 @@ class _Packing:
         if self._archive.offset + info.size > self._limits.total:
             raise SandboxLimitError(f"{info.name} brings the upload over {self._limits.total} bytes")
         self._archive.addfile(info, content)
-        self._archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
+        self._archive.members = []  # type: ignore[attr-defined]  # else the archive keeps every member
 
 
 def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "download") -> None:
@@ -191,7 +191,7 @@ class _Unpacking:
             for count, member in enumerate(archive, start=1):
                 single = member.name == FILE_MEMBER and count == 1 and member.isreg()
                 self._one(archive, member, self._root / "file" if single else self._place(member.name))
-                archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
+                archive.members = []  # type: ignore[attr-defined]  # else the archive keeps every member
                 if single:
                     break
         for path, link in self._links.items():

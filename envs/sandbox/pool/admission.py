@@ -232,7 +232,7 @@ class SandboxAdmission:
         return min(large, key=lambda host: (host.granted.share_of(host.capacity), host.name), default=None)
 
     def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
-        """Grant the best request that fits of each owner, the owner with the smallest share first."""
+        """Grant requests one by one: each time the first one that fits of the owner with the smallest share."""
         unfit: set[_Fit] = set()
         whole = sum((host.capacity for host in self._hosts.values()), NOTHING)
         owners = [(self._rank(owner, whole), owner) for owner in self._by_owner]

@@ -196,6 +196,7 @@ class SqliteJournal:
             ) from error
 
     def close(self) -> None:
+        """Close the file."""
         self._connection.close()
 
     async def run(self, query: str, *values: str | bytes) -> list[tuple[Any, ...]]:

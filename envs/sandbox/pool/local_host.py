@@ -384,7 +384,7 @@ class LocalHost:
     def _too_full(self) -> str:
         """Return a message if the machine has too little free memory for another sandbox, else "".
 
-        The reserved memory alone does not show this, because other programs run on the machine too.
+        The memory promised to sandboxes does not show this, because other programs run on the machine too.
         """
         if self._load is None:
             return ""

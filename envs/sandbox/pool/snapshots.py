@@ -37,6 +37,7 @@ class SnapshotBook:
         self._change()
 
     def add(self, kept: KeptSnapshot) -> None:
+        """Add a snapshot."""
         self._kept[kept.image] = kept
         self._change()
 

@@ -63,7 +63,7 @@ _CANCEL_S = 30.0
 """Seconds that the service has to kill a command whose caller was cancelled."""
 _JOB_POLL_S = 30.0
 _NO_ANSWER_S = 60.0
-"""Seconds without a response of the service after which the sandbox counts as lost. Its lease has expired by then."""
+"""Seconds without a response of the service after which the sandbox counts as lost."""
 _RETRY_S = 1.0
 _LOOK_S = 5.0
 """Seconds that the service has to report the state of a sandbox that a call reported as lost."""
