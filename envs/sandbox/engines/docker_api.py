@@ -1,6 +1,6 @@
 """DockerApi: requests and attached streams over aiodocker, with the engine's errors as `SandboxError`s.
 
-Only this module uses the parts of aiodocker that it does not document:
+Only this module uses these undocumented parts of aiodocker:
 
     Docker._query             a request with any path, body and headers; its own methods lack parameters
     Docker.close              does not close a connector that was passed in
@@ -69,7 +69,7 @@ class AttachedLink:
 
 @contextmanager
 def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
-    """Turn failures of a request into `error`, or into the error that their kind stands for."""
+    """Raise failures of a request as `error`, a timeout as SandboxTimeoutError, and status 400 as SandboxRefusedError."""
     try:
         yield
     except SandboxError:

@@ -1,22 +1,22 @@
-"""The profiles: which settings a container gets. One place for all of them; `doctor` measures the effect.
+"""Profiles: the settings that a container gets. All of them are set in this module; `doctor` measures their effect.
 
     control              strict                     build                      compat
     user                 its own (or 1000:1000)     1000:1000                  the image's
-    capabilities         none                       none                       those that package managers need
+    capabilities         none                       none                       for package managers
     no-new-privileges    yes                        yes                        yes
     seccomp              stricter than Docker's default (`envs.sandbox.engines.seccomp`)
     sockets              AF_UNIX                    and IPv4, IPv6             and IPv4, IPv6
-    masked paths         the engine's default, and what counts or lists what all sandboxes of the machine hold
+    masked paths         the engine's default, and files that count or list resources of all sandboxes
     root file system     read-only                  its own layer, watched     its own layer, watched
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
     memory               limit, no swap             limit, no swap             limit, no swap
-    number of files      limited in layers. In memory limited with Docker; Podman 4.3 refuses that option: there they
-                         end the programs
+    number of files      limited in layers. In memory, Docker limits it; Podman 4.3 refuses that option, so there too many
+                         files exceed the memory limit, which ends the programs
     processes, CPU       limited                    limited                    limited
     network              none                       none, or bridge            none, or bridge
 
-Nothing of the host is mounted, no port is published, no variable of the host's environment is passed.
+No file of the host is mounted, no port is published, and no variable of the host's environment is passed.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ProfileSettings(msgspec.Struct, frozen=True):
 
     user: str | None
     own_user: bool
-    """True if a sandbox gets a user id of its own instead of `user`, if the engine can. False if programs write to the
-    image's files, because those belong to `user`."""
+    """True if a sandbox gets a user id of its own instead of `user`, where the engine can assign one. False if programs
+    write to the image's files, because those belong to `user`."""
     capabilities: tuple[str, ...]
     read_only: bool
     networks: tuple[str, ...]
