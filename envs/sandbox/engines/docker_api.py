@@ -69,7 +69,13 @@ class AttachedLink:
 
 @contextmanager
 def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
-    """Raise failures of a request as `error`, a timeout as SandboxTimeoutError, and status 400 as SandboxRefusedError."""
+    """Turn failures of a request into a `SandboxError`.
+
+    Raises:
+        SandboxTimeoutError: the engine did not answer in time.
+        SandboxRefusedError: the engine answered 400.
+        SandboxError: another failure, of class `error`.
+    """
     try:
         yield
     except SandboxError:

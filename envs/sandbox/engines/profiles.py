@@ -11,8 +11,8 @@
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
     memory               limit, no swap             limit, no swap             limit, no swap
-    number of files      limited in layers. In memory, Docker limits it; Podman 4.3 refuses that option, so there too many
-                         files exceed the memory limit, which ends the programs
+    number of files      limited in layers. In memory, Docker limits it. Podman 4.3 refuses that option: there too many
+                         files exceed the memory limit, and the kernel kills the programs
     processes, CPU       limited                    limited                    limited
     network              none                       none, or bridge            none, or bridge
 

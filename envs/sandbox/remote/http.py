@@ -1,6 +1,6 @@
 """Calls to the service over HTTP: encoding, errors, and repetition when a connection breaks.
 
-A call is repeated only if that cannot run it twice: nothing was sent yet, it only reads, or it has an idempotency key.
+A call is repeated only if that is safe: nothing was sent yet, it only reads or removes, or it has an idempotency key.
 If the service was restarted in between and does not know a repeated call, it answers with a SandboxLostError, because
 it cannot know if the first attempt was run.
 """
@@ -128,7 +128,7 @@ class HttpClient:
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
     ) -> None:
-        """Send bytes while they are produced. `size` is their number, if it is known. The call is never repeated."""
+        """Send bytes while they are produced. `size` is their number, if it is known. The call is not repeated once bytes were sent."""
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
         await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
 
