@@ -17,8 +17,8 @@ from pathlib import Path
 
 LOOKS = 20
 PAUSE_S = 0.05
-"""Number of checks, and the seconds between them. A running runtime may start another process meanwhile, so the check
-is repeated until no process is left."""
+"""Seconds between two checks, of which there are at most `LOOKS`. A runtime that still works may start another process
+after a check, so the check is repeated until no process is left."""
 GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
 """Names of a container's control groups under engines without systemd. systemd removes its own groups."""
 HELPERS = ("conmon", "runc", "crun", "runsc")

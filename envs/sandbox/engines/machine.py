@@ -61,5 +61,5 @@ class MachineLoad(msgspec.Struct, frozen=True):
     """Average number of busy CPUs since the last reading; None if that was too short ago to measure."""
     cpus: int
     memory_used_mib: int
-    """Memory in use. Memory that the kernel can free at once, like the file cache, does not count."""
+    """Memory in use, in MiB. Memory that the kernel can free at once, like the file cache, does not count."""
     memory_mib: int

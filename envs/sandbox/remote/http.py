@@ -128,7 +128,10 @@ class HttpClient:
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
     ) -> None:
-        """Send bytes while they are produced. `size` is their number, if it is known. The call is not repeated once bytes were sent."""
+        """Send bytes while they are produced. `size` is their number, if it is known.
+
+        The call is not repeated once bytes were sent.
+        """
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
         await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
 
