@@ -1,1 +1,1 @@
-"""A way out of a sandbox without a network, to one address and no other: over the sandbox's own channel."""
+"""Relay: connects a sandbox without a network to exactly one address, over the sandbox's own channel."""

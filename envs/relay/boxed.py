@@ -1,4 +1,4 @@
-"""Programs as agents in sandboxes: without a network, but for the one way to the endpoint of their episode."""
+"""Agents as programs in sandboxes. Such a sandbox has no network; it reaches only the endpoint of its episode."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from flash.environment.calls import shortened
 from flash.errors import EnvError
 
 LIFE_S = 24 * 3600.0
-"""Of a sandbox. The episode's own deadlines come first."""
+"""Seconds that a sandbox lives at most. The episode's own deadlines end it earlier."""
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sandbox an agent runs in.
+    """Options of the sandbox that an agent runs in.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: an option is wrong. The message names it.
     """
 
     image: str
-    """With Python 3.6 or newer, and whatever the agent needs."""
+    """Image of the sandbox. It needs Python 3.6 or newer, and everything that the agent uses."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What it may use: see `envs.judging.options.JudgingLimits`; its times are not looked at."""
+    """Resource limits of the agent: see `envs.judging.options.JudgingLimits`. The time limits there have no effect."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Where it comes from: see `envs.judging.options.JudgePool`."""
+    """Options of the pool that provides the sandbox: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
         _ = limits_of(self.limits), judge_pool_of(self.sandboxes)
 
 
 def box_of(table: dict[str, Any]) -> BoxOptions:
-    """The sandbox that a table `box` describes.
+    """Return the options in a table `box`.
 
     Raises:
-        ConfigError: naming the option that is wrong.
+        ConfigError: an option is wrong. The message names it.
     """
     return BoxOptions(**check_options(BoxOptions, table, "box"))
 
 
 async def try_box(box: BoxOptions, opener: SandboxOpener = open_sandboxes) -> None:
-    """Start one such sandbox, and a way out of it.
+    """Start one such sandbox and a relay in it, to test both.
 
     Raises:
-        SandboxError: it cannot be made, or its image has no Python.
+        SandboxError: the sandbox cannot be started, or its image has no Python.
     """
     async with _opened(box, opener) as sandbox, open_relay(sandbox, "127.0.0.1", 9):
         pass
@@ -71,11 +71,19 @@ async def run_boxed(
     *,
     opener: SandboxOpener = open_sandboxes,
 ) -> str:
-    """Run a program in a sandbox of its own; what it wrote is the answer.
+    """Run a program in a sandbox of its own, and return its standard output, which is the answer.
+
+    Args:
+        box: options of the sandbox.
+        command: the program and its arguments.
+        base_url: endpoint of the episode. The program gets the address of the relay in its place.
+        api_key: key for the endpoint.
+        task: standard input of the program.
+        opener: opens the pool of sandboxes.
 
     Raises:
-        EnvError: it failed.
-        SandboxError: there was no sandbox, or it was lost.
+        EnvError: the program failed, or wrote too much.
+        SandboxError: no sandbox was available, or it was lost.
     """
     address = urlsplit(base_url)
     assert address.hostname is not None
@@ -97,7 +105,7 @@ async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sand
     limits, pool = limits_of(box.limits), judge_pool_of(box.sandboxes)
     spec = Spec(
         image=box.image,
-        # Without a network, but with sockets that reach its own loopback.
+        # Profile `build` without a network: unlike `strict`, it allows sockets, which reach the sandbox's own loopback.
         profile="build",
         memory_mib=limits.memory_mib,
         pids=limits.pids,

@@ -1,8 +1,9 @@
-"""The end in the sandbox: listens on the loopback, and speaks with the other end over the terminal that it runs on.
+"""End of the relay in the sandbox: listens on the loopback, and exchanges frames with the host over its terminal.
 
-Frames both ways: number of the connection and length, four bytes each, and as many bytes; none: that side has ended.
-The first frame, of connection 0, is the port, behind a mark that nothing else on a terminal looks like. It needs
-Python 3.6 and nothing of this package.
+A frame, in both directions, is the number of a connection and a length, four bytes each, and then as many bytes. A
+frame of length 0 reports that its side of the connection has ended. The first frame, of connection 0, holds the port. A
+mark precedes it, which nothing else on a terminal looks like. This file needs only Python 3.6 and the standard library,
+because it runs alone in the sandbox.
 """
 
 import os
@@ -14,13 +15,13 @@ import tty
 MARK = b"\0flash relay\0"
 HEADER = struct.Struct(">II")
 PIECE = 1 << 16
-"""Bytes read at once."""
+"""Bytes that one read takes at most."""
 MOST = 1 << 24
-"""Bytes that wait for a connection which does not read; then it is closed."""
+"""Bytes that may wait for a connection which does not read. A connection with more of them is closed."""
 
 
 class Relay:
-    """All connections of the loopback."""
+    """The relay with all connections of the loopback."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -28,16 +29,16 @@ class Relay:
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(64)
         self.clients: dict[int, socket.socket] = {}
-        """Number to its connection."""
+        """Connection of each number."""
         self.waiting: dict[int, bytes] = {}
-        """Number to the bytes that it has not taken yet."""
+        """Bytes that a connection has not taken yet, by its number."""
         self.ending: set[int] = set()
-        """Numbers whose other end has ended: closed when they have taken everything."""
+        """Numbers of connections whose other end has ended. They are closed when they have taken all bytes."""
         self.read = b""
         self.last = 0
 
     def run(self) -> None:
-        """Until the terminal ends."""
+        """Serve until the terminal ends."""
         tty.setraw(0)
         port = str(self.listener.getsockname()[1]).encode()
         write(MARK + HEADER.pack(0, len(port)) + port)
@@ -59,7 +60,7 @@ class Relay:
                         self.receive(key.data)
 
     def accept(self) -> None:
-        """A new connection."""
+        """Accept a connection and give it a number."""
         client, _ = self.listener.accept()
         client.setblocking(False)
         self.last += 1
@@ -67,7 +68,7 @@ class Relay:
         self.selector.register(client, selectors.EVENT_READ, self.last)
 
     def receive(self, number: int) -> None:
-        """Hand on what a connection sends."""
+        """Pass on the bytes that a connection has sent."""
         try:
             data = self.clients[number].recv(PIECE)
         except BlockingIOError:
@@ -79,7 +80,7 @@ class Relay:
             self.close(number)
 
     def take(self, data: bytes) -> None:
-        """Frames of the other end."""
+        """Process bytes from the host, and give complete frames to their connections."""
         self.read += data
         while len(self.read) >= HEADER.size:
             number, size = HEADER.unpack_from(self.read)
@@ -93,7 +94,7 @@ class Relay:
                 self.flush(number)
 
     def flush(self, number: int) -> None:
-        """Give a connection what it takes."""
+        """Send a connection as many of its waiting bytes as it takes."""
         client, waiting = self.clients[number], self.waiting[number]
         try:
             self.waiting[number] = waiting = waiting[client.send(waiting) :] if waiting else waiting
@@ -109,7 +110,7 @@ class Relay:
         self.selector.modify(client, events, number)
 
     def close(self, number: int) -> None:
-        """Forget a connection."""
+        """Close and forget a connection."""
         client = self.clients.pop(number)
         del self.waiting[number]
         self.ending.discard(number)
@@ -118,7 +119,7 @@ class Relay:
 
 
 def write(data: bytes) -> None:
-    """All of it, to the other end."""
+    """Write all of `data` to the host."""
     while data:
         data = data[os.write(1, data) :]
 

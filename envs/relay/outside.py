@@ -1,7 +1,7 @@
-"""The end on the host: takes what the sandbox's end hands on to one address, and nowhere else.
+"""End of the relay on the host: connects the sandbox's end to one address, and to no other.
 
-What comes from the sandbox is not trusted: it names connections and brings bytes, and can do no more than any client of
-that address. Connections, and bytes that wait, are bounded; more of them ends the relay.
+The sandbox is not trusted. Its frames only name connections and carry bytes, so it can do no more than any client of
+that address. The number of connections, and the bytes that wait, are bounded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flash.waiting import unwrapped_group
 START_S = 30.0
 """Seconds for the end in the sandbox to start."""
 CONNECTIONS = 256
-"""At once."""
+"""Most connections at a time."""
 CHATTER = 1 << 16
-"""Most bytes before the relay's mark, such as an image's own greeting."""
+"""Most bytes before the relay's mark, for example a greeting that the image prints."""
 WAITING = 64
-"""Pieces that wait for the address to take them."""
+"""Most pieces of one connection that wait for the address to take them."""
 
 SOURCE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
@@ -36,10 +36,10 @@ _GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream
 
 @asynccontextmanager
 async def open_relay(sandbox: Shells, host: str, port: int) -> AsyncGenerator[int]:
-    """A port of the sandbox's loopback that leads to `host:port`, for the time of the block.
+    """Open a port on the sandbox's loopback that leads to `host:port`, for the time of the block. Yields the port.
 
     Raises:
-        SandboxStartError: it does not start: the image has no Python, or the profile no sockets of the internet.
+        SandboxStartError: the relay does not start: the image has no Python, or the profile allows no internet sockets.
     """
     async with sandbox.terminal(["python3", "-c", SOURCE]) as terminal, unwrapped_group() as tasks:
         relay = _Relay(terminal, tasks, host, port)
@@ -60,19 +60,20 @@ class _Relay:
         self._port = port
         self._read = bytearray()
         self._one = anyio.Lock()
-        """Whoever writes a frame."""
+        """Lock of the terminal's input, so that frames of several tasks do not mix."""
         self._open: dict[int, MemoryObjectSendStream[bytes]] = {}
         self.started = anyio.Event()
         self.port: int | None = None
 
     def said(self) -> str:
-        """What came instead of frames."""
+        """Return the end of the bytes that were not read as frames, for an error message."""
         return self._read.decode("utf-8", "replace").strip()[-500:]
 
     async def live(self) -> None:
-        """Hand on what the sandbox's end sends, until it ends.
+        """Pass on frames from the sandbox's end until the terminal ends.
 
-        Consumes frames. Waits for the terminal. Unblocked by its end. Produces pieces for connections.
+        Consumes frames. Waits for the terminal. Unblocked by output or the end of the terminal. Produces pieces for
+        connections.
         """
         try:
             while data := await self._terminal.read():
@@ -84,12 +85,12 @@ class _Relay:
                 while (frame := self._frame()) is not None:
                     await self._take(*frame)
         except SandboxLostError:
-            pass  # whoever uses the sandbox is told
+            pass  # the calls that use the sandbox report its loss
         finally:
             self.started.set()
 
     def _begins(self) -> bool:
-        """Whether the mark and the port have come."""
+        """Look for the mark and the frame with the port. Returns True once the port is known."""
         at = self._read.find(MARK)
         if at < 0 or len(self._read) < at + len(MARK) + HEADER.size:
             return False
@@ -134,7 +135,7 @@ class _Relay:
             await known.send(piece)
 
     async def _connection(self, number: int, pieces: MemoryObjectReceiveStream[bytes]) -> None:
-        """One connection, from its first piece to the end of either side."""
+        """Serve one connection, from its first piece until either side ends."""
         try:
             async with (
                 pieces,

@@ -1,7 +1,7 @@
-"""Games that TextWorld generates.
+"""Environment over games that TextWorld generates.
 
-A game is generated when it is first asked for, and kept in a folder, since that takes seconds. There are `games`
-different ones for training; held-out games have other seeds, and where the kind has a part for tests they are of that.
+A game is generated when it is first needed, which takes seconds, and then kept in a folder. Training uses `games`
+different games. Held-out games have other seeds; if the kind has separate content for tests, they use that.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _T = TypeVar("_T")
 MOST_GAMES = 1_000_000
 
 GENERATE_S = 300.0
-"""Seconds for a game to be generated, by when it has been compiled on the slowest machine."""
+"""Seconds for a game to be generated. Even the slowest machine has compiled it by then."""
 
 
 class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
-    """Which games are played, and how.
+    """Options that choose the games and how they are played.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, what was expected and what was given.
     """
 
     kind: Literal["coin_collector", "treasure_hunter", "simple", "cooking"] = "coin_collector"
-    """What the quest is: to find a coin in a maze; to take the right object and not the wrong one, behind doors that
-    may be locked; to bring food to the kitchen; or to cook a recipe."""
+    """Kind of quest. `coin_collector`: find a coin in a maze. `treasure_hunter`: take the right object and not the
+    wrong one, behind doors that may be locked. `simple`: bring food to the kitchen. `cooking`: cook a recipe."""
     level: int = 1
-    """How difficult: from 1 to 300, 30, 3 and 4."""
+    """Difficulty, from 1 up to 300, 30, 3 and 4 for the four kinds."""
     games: int = 100
-    """Different games for training, and so many others for evaluation."""
+    """Number of different games for training. Evaluation has as many others."""
     folder: str = "outputs/textworld"
-    """Where generated games are kept."""
+    """Folder in which generated games are kept."""
 
     def __post_init__(self) -> None:
         highest = KINDS[self.kind][0]
@@ -58,28 +58,28 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The folder, wherever processes work."""
+        """Absolute path of the folder, so that processes with another working directory find it."""
         return os.path.abspath(self.folder)
 
     def game_of(self, seed: int) -> GameOf:
-        """The game of a seed."""
+        """Return the game of a seed."""
         held_out = is_held_out(seed)
         number = held_out * HELD_OUT + (seed - held_out * HELD_OUT) % self.games
         return GameOf(self.kind, self.level, number, held_out)
 
 
 class TextWorld(TextGame[TextWorldOptions]):
-    """One game."""
+    """Environment that plays one generated game in each episode."""
 
     def __init__(self, options: TextWorldOptions) -> None:
         super().__init__(options)
 
     @classmethod
     def check(cls, options: TextWorldOptions) -> None:
-        """Look whether the packages are there.
+        """Check that the packages are installed.
 
         Raises:
-            ConfigError: one is missing.
+            ConfigError: a package is missing.
         """
         for package in ("textworld", "jericho"):
             try:
@@ -89,21 +89,24 @@ class TextWorld(TextGame[TextWorldOptions]):
                 raise ConfigError(f"{package} is not installed: {how} in Flash's folder") from None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the beginning of the game of this seed."""
+        """Start the game of this seed and show its beginning."""
         return await self._begin(await self._generated(self._options.game_of(seed))), {}
 
     async def _generated(self, game: GameOf) -> str:
-        """The file of a game, once it is there."""
+        """Return the path of a game's file, which is generated if it does not exist."""
         return await _made(generate, game, self._options.place)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training games, each by its own solution. Generates and plays them in a process of its own."""
+        """Return `count` training games, each with the commands of its own solution.
+
+        Another process generates and plays them; this call blocks meanwhile.
+        """
         numbers = [(seed * count + index) % self._options.games for index in range(count)]
         walks = {number: self._walked(number) for number in sorted(set(numbers))}
         return [walks[number] for number in numbers]
 
     def alphabet(self) -> str:
-        """Printable ASCII: games are written in English."""
+        """Return the characters that a game can show: printable ASCII, since games are written in English."""
         return "".join(map(chr, range(32, 127))) + "\n"
 
     def _walked(self, number: int) -> SolvedExample:
@@ -114,12 +117,12 @@ class TextWorld(TextGame[TextWorldOptions]):
 
 @functools.cache
 def _walked(game: GameOf, folder: str) -> list[Turn]:
-    """Blocks while a process walks the game. Raises EnvError."""
+    """Return the turns of a game's solution. Blocks while another process plays it. Raises EnvError."""
     return run_apart(_made, walk, game, folder)
 
 
 async def _made(make: Callable[[GameOf, str], _T], game: GameOf, folder: str) -> _T:
-    """What a worker makes of a game. Raises EnvError."""
+    """Return the result of `make` for a game, called in a worker. Raises EnvError."""
     try:
         return await in_worker(GENERATE_S, make, game, folder)
     except TimeoutError:

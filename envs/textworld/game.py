@@ -1,4 +1,4 @@
-"""One game of TextWorld, a command each turn."""
+"""TextGame: an environment that plays one game of TextWorld, with one command in each turn."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ RULES = (
 MOST_MOVES = 1000
 
 COMMAND_LENGTH = 100
-"""Characters of a command; no game knows a longer one."""
+"""Most characters of a command. No game knows a longer one."""
 
 LOAD_S = 180.0
-"""Seconds for a worker to load TextWorld, which takes one of an idle core."""
+"""Seconds for a worker to load TextWorld. Loading takes about one second on an idle core."""
 
 _episodes = itertools.count()
 
 
 class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How games are played.
+    """Options for playing games.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, what was expected and what was given.
     """
 
     admissible: bool = True
-    """Whether the commands that do something are shown each turn."""
+    """Show, in each turn, the commands that have an effect."""
     reward: Literal["progress", "end"] = "progress"
-    """`progress`: each step earns what it adds to the score, of 1 in all; `end`: only a game that is won earns 1."""
+    """Reward scheme. `progress`: each step earns the increase of the score, 1 in total. `end`: winning the game earns
+    1, and nothing else earns a reward."""
     max_moves: int = 50
-    """Commands after which the game is over."""
+    """Number of commands after which the game ends."""
     template: Literal["chat", "plain"] = "chat"
-    """`chat`: messages, the first of which says what to do; `plain`: text with a prompt, for tiny and base models."""
+    """Form of observations. `chat`: messages, of which the first explains the task. `plain`: text with a prompt, for
+    tiny and base models."""
     timeout: float = 30.0
     """Seconds for a game to answer a command."""
 
@@ -57,10 +59,12 @@ class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def played(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
-    """What a game shows after these commands. The deadline counts from when a worker is free and has loaded TextWorld.
+    """Return the state of a game after these commands.
+
+    The deadline counts from the moment when a worker is free and has loaded TextWorld.
 
     Raises:
-        EnvError: it did not answer in time, or its worker died over it, or does not load TextWorld.
+        EnvError: the game did not answer in time, its worker died, or the worker did not load TextWorld.
     """
     last = repr(commands[-1]) if commands else "its start"
     try:
@@ -75,10 +79,10 @@ _Options = TypeVar("_Options", bound=GameOptions)
 
 
 class TextGame(Generic[_Options]):
-    """One game. `reset` gives the file of it to `_begin`."""
+    """Environment over one game. The `reset` of a subclass passes the game's file to `_begin`."""
 
     player: ClassVar[Callable[[int, str, Sequence[str], float], Awaitable[ShownGame]]] = staticmethod(played)
-    """Plays."""
+    """Function that plays the commands: `played`, or a fake in tests."""
 
     def __init__(self, options: _Options) -> None:
         self._options = options
@@ -89,10 +93,10 @@ class TextGame(Generic[_Options]):
 
     @classmethod
     async def prepare(cls, options: _Options) -> None:
-        """Load TextWorld in a worker, which takes its time.
+        """Load TextWorld in a worker before the first episode, because loading takes long.
 
         Raises:
-            EnvError: it cannot be loaded.
+            EnvError: TextWorld cannot be loaded.
         """
         try:
             await in_worker(LOAD_S, games.load_library)
@@ -106,7 +110,7 @@ class TextGame(Generic[_Options]):
         return self._show(shown, first=True)
 
     async def step(self, action: str) -> StepResult:
-        """Give a command."""
+        """Give the last line of the answer to the game as a command."""
         if not self._file:
             raise EnvError("step() was called before reset() or after the end")
         self._commands.append(command_of(action))
@@ -120,7 +124,7 @@ class TextGame(Generic[_Options]):
         return self._show(shown, first=False), reward, False, False, {}
 
     async def close(self) -> None:
-        """Nothing to release: workers close games that are not played any more."""
+        """Do nothing: workers close games that are no longer played."""
 
     async def _play(self) -> ShownGame:
         return await type(self).player(self._episode, self._file, self._commands, self._options.timeout)
@@ -137,6 +141,9 @@ class TextGame(Generic[_Options]):
 
 
 def command_of(action: str) -> str:
-    """The command that an answer ends with, without backslashes: the games' interpreter takes those for orders of its
-    own, and never returns from ones that it does not know."""
+    """Return the command in the last line of an answer, at most `COMMAND_LENGTH` characters.
+
+    Backslashes are removed. The games' interpreter takes them for its own commands, and hangs on those that it does not
+    know.
+    """
     return action.replace("\\", "").strip().rpartition("\n")[2].strip().lstrip(">").strip()[:COMMAND_LENGTH]

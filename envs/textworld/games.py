@@ -1,7 +1,7 @@
-"""Generate games of TextWorld; play these, and ALFWorld's. In worker processes only: see `envs.workers`.
+"""Generation and play of TextWorld games, and play of ALFWorld games. Runs in worker processes only (`envs.workers`).
 
-What a game comes to is a function of its file and the commands so far: a worker that has not seen the earlier ones
-plays them first, so that any worker can go on where another one ended, or died.
+The state of a game depends only on its file and the commands so far. A worker that has not seen the earlier commands
+plays them first. So any worker can continue the game of another worker, also of one that has died.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import Any, Final
 import msgspec
 
 OPEN_GAMES = 64
-"""Of a worker; the one that was played longest ago is closed for the next, and would be played anew."""
+"""Number of games that a worker keeps open. For one more, the game that was played least recently is closed. If that
+game is needed again, its commands are replayed."""
 
 PDDL: Final = ".tw-pddl"
-"""What the names of ALFWorld's games end with."""
+"""Suffix of the file names of ALFWorld's games."""
 
 PROMPT = re.compile(r"\n>[^\n]*\Z")
-"""What a game ends its text with."""
+"""Prompt at the end of a game's text."""
 
 
 class GameOf(msgspec.Struct, frozen=True):
-    """Which game: all of it follows from this."""
+    """Identity of a game, which determines all of its content."""
 
     kind: str
     level: int
@@ -41,20 +42,20 @@ class GameOf(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the game's folder."""
         return f"{self.kind}-{self.level}-{self.seed}"
 
 
 class ShownGame(msgspec.Struct, frozen=True):
-    """What a game shows."""
+    """State of a game, as the player sees it."""
 
     text: str
     commands: list[str]
-    """That do something here."""
+    """Commands that have an effect in this state."""
     solution: list[str]
-    """Commands that win it from here; empty when there are none."""
+    """Commands that win the game from this state; empty if there are none."""
     score: float
-    """As a share of the highest one."""
+    """Score as a share of the highest possible score."""
     won: bool
     lost: bool
 
@@ -68,7 +69,7 @@ def _simple(level: int, held_out: bool) -> dict[str, Any]:
 
 
 def _cooking(level: int, held_out: bool) -> dict[str, Any]:
-    """More of everything from level to level; of other food where it is held out."""
+    """Return the settings of a cooking game: each level has more of everything, and held-out games have other food."""
     return {
         "recipe": (1, 1, 2, 3)[level - 1],
         "take": (1, 1, 2, 3)[level - 1],
@@ -88,11 +89,14 @@ KINDS: Final[dict[str, tuple[int, Callable[[int, bool], dict[str, Any]]]]] = {
     "simple": (3, _simple),
     "cooking": (4, _cooking),
 }
-"""For each kind its highest level, and the settings of its challenge for a level."""
+"""Highest level of each kind, and the function that returns the settings of its challenge for a level."""
 
 
 def generate(game: GameOf, folder: str) -> str:
-    """Make a game, unless it is there; the path of its file. Takes seconds: Inform compiles it."""
+    """Generate a game, unless its file exists, and return the path of the file.
+
+    Takes seconds, because the compiler Inform compiles the game.
+    """
     place = Path(folder) / game.name
     file = place / "game.z8"
     if not file.exists():
@@ -106,17 +110,17 @@ def generate(game: GameOf, folder: str) -> str:
         library.generator.compile_game(made, options)
         try:
             scratch.rename(place)
-        except OSError:  # another process was sooner
+        except OSError:  # another process was faster
             shutil.rmtree(scratch)
     return str(file)
 
 
 Turn = tuple[ShownGame, str]
-"""What is shown, and the command that is given to that."""
+"""State of a game, and the command that is given in it."""
 
 
 def walk(game: GameOf, folder: str) -> list[Turn]:
-    """A whole game by its own solution."""
+    """Generate a game and return all turns of its own solution."""
     file, games = generate(game, folder), Games()
     commands: list[str] = []
     turns: list[Turn] = []
@@ -130,10 +134,13 @@ def walk(game: GameOf, folder: str) -> list[Turn]:
 
 
 def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
-    """What a game shows after these commands. A worker of which it takes more than `timeout` seconds dies."""
+    """Return the state of a game after these commands.
+
+    If the game takes more than `timeout` seconds, an alarm signal kills the worker.
+    """
     with _quiet():
         games = _games()
-        # Only now: loading TextWorld takes a second, and on a busy machine many.
+        # The timer starts only now: loading TextWorld takes a second, and much longer on a busy machine.
         signal.setitimer(signal.ITIMER_REAL, timeout)
         return games.play(episode, file, commands)
 
@@ -152,7 +159,8 @@ def _games() -> Games:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """What the games' interpreter prints must not get between what a worker says to its owner."""
+    """Send the output of the games' interpreter to standard error. On standard output it would corrupt the worker's
+    messages to its owner."""
     said = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -163,14 +171,17 @@ def _quiet() -> Generator[None]:
 
 
 class Games:
-    """The open games of a process."""
+    """The open games of a worker process."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
-        """For each episode its game, its file, the commands so far, and its state."""
+        """For each episode: its game, its file, the commands so far, and the last state."""
 
     def play(self, episode: int, file: str, commands: Sequence[str]) -> ShownGame:
-        """Give a game the commands that it has not had."""
+        """Give a game the commands that it has not received yet, and return its state.
+
+        The game is started again from its file if it is not open, or if the earlier commands differ.
+        """
         game, known, had, state = self._open.pop(episode, (None, "", [], None))
         if game is None or known != file or had != commands[: len(had)]:
             if game is not None:
@@ -188,7 +199,8 @@ class Games:
 def _start(file: str) -> Any:
     library = _library()
     names = ["admissible_commands", "description", "objective", "score", "max_score", "won", "lost"]
-    if file.endswith(PDDL):  # its policy is a planner's, which would run anew at each turn
+    # Without `policy_commands`: a planner computes these for ALFWorld, and would run again in each turn.
+    if file.endswith(PDDL):
         game = library.start(file, library.EnvInfos(**dict.fromkeys(names, True)))
         things: dict[str, Any] = game._entity_infos
         for thing, name in names_of(things).items():
@@ -198,7 +210,11 @@ def _start(file: str) -> Any:
 
 
 def names_of(things: Iterable[str]) -> dict[str, str]:
-    """What ALFWorld calls the things of a game, whose ids begin with their kind: by kind and number, from the last."""
+    """Return the names that ALFWorld gives to the things of a game, by id.
+
+    An id begins with the kind of the thing. A placed thing is named after its kind and a number; numbers count the ids
+    in descending order.
+    """
     counts: Counter[str] = Counter()
     names: dict[str, str] = {}
     for thing in sorted(things, reverse=True):

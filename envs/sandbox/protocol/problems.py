@@ -1,4 +1,5 @@
-"""Errors on their way over HTTP: exception → status and problem+json → the same exception."""
+"""Conversion of errors for HTTP: an exception becomes a status and a problem+json body, and the client makes the same
+exception from them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ STATUS: dict[str, int] = {
     "SandboxError": 500,
     "ConfigError": 400,
 }
-"""HTTP status by class of error."""
+"""HTTP status of each class of error."""
 
 TITLES = {
     400: "Bad request",
@@ -43,7 +44,7 @@ TITLES = {
 
 
 class ProblemError(Exception):
-    """Ends a request with a problem that is no `FlashError`."""
+    """A problem that ends a request, for cases that have no class in `flash.errors`."""
 
     def __init__(self, status: int, detail: str, cause: str = "") -> None:
         super().__init__(detail)
@@ -51,14 +52,14 @@ class ProblemError(Exception):
 
 
 def problem_of(error: FlashError) -> HttpProblem:
-    """An error, as it is sent."""
+    """Return the body that the service sends for an error."""
     cause = next((each.__name__ for each in type(error).__mro__ if each.__name__ in STATUS), "SandboxError")
     status = STATUS[cause]
     return HttpProblem(title=TITLES[status], status=status, detail=encodable(str(error)), cause=cause)
 
 
 def error_of(problem: HttpProblem) -> SandboxError:
-    """An error, as it arrives."""
+    """Return the error that the client raises for a problem that it has received."""
     kind = getattr(errors, problem.cause, None) if problem.cause in STATUS else None
     if kind is None or not issubclass(kind, SandboxError):
         kind = errors.SandboxRefusedError if 400 <= problem.status < 500 else errors.SandboxLostError

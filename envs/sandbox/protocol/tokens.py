@@ -1,9 +1,11 @@
-"""Who may use the service, and what for: bearer tokens.
+"""Bearer tokens of the service: which callers may use it, and what each of them may ask for.
 
-A token file has one `name token` per line, with what the token is granted behind it, is readable by its owner only, and
-is made with a random token when it does not exist. The token named `admin` may use every sandbox and have any kind,
-any other only its own, and only `strict` ones without a network unless it is granted more. Comparisons take the same
-time whatever was sent.
+The token file has one line `name token` for each token, followed by the token's grants. Only the owner of the file may
+be able to read it. If the file does not exist, it is created with a random token for `admin`. The token named `admin`
+may use every sandbox and order any kind. Every other token may use only the sandboxes that it ordered itself; without
+grants these are `strict` ones without a network.
+
+A token is compared in constant time, so that the duration of a request does not reveal parts of a valid token.
 """
 
 from __future__ import annotations
@@ -26,31 +28,31 @@ ADMIN = "admin"
 """Name of the token that may do everything."""
 TOKEN_BYTES = 32
 MIN_TOKEN_CHARS = 22
-"""Shorter ones could be guessed: 128 bits in base64."""
+"""Shortest token that is accepted: 22 characters of base64 hold 128 random bits. A shorter token could be guessed."""
 
 GRANTS = ("build", "compat", "bridge", "runtime")
-"""The profiles beyond `strict`, the network, and the choice of a container runtime."""
+"""Grants that a token can have: the profiles beyond `strict`, the network, and the choice of a container runtime."""
 SNAPSHOTS = 32
-"""That a token may have at a time, unless it is granted another number."""
+"""Number of snapshots that a token may have at a time, unless its line grants another number."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SNAPSHOTS = re.compile(r"snapshots=([0-9]{1,6})")
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One token, and what it may ask for."""
+    """A token with its grants."""
 
     secret: str
     grants: frozenset[str] = frozenset()
-    """Some of `GRANTS`."""
+    """Grants of the token, each an element of `GRANTS`."""
     snapshots: int = SNAPSHOTS
-    """Snapshots that it may have at a time."""
+    """Number of snapshots that the token may have at a time."""
 
     def check(self, name: str, spec: Spec) -> None:
-        """Refuse a sandbox that the token was not granted.
+        """Refuse a sandbox that was not granted to the token named `name`.
 
         Raises:
-            SandboxRefusedError: naming what is missing, and where it is granted.
+            SandboxRefusedError: a grant is missing. The message names the grant, and where to add it.
         """
         asked = {
             spec.profile: spec.profile != "strict",
@@ -69,10 +71,10 @@ class Tokens:
     """The tokens of a service."""
 
     def __init__(self, tokens: Mapping[str, Token]) -> None:
-        """`tokens` by name.
+        """Check `tokens`, which maps names to tokens.
 
         Raises:
-            ConfigError: there is none, or one could be guessed.
+            ConfigError: there is no token, a name or a token is invalid or too short, or two names have the same token.
         """
         if not tokens:
             raise ConfigError("there is no token; without one nobody could use the service")
@@ -92,11 +94,11 @@ class Tokens:
             raise ConfigError("two names have the same token; whose request it is could not be told")
 
     def named(self, name: str) -> Token:
-        """The token of this name; one without grants for a name that was taken out of the file."""
+        """Return the token of this name. A name that is no longer in the file gets a token without grants."""
         return self._tokens.get(name, Token(""))
 
     def name_of(self, token: str) -> str | None:
-        """Whose token this is. All are compared, each in constant time."""
+        """Return the name of a token; None if it is unknown."""
         given = _digest(token)
         found: str | None = None
         for name, digest in self._digests.items():
@@ -110,14 +112,14 @@ def _digest(token: str) -> bytes:
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """The tokens of a file by name; makes the file if there is none.
+    """Read the token file and return its tokens by name. If there is no file, create one.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or a line is wrong. No message shows a token.
+        ConfigError: the file cannot be read, others may read it, or a line is wrong. No message shows a token.
     """
     try:
         _make(path)
-        # A pipe in its place would block for ever.
+        # A pipe in the place of the file would block for ever.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):

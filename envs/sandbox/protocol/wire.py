@@ -1,9 +1,9 @@
-"""What travels between the service and its clients: bodies, queries and answers of the HTTP API.
+"""Messages between the service and its clients: bodies, queries and answers of the HTTP API.
 
-Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so; a command
-is an `envs.sandbox.api.Exec`. In JSON, bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as
-`envs.sandbox.text` says. An error is a `HttpProblem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is
-the class of the error, from which the client makes the same exception again.
+Every body is a struct that refuses unknown fields. It is sent as JSON, or as msgpack if the content type says so. The
+body of a command is an `envs.sandbox.api.Exec`. JSON carries bytes as base64. Names and commands with bytes that are
+not UTF-8 are escaped as `envs.sandbox.text` describes. An error is sent as a `HttpProblem` (RFC 9457) with its status
+from `problems.STATUS`. The client makes the same exception from `cause`, the name of the error's class.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """Name of a session."""
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
 Wait = Annotated[float, Meta(ge=0, le=60)]
-"""Seconds to hold an answer back until there is something to say."""
+"""Seconds for which the service may hold an answer back while there is nothing to report."""
 Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-"""A number of bytes, as Linux counts those of a file."""
+"""Number of bytes. Linux limits the size of a file to the same range."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a client sends."""
+    """A body or query that a client sends."""
 
 
 class SandboxOrder(Body, frozen=True):
-    """A wish for a sandbox."""
+    """An order for a sandbox."""
 
     spec: Spec
     owner: Owner = ""
-    """On whose behalf; sandboxes are shared fairly between owners."""
+    """Owner on whose behalf the sandbox is ordered. The pool shares its sandboxes fairly between owners."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     on_lost: OnLost = "fail"
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0
-    """The sandbox ends unless it is used or renewed within this many seconds."""
+    """Seconds after which the sandbox ends, unless it is used or renewed before."""
 
 
 class RunInSession(Body, frozen=True):
-    """One command in a shell."""
+    """A command to run in a session."""
 
     command: Annotated[str, Meta(max_length=MAX_COMMAND)]
     timeout: Timeout
@@ -73,26 +73,26 @@ class Signal(Body, frozen=True):
 
 
 class Fork(Body, frozen=True):
-    """How many forks are asked for."""
+    """An order for forks: the number of them."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
 
 
 class WaitQuery(Body, frozen=True):
-    """`?wait=SECONDS`: hold the answer back for so long."""
+    """Query `?wait=SECONDS`: the time for which the answer may be held back."""
 
     wait: Wait = 0.0
 
 
 class StatusQuery(Body, frozen=True):
-    """`?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version."""
+    """Query `?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version than `since`."""
 
     wait: Wait = 0.0
     since: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
 
 
 class ReadQuery(Body, frozen=True):
-    """`?path=…&offset=…&limit=…`: a range of a file, in bytes."""
+    """Query `?path=…&offset=…&limit=…`: a range of a file, in bytes."""
 
     path: Path
     offset: Bytes = 0
@@ -100,7 +100,7 @@ class ReadQuery(Body, frozen=True):
 
 
 class WriteQuery(Body, frozen=True):
-    """`?path=…&mode=…&append=…`: where the body is written to; the mode as a decimal number."""
+    """Query `?path=…&mode=…&append=…`: the file that the body is written to. `mode` is a decimal number."""
 
     path: Path
     mode: Annotated[int, Meta(ge=0, le=0o777)] = 0o644
@@ -108,13 +108,13 @@ class WriteQuery(Body, frozen=True):
 
 
 class PathQuery(Body, frozen=True):
-    """`?path=…`: a file or folder, the working directory by default."""
+    """Query `?path=…`: a file or folder; the working directory by default."""
 
     path: Path = "."
 
 
 class OutputQuery(Body, frozen=True):
-    """`?stream=…&offset=…&limit=…`: a range of what a job wrote, in bytes."""
+    """Query `?stream=…&offset=…&limit=…`: a range of the output of a job, in bytes."""
 
     stream: StreamName = "stdout"
     offset: Bytes = 0
@@ -125,7 +125,7 @@ class OutputQuery(Body, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """One lease and its sandbox, as its owner sees them."""
+    """A lease and its sandbox, as the owner sees them."""
 
     id: str
     owner: str
@@ -135,35 +135,35 @@ class Info(msgspec.Struct, frozen=True):
     spec: Spec
     host: str
     generation: int
-    """How often it was made again after a loss."""
+    """Number of times that the sandbox was replaced after a loss."""
     created_at: float
     """Unix time of the order."""
     lease_s: float
     position: int | None
-    """How many waiting requests are older, while it waits."""
+    """Number of older requests in the wait queue; None if the lease is not in the queue."""
     key: str = ""
-    """The idempotency key of its order."""
+    """Idempotency key of the order."""
     waiting_for: str = ""
     problem: HttpProblem | None = None
-    """What ended it, if it failed."""
+    """Error that ended the lease, if it failed."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """One open shell of a sandbox."""
+    """An open session of a sandbox."""
 
     name: str
     restarts: int
 
 
 class SessionResult(msgspec.Struct, frozen=True):
-    """How a command in a shell ended."""
+    """Result of a command in a session."""
 
     result: Result
     restarts: int
 
 
 class SessionInterrupted(msgspec.Struct, frozen=True):
-    """Whether a command was running."""
+    """Answer to an interrupt: True if a command was running."""
 
     interrupted: bool
 
@@ -175,81 +175,82 @@ class JobInfo(msgspec.Struct, frozen=True):
 
 
 class StreamPiece(msgspec.Struct, frozen=True, tag="chunk"):
-    """A line of a stream: output."""
+    """Line of a stream with a piece of output."""
 
     chunk: Chunk
 
 
 class Last(msgspec.Struct, frozen=True, tag="result"):
-    """The last line of a stream: how the command ended."""
+    """Last line of a stream: the result of the command."""
 
     result: Result
 
 
 class Broken(msgspec.Struct, frozen=True, tag="problem"):
-    """The last line of a stream that failed."""
+    """Last line of a stream that failed."""
 
     problem: HttpProblem
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """A line that says nothing: the command is silent, the connection stands."""
+    """Line of a stream without content. It shows that the connection still works while the command writes nothing."""
 
 
 StreamLine = StreamPiece | Last | Broken | Alive
 
 
 class HostStatus(msgspec.Struct, frozen=True):
-    """One host: what it has, what it promised, and how it does."""
+    """Resources, sandboxes and counters of one host."""
 
     name: str
     cpus: float
-    """That may be promised."""
+    """CPUs that sandboxes may be granted on this host."""
     memory_mib: int
     cpus_promised: float
     memory_mib_promised: int
     why_not: str
-    """Why it takes no sandboxes; "" when it does."""
+    """Reason why the host takes no sandboxes; empty if it takes them."""
     sandboxes: int
     warm: int
     hits: int
     misses: int
     orphans_removed: int
     load: MachineLoad | None
-    """Of its machine; null where it is not measured."""
+    """Load of the host's machine; null if it is not measured."""
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole pool at one moment."""
+    """State of the whole pool at one moment."""
 
     version: int
     service: str
     boot: str
-    """Another one after each start of the service."""
+    """Identifier of this start of the service. It changes with each start."""
     hosts: list[HostStatus]
     states: dict[str, int]
     queue: dict[str, int]
-    """Waiting requests by owner; to any token but `admin`, those of other tokens in one."""
+    """Number of waiting requests by owner. A token other than `admin` sees the owners of other tokens as one entry."""
     hit_rate: float | None
-    """Share of the starts that were served by a ready sandbox."""
+    """Share of the starts that were served by a warm sandbox."""
     failures: dict[str, int]
-    """By cause, since the start of the service."""
+    """Number of failures by cause, since the start of the service."""
     recent_failures: list[PoolFailure]
-    """These, and the images, only to `admin`: messages name what others use."""
+    """Last failures; empty for all tokens but `admin`, as are the images below. Their messages name what other tokens
+    use."""
     images_put_aside: dict[str, str]
     sandboxes: list[Info]
-    """Those that the caller may use."""
+    """Sandboxes that the caller may use."""
 
 
 class HttpProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error (RFC 9457)."""
+    """An error in the form of RFC 9457."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str
     cause: str = ""
-    """Class of the error in `flash.errors`."""
+    """Name of the error's class in `flash.errors`."""
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -259,18 +260,18 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
-    """One snapshot, as who may use it sees it."""
+    """A snapshot, as the tokens that may use it see it."""
 
     snapshot_id: str
     image: str
-    """For the spec of a sandbox that begins with its files."""
+    """Image to name in the `Spec` of a sandbox that starts with these files."""
     owner: str
     host: str
     size: int
     made_at: float
-    """Unix time."""
+    """Unix time at which the snapshot was made."""
     expires_at: float
-    """Unix time at which it is removed."""
+    """Unix time at which the snapshot will be removed."""
 
 
 class SnapshotList(msgspec.Struct, frozen=True):
