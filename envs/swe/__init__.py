@@ -1,4 +1,4 @@
-"""SweEnv: mend a bug in a small repository, in a sandbox, turn by turn; tests that nobody sees decide."""
+"""SweEnv: an environment in which the policy fixes a bug in a small repository, in a sandbox. Hidden tests decide."""
 
 from envs.swe.env import SweEnv, SweOptions
 

@@ -1,12 +1,13 @@
-"""SweEnv: mend a bug in a small repository, turn by turn.
+"""SweEnv: an environment in which the policy fixes a bug in a small repository, turn by turn.
 
-The policy is given the report of a bug and the names of the files. Each answer is one or more lines of shell, which run
-in the repository's folder of a sandbox without a network, and the observation is what they wrote. `submit`, or the last
-answer that there may be, ends the episode: the files are taken out, put into a clean sandbox, and checked there
-(`envs.swe.tasks`). The reward is 1 when every check passes: what was broken works, and what worked still does.
+The first observation is the report of the bug and the names of the files. Each answer is one or more lines of shell.
+They run in the repository's folder, in a sandbox without a network, and the next observation is their output. The line
+`submit`, or the last answer that is allowed, ends the episode. The files are then copied out of the sandbox, put into a
+clean sandbox, and checked there (`envs.swe.tasks`). The reward is 1 if every check passes: the bug is fixed, and what
+worked before still works.
 
-What is judged is files alone: processes, variables and whatever else the policy left behind stay in its sandbox, which
-is given back first. A sandbox that fails ends the episode with its error, never with a reward.
+Only files are judged. Processes, variables and everything else that the policy left behind stay in the policy's
+sandbox, which is returned before the check. A sandbox that fails ends the episode with its error, never with a reward.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from flash.errors import ConfigError, SandboxFileError, SandboxLimitError
 from flash.types import Observation
 
 REPOSITORY = "repository"
-"""The folder in the policy's sandbox."""
+"""Folder of the repository in the policy's sandbox, relative to the working directory."""
 VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1"}
-"""Python takes byte code for new whose source was changed in the same second, to the same length."""
+"""Environment variables of the policy's commands. Without byte code, because Python would run outdated byte code for a
+file that was changed within the same second to a text of the same length."""
 PLAIN = "\n\t" + "".join(chr(code) for code in range(32, 127))
-"""All characters that are shown under `template = "plain"`."""
+"""All characters that are shown with `template = "plain"`."""
 
 RULES = """Mend this bug. Answer with shell commands in a block that begins with ```bash: they run in the repository's \
 folder, for at most {seconds:g} s, and you are shown what they write. Each answer starts there anew. When you are \
@@ -49,23 +51,25 @@ worked before still does. You have {turns} answers."""
 
 
 class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
-    """Which tasks, and what the policy may use.
+    """Options of the tasks, and of the sandboxes that the policy may use.
 
     Raises:
-        ConfigError: naming what is wrong and what was expected.
+        ConfigError: an option is wrong. The message names it and what was expected.
     """
 
     path: str | None = None
-    """A folder of tasks of your own: see `envs.swe.tasks`. None: the twenty that ship."""
+    """Folder with your own tasks, in the form that `envs.swe.tasks` describes. None: the twenty tasks that ship with
+    Flash."""
     image: str = "flash-sandbox-python"
-    """Of the sandboxes; it needs Python 3.6 or newer, and a shell."""
+    """Image of the sandboxes. It needs Python 3.6 or newer, and a shell."""
     turns: int = 12
     command_timeout: float = 10.0
     output: int = 2000
     template: Literal["chat", "plain"] = "chat"
-    """`chat`: messages, with commands in blocks. `plain`, for tiny models: text, and an answer is all commands."""
+    """Form of observations and answers. `chat`: messages, and commands in fenced blocks. `plain`, for tiny models:
+    text, and the whole answer is commands."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of the sandboxes and of the checks: see `envs.judging.options.JudgingLimits`."""
+    """Resource limits of the sandboxes and of the checks: see `envs.judging.options.JudgingLimits`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,22 +77,22 @@ class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def allowed(self) -> JudgingLimits:
-        """The defaults, and `limits`."""
+        """The resource limits: `limits`, and defaults for the rest."""
         return limits_of(self.limits)
 
     @property
     def language(self) -> Language:
-        """How checks are run: scripts come from the input."""
+        """The language that the judge uses to run the checks: Python scripts that are read from standard input."""
         return Language(image=self.image, file="-", run=("python3", "-"))
 
     @property
     def folder(self) -> Path:
-        """Of the tasks."""
+        """Folder of the tasks."""
         return SHIPPED if self.path is None else Path(self.path)
 
 
 class SweEnv(ShellEnv[SweOptions, SweTask]):
-    """One bug to mend."""
+    """Environment in which each episode is one bug to fix."""
 
     def __init__(self, options: SweOptions) -> None:
         super().__init__(options)
@@ -100,16 +104,16 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         """Read the tasks; start no sandbox.
 
         Raises:
-            ConfigError: naming what is wrong and what was expected.
+            ConfigError: a task or an option is wrong. The message names it and what was expected.
         """
         load_tasks(options.folder)
 
     @classmethod
     async def prepare(cls, options: SweOptions) -> None:
-        """Open the sandboxes and start one, so that what is missing is missed before a run begins.
+        """Open the pool of sandboxes and start one sandbox, so that a missing part is found before a run begins.
 
         Raises:
-            ConfigError: there is no engine, a package or a token is missing.
+            ConfigError: there is no engine, or a package or a token is missing.
             SandboxError: the engine or the service does not answer, or the image does not start.
         """
         judge = await shared_judge(options.pool, cls.opener)
@@ -121,7 +125,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return len(load_tasks(options.folder).held_out)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the report of this seed's bug."""
+        """Return the report of the bug that belongs to this seed."""
         tasks = await anyio.to_thread.run_sync(load_tasks, self._options.folder, abandon_on_cancel=True)
         self._task = tasks.of_seed(seed)
         return self._shown(self._question(self._task)), {"level": self._task.level}
@@ -131,7 +135,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     async def _run(self, task: SweTask, command: str) -> Result:
         if self._sandbox is None:
             self._sandbox = await self._borrowed(task)
-        # On one line, so that a shell that counts lines counts the policy's.
+        # The prefix is on the same line, so that line numbers in the shell's error messages are those of the policy's
+        # command.
         command = f"exec 2>&1; {command}"
         timeout = self._options.command_timeout
         return await self._sandbox.run(command, timeout=timeout, env=VARIABLES, cwd=REPOSITORY)
@@ -144,10 +149,10 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
             await sandbox.write(f"{REPOSITORY}/{name}", text.encode())
         return sandbox
 
-    # -- the judge's -------------------------------------------------------------------------------------------------
+    # -- the judge's sandbox -----------------------------------------------------------------------------------------
 
     async def _judged(self, task: SweTask, *, truncated: bool) -> StepResult:
-        """Check the files as they are now."""
+        """Check the current files in a clean sandbox, and return the last step of the episode."""
         options = self._options
         outcomes: list[CaseOutcome] = []
         async with _folder() as folder:
@@ -156,7 +161,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
             except (SandboxFileError, SandboxLimitError) as error:
                 verdict = SuiteVerdict(0, len(task.checks), "crash", f"the files cannot be taken out: {error}")
             else:
-                # Given back first: an episode that held one while it waits for another could wait forever.
+                # The policy's sandbox is returned first. Otherwise episodes that each hold one sandbox and wait for
+                # another could wait for each other forever.
                 await self._held.aclose()
                 judge = await self._judge()
 
@@ -175,11 +181,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return "", float(solved), not truncated, truncated, info
 
     async def _take_out(self, task: SweTask, folder: Path) -> None:
-        """The repository's files, as the policy left them.
+        """Copy the repository's files, as the policy left them, into `folder` on this machine.
 
         Raises:
-            SandboxFileError: the folder is gone.
-            SandboxLimitError: there is too much of it, or a link that leads out of it.
+            SandboxFileError: the repository's folder is gone.
+            SandboxLimitError: the repository is too large, or a link leads out of it.
         """
         if self._sandbox is not None:
             await self._sandbox.download(REPOSITORY, folder)
@@ -202,17 +208,17 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     def _shown(self, text: str) -> Observation:
         if self.fenced:
             return super()._shown(text)
-        # A newline ends the answer before it.
+        # The newline ends the answer before it. The first observation has no answer before it.
         start = "\n" if self._counts["turns"] else ""
         return start + "".join(char if char in PLAIN else "?" for char in text) + "\n$ "
 
-    # -- a tiny model is taught the solutions ------------------------------------------------------------------------
+    # -- solved examples for tiny models ------------------------------------------------------------------------------
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training tasks with commands that solve them, drawn with replacement.
+        """Return `count` training tasks, drawn with replacement, each with commands that solve it.
 
         Raises:
-            ConfigError: tiny models are shown no messages.
+            ConfigError: the template is `chat`; the examples have the form of `plain`.
         """
         if self._options.template == "chat":
             raise ConfigError('solved examples are text: set template = "plain", or model.path to an existing model')
@@ -220,7 +226,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return [self._example(rng.choice(tasks)) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """Every character that may be shown."""
+        """Return every character that can be shown."""
         return PLAIN
 
     def _example(self, task: SweTask) -> SolvedExample:
@@ -233,7 +239,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
 
 def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
-    """Of the checks that failed before, those that pass; and of the others, those that still do."""
+    """Return two shares of passed checks: `fixed`, of those that failed before, and `kept`, of all others."""
     shares: dict[str, float] = {}
     for name, broken in (("fixed", True), ("kept", False)):
         places = [place for place, check in enumerate(task.checks) if check.broken == broken]
@@ -244,7 +250,7 @@ def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
 
 @asynccontextmanager
 async def _folder() -> AsyncGenerator[Path]:
-    """An empty folder for the time of the block."""
+    """Make an empty temporary folder for the time of the block."""
     path = Path(await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="flash-swe-")))
     try:
         yield path

@@ -1,7 +1,8 @@
-"""Work in a shell: each answer holds commands, what they wrote is shown, and a line `submit` has the work judged.
+"""ShellEnv: an environment in which each answer holds shell commands and each observation shows their output.
 
-`ShellEnv` is the turn; what runs the commands, and who judges, is the environment's own. An answer that is the last one
-that there may be, or that leaves no room for another one, is judged as things are.
+`ShellEnv` implements the turn. A subclass runs the commands and judges the result. A line `submit` ends the work and
+has it judged. The result is also judged, as it is, after the last answer that is allowed, and after an answer that
+leaves no room for another one.
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
 SUBMIT = "submit"
-"""The line that ends the work."""
+"""Line that ends the work."""
 FENCES = ("bash", "sh", "shell")
-"""Names of blocks that hold commands."""
+"""Names of fenced blocks that hold commands."""
 
 NOTHING = "There is no command in your answer: write it in a block that begins with ```bash."
-"""Where there are no blocks, up to the colon."""
+"""Observation after an answer without commands. Without fenced blocks, only the text before the colon is shown."""
 
 
 class ShellOrder(msgspec.Struct, frozen=True):
-    """What an answer asks for."""
+    """Content of an answer: commands, a submission, or both."""
 
     command: str = ""
-    """To be run; empty: nothing."""
+    """Commands to run; empty: none."""
     submits: bool = False
-    """The work is done then."""
+    """True if the answer submits the work."""
 
 
 def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
-    """The commands of an answer, in its last block or, unless it is to be `fenced`, all of it. None: there are none."""
+    """Return the commands of an answer, from its last block if `fenced`, else from the whole text.
+
+    Returns None if there are no commands.
+    """
     text = last_block(answer, FENCES) if fenced else answer
     if text is None:
         text = answer if answer.strip() == SUBMIT else ""
@@ -56,20 +60,21 @@ def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
 
 
 class ShellOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What the policy may use.
+    """Options for the turns, and for the sandboxes that the policy may use.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, what was expected and what was given.
     """
 
     turns: int = 32
-    """Answers of an episode."""
+    """Number of answers in an episode."""
     command_timeout: float = 60.0
-    """Seconds for the commands of one answer."""
+    """Seconds that the commands of one answer may take."""
     output: int = 4000
-    """Characters shown of what they write: the first half and the last half."""
+    """Characters shown of the commands' output: the first half and the last half."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Where they run: see `envs.judging.options.JudgePool`. An episode holds one from its first answer to its last."""
+    """Options of the pool of sandboxes: see `envs.judging.options.JudgePool`. An episode holds a sandbox from its first
+    answer to its last."""
 
     def __post_init__(self) -> None:
         for name, least in (("turns", 1), ("command_timeout", 0.1), ("output", 100)):
@@ -80,7 +85,7 @@ class ShellOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def pool(self) -> JudgePool:
-        """The defaults, and `sandboxes`."""
+        """The pool's options: `sandboxes`, and defaults for the rest."""
         return judge_pool_of(self.sandboxes)
 
 
@@ -89,28 +94,31 @@ _Task = TypeVar("_Task")
 
 
 class ShellEnv(ABC, Generic[_Options, _Task]):
-    """One task. `reset` sets `_task`."""
+    """Environment of one task in a shell. The `reset` of a subclass sets `_task`."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node."""
 
     fenced = True
-    """Whether commands stand in blocks, or are all of the answer."""
+    """True if commands stand in fenced blocks; False if the whole answer is commands."""
 
     def __init__(self, options: _Options) -> None:
         self._options = options
         self._task: _Task | None = None
         self._episode: EpisodeView | None = None
         self._held = AsyncExitStack()
-        """The policy's sandbox."""
+        """Holds the policy's sandbox, and returns it when closed."""
         self._counts = {"turns": 0, "no_command": 0, "command_timeouts": 0}
 
     def inform(self, episode: EpisodeView) -> None:
-        """Know of tokens: what a limit of the run would end is judged before."""
+        """Remember the episode's view.
+
+        With it, `step` judges the work before a limit on tokens or turns ends the episode.
+        """
         self._episode = episode
 
     async def step(self, action: str) -> StepResult:
-        """Run the commands, or judge."""
+        """Run the commands of an answer, or judge the work."""
         if self._task is None:
             raise EnvError("step() was called before reset()")
         self._counts["turns"] += 1
@@ -134,16 +142,16 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         return shown, 0.0, False, False, {}
 
     async def close(self) -> None:
-        """Give the sandbox back."""
+        """Return the sandbox to its pool."""
         await self._held.aclose()
 
     @abstractmethod
     async def _run(self, task: _Task, command: str) -> Result:
-        """Run commands in the policy's sandbox, for at most `command_timeout`."""
+        """Run commands in the policy's sandbox, for at most `command_timeout` seconds."""
 
     @abstractmethod
     async def _judged(self, task: _Task, *, truncated: bool) -> StepResult:
-        """Judge things as they are; the end of the episode."""
+        """Judge the work in its current state, and return the last step of the episode."""
 
     def _shown(self, text: str) -> Observation:
         return [Message("user", text)]

@@ -1,21 +1,22 @@
-"""The tasks of a folder, a file each: a repository with a bug, the report of it, its solution, and hidden checks.
+"""Tasks of a folder, one per file. A task is a repository with a bug, the report, the solution, and hidden checks.
 
-    level = 1                             # how hard it is, from 1
+    level = 1                             # difficulty, from 1
     held_out = false
     issue = "What does not work, for whom."
     [files]
     "money/parse.py" = "the whole text of the file"
-    [[solution]]                          # edits; `old` stands once in the file
+    [[solution]]                          # edits; `old` occurs exactly once in the file
     file = "money/parse.py"
     old = "int(text)"
     new = "int(text.strip())"
     [[checks]]
-    broken = true                         # fails before the solution; without it, it must not break
+    broken = true                         # fails before the solution; default: passes before and after it
     run = "from money.parse import cents; print(cents(' 5'))"
     shows = "5"
 
-A check is a script that the repository's folder runs, and what it must show. What it shows is compared outside of the
-sandbox, so that nothing in there, an edited test or a program that exits early, can say that a check has passed.
+A check is a script that runs in the repository's folder, and the output that it must have. The output is compared
+outside the sandbox, so that nothing in the sandbox, such as an edited test or a program that exits early, can report
+that a check has passed.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from envs.judging.options import SuiteCase
 from flash.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "tasks"
-"""Twenty tasks."""
+"""Folder of the twenty tasks that ship with Flash."""
 
 _Text = Annotated[str, Meta(min_length=1)]
 
 
 class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of a file, and what stands there in its place."""
+    """Replacement of a piece of a file."""
 
     file: str
     old: _Text
@@ -47,26 +48,26 @@ class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SweCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A script and what it must show."""
+    """A script, and the output that it must have."""
 
     run: _Text
     shows: Annotated[str, Meta(pattern=r"\S")]
-    """Never nothing: a program that ends at once shows that."""
+    """Expected output. It is never empty, because a program that exits at once prints nothing."""
     broken: bool = False
-    """It fails before the bug is mended."""
+    """True if the check fails until the bug is fixed."""
 
     @property
     def case(self) -> SuiteCase:
-        """For the judge."""
+        """The check in the form that the judge takes."""
         return SuiteCase(stdin=self.run, stdout=self.shows)
 
 
 class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One bug to mend."""
+    """One bug to fix."""
 
     issue: _Text
     files: Annotated[dict[str, str], Meta(min_length=1)]
-    """By their paths in the repository."""
+    """Text of each file, by its path in the repository."""
     solution: Annotated[tuple[Edit, ...], Meta(min_length=1)]
     checks: Annotated[tuple[SweCheck, ...], Meta(min_length=1)]
     level: Annotated[int, Meta(ge=1)] = 1
@@ -74,12 +75,12 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def prompt(self) -> str:
-        """What tells it from the others."""
+        """Text that identifies the task: the report."""
         return self.issue
 
     @property
     def solved(self) -> dict[str, str]:
-        """The files with the bug mended."""
+        """The files after the solution's edits."""
         files = dict(self.files)
         for edit in self.solution:
             files[edit.file] = files[edit.file].replace(edit.old, edit.new)
@@ -87,10 +88,10 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_task(path: Path) -> SweTask:
-    """The task of a file.
+    """Read the task of a file.
 
     Raises:
-        ConfigError: naming the file and what is wrong with it.
+        ConfigError: the file is not a valid task. The message names the file and the error.
     """
     try:
         task = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SweTask)
@@ -113,10 +114,10 @@ def read_task(path: Path) -> SweTask:
 
 @functools.lru_cache(maxsize=4)
 def load_tasks(folder: Path) -> Split[SweTask]:
-    """The tasks of a folder, by level and name, divided as they say.
+    """Read the tasks of a folder, ordered by level and then by file name, and split them by `held_out`.
 
     Raises:
-        ConfigError: a file is no task, or a side would be empty.
+        ConfigError: a file is not a valid task, or there is no task for training or none held out.
     """
     paths = sorted(folder.glob("*.toml"))
     if not paths:

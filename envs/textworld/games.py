@@ -159,8 +159,10 @@ def _games() -> Games:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Send the output of the games' interpreter to standard error. On standard output it would corrupt the worker's
-    messages to its owner."""
+    """Send the output of the games' interpreter to standard error.
+
+    On standard output it would corrupt the worker's messages to its owner.
+    """
     said = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -1,16 +1,16 @@
-"""Calls to the agent of one sandbox, any number at a time, over one link.
+"""Channel: calls to the agent of one sandbox over one link, any number of them at a time.
 
-Law of a call: it ends exactly once, by its result, a typed refusal, its deadline, the loss of the channel or its own
-cancellation; in the last cases the agent is told, so that what was started ends as well. A call that did not end by its
-result may or may not have been carried out.
+Law of a call: it ends exactly once, by its result, a typed refusal, its deadline, the loss of the channel, or its own
+cancellation. After a deadline or a cancellation the agent is notified, and ends everything that it started for the
+call. A call that did not end by its result may or may not have been carried out.
 
-Nothing is lost between calls: a frame is written whole or not at all, also when its caller is cancelled. What a call
-may hold here is bounded: output by the credit that the host gave or by the cap of the result, input by the agent's.
-Whatever a sandbox sends is only ever decoded as the types that are expected. A frame is
+A frame is written completely or not at all, also if its caller is cancelled, so one call cannot damage another. The
+data that a call holds in memory is bounded: output by the credit that the host gave or by the cap of the result, input
+by the credit of the agent. Data from the sandbox is only ever decoded as the expected types. A frame is
 
     length u32 | crc32 u32 | body (msgpack)
 
-To the agent the body is [call, operation, argument], from it [call, kind, value]; call 0 is the end of the channel.
+The body is [call, operation, argument] to the agent, and [call, kind, value] from it. Call 0 ends the channel.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from flash import errors
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 MAX_FRAME = 1 << 18
-"""Longest body in bytes, both ways. A longer one ends the channel."""
+"""Longest body in bytes, in both directions. A longer one ends the channel."""
 PIECE = 1 << 16
-"""Bytes of data sent in one frame."""
+"""Most bytes of data in one frame."""
 PIECE_COST = 64
-"""Bytes of credit that a piece of output takes beyond its data: many small pieces are more to hold than a large one."""
+"""Bytes of credit that a piece of output takes beyond its data, because many small pieces take more memory than one
+large piece."""
 INPUT_WINDOW = 4 * PIECE
-"""Bytes of input that may be on their way to a command which does not read them."""
+"""Bytes of input that may be in transit to a command which does not read them."""
 OUTPUT_WINDOW = 8 * PIECE
-"""Bytes of streamed output that may be on their way to a caller who does not take them."""
+"""Bytes of streamed output that may be in transit to a caller that does not take them."""
 CLOSE_SECONDS = 5.0
-"""For a broken link to be closed."""
+"""Seconds to send the cancellation of a call. After that the link counts as broken and the caller no longer waits."""
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ _REFUSALS: dict[str, type[SandboxError]] = {
 
 
 class AgentFrameKind(IntEnum):
-    """What a frame of the agent is: the end of a call, well or badly, output, or room for more input."""
+    """Kind of a frame from the agent: the result or the failure of a call, a piece of output, or credit for input."""
 
     RESULT = 0
     FAILURE = 1
@@ -68,10 +69,11 @@ class AgentFrameKind(IntEnum):
 
 
 def encode(call: int, operation: str, argument: object) -> bytes:
-    """One frame to the agent.
+    """Encode one frame to the agent.
 
     Raises:
-        SandboxLimitError: it would be too long. SandboxRefusedError: something in it cannot be encoded.
+        SandboxLimitError: the frame would be too long.
+        SandboxRefusedError: a value cannot be encoded.
     """
     try:
         body = _ENCODER.encode((call, operation, argument))
@@ -85,16 +87,16 @@ def encode(call: int, operation: str, argument: object) -> bytes:
 
 
 class Decoder:
-    """Cuts what the agent sends into (call, kind, value)."""
+    """Splits the bytes from the agent into frames of (call, kind, value)."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, int, msgspec.Raw]]:
-        """The frames that are complete now.
+        """Add bytes, and return the frames that are complete now.
 
         Raises:
-            SandboxLostError: this is not what an agent sends.
+            SandboxLostError: the bytes are not valid frames.
         """
         self._buffer += data
         frames: list[tuple[int, int, msgspec.Raw]] = []
@@ -119,13 +121,13 @@ class Decoder:
 
 
 class AgentCall:
-    """One call to the agent, until it ends. Made by `Channel.open`."""
+    """A call to the agent that is in progress. Made by `Channel.open`."""
 
     def __init__(self, channel: Channel, number: int, room: int) -> None:
         self._channel = channel
         self.number = number
         self._room = room
-        """Bytes that the agent may still send; more is a breach of the protocol."""
+        """Bytes that the agent may still send. More than these violate the protocol and end the channel."""
         self._frames: deque[tuple[int, msgspec.Raw]] = deque()
         self._arrived = anyio.Event()
         self._input_window = INPUT_WINDOW
@@ -133,7 +135,7 @@ class AgentCall:
         self.ended = False
 
     def take(self, kind: int, value: msgspec.Raw) -> None:
-        """The channel has a frame for this call. Raises SandboxLostError when it may not have come."""
+        """Store a frame for this call. Raises SandboxLostError if the agent has sent more output than it may."""
         if kind == AgentFrameKind.CREDIT:
             self._input_window += _COUNT.decode(value)
             self._room_for_input.set()
@@ -146,12 +148,12 @@ class AgentCall:
         self._arrived.set()
 
     def break_off(self) -> None:
-        """The channel is gone."""
+        """Wake the waiting tasks of this call, because the channel is broken."""
         self._arrived.set()
         self._room_for_input.set()
 
     async def next(self) -> tuple[str, msgspec.Raw] | msgspec.Raw:
-        """The next piece of output, or the result.
+        """Wait for the next piece of output, as (stream, data), or for the result.
 
         Raises:
             SandboxError: the agent refused the call, or the channel broke.
@@ -169,7 +171,7 @@ class AgentCall:
         raise _REFUSALS.get(code, SandboxRefusedError)(message)
 
     async def result(self, result_type: type[T]) -> tuple[T, dict[str, bytes]]:
-        """The result, and the output that came before it, by stream."""
+        """Wait for the result. Returns it with the output that came before it, by stream."""
         gathered: dict[str, bytearray] = {}
         while True:
             piece = await self.next()
@@ -179,7 +181,7 @@ class AgentCall:
             gathered.setdefault(name, bytearray()).extend(decode(data, bytes))
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Send input, as fast as the agent takes it."""
+        """Send input, as fast as the agent takes it. `last` ends the input."""
         view = memoryview(data)
         while len(view) > PIECE:
             await self._post_input("data", view[:PIECE])
@@ -197,22 +199,22 @@ class AgentCall:
         await self.post(operation, piece)
 
     async def post(self, operation: str, argument: object) -> None:
-        """Tell the agent something about this call."""
+        """Send the agent a message about this call."""
         await self._channel.post(self.number, operation, argument)
 
     async def grant(self, data: bytes) -> None:
-        """Let the agent send as much output as this was."""
+        """Give the agent credit for as much output as `data`, which the caller has taken."""
         count = len(data) + PIECE_COST
         self._room += 2 * count
         await self.post("credit", count)
 
 
 class Channel:
-    """The calls over one link. `run` must run as a task for as long as there are calls.
+    """The calls over one link. `run` must run as a task as long as there are calls.
 
     Args:
-        link: closed by its owner.
-        rest: what was read from it already.
+        link: link to the agent. The channel's owner closes it.
+        rest: bytes that were already read from the link.
     """
 
     def __init__(self, link: Link, rest: bytes = b"") -> None:
@@ -223,23 +225,23 @@ class Channel:
         self._numbers = 0
         self._broken: SandboxError | None = None
         self.heard = anyio.Event()
-        """Set, and replaced, whenever something comes."""
+        """Event that is set, and replaced by a new one, whenever data arrives."""
 
     @property
     def broken(self) -> bool:
-        """Whether no call can end by its result any more."""
+        """True if the channel is broken: no call can end by its result any more."""
         return self._broken is not None
 
     def check(self) -> None:
-        """Raises SandboxLostError, or SandboxClosedError, when the channel is broken."""
+        """Raise SandboxLostError or SandboxClosedError if the channel is broken."""
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
 
     async def run(self) -> None:
-        """Hand frames to their calls.
+        """Pass frames to their calls.
 
-        Consumes the link. Waits for bytes. Unblocked by the agent, or the end of the link. Produces frames for calls;
-        returns when the link has ended, and every call in progress then raises.
+        Consumes the link. Waits for bytes. Unblocked by the agent, or the end of the link. Produces frames for calls.
+        Returns when the link has ended; every call in progress then raises an error.
         """
         error = SandboxLostError("the channel to the sandbox was closed")
         try:
@@ -263,19 +265,19 @@ class Channel:
             self.break_off(error)
 
     def break_off(self, error: SandboxError) -> None:
-        """End every call in progress with this error, and all that follow."""
+        """End every call in progress, and all later ones, with this error. The first error is kept."""
         self._broken = self._broken or error
         for call in self._calls.values():
             call.break_off()
         self.heard.set()
 
     async def post(self, number: int, operation: str, argument: object) -> None:
-        """Send one frame of a call. Raises SandboxLostError when the channel is broken."""
+        """Send one frame of a call. Raises SandboxLostError or SandboxClosedError if the channel is broken."""
         self.check()
         await self._link.send(encode(number, operation, argument))
 
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
-        """Begin a call; its opener must `finish` it. `room`: bytes of output that may come."""
+        """Begin a call. The caller must `finish` it. `room` is the number of bytes of output that it may have."""
         self._numbers += 1
         call = self._calls[self._numbers] = AgentCall(self, self._numbers, room + (1 << 16))
         try:
@@ -286,11 +288,11 @@ class Channel:
         return call
 
     async def finish(self, call: AgentCall) -> None:
-        """End a call. One that has no result yet is cancelled: whatever runs for it ends as well."""
+        """End a call. If it has no result yet, tell the agent to cancel it and to end everything that runs for it."""
         del self._calls[call.number]
         if not call.ended and self._broken is None:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
-                # A link that is lost ends the call, too.
+                # The loss of the link ends the call as well.
                 with suppress(SandboxLostError):
                     await self._link.send(encode(call.number, "cancel", None))
 
@@ -298,11 +300,11 @@ class Channel:
     async def call(
         self, operation: str, argument: object, timeout: float, *, room: int = 1 << 16
     ) -> AsyncGenerator[AgentCall]:
-        """A call for the time of the block, which must end within `timeout` seconds.
+        """Open a call for the time of the block. The block must end within `timeout` seconds.
 
         Raises:
-            SandboxTimeoutError: it did not end in time.
-            SandboxError: the agent refused it, or the channel broke.
+            SandboxTimeoutError: the block did not end in time.
+            SandboxError: the agent refused the call, or the channel broke.
         """
         with in_time(operation, timeout):
             call = await self.open(operation, argument, room=room)
@@ -314,14 +316,14 @@ class Channel:
     async def ask(
         self, operation: str, argument: object, result_type: type[T], timeout: float, *, room: int = 1 << 16
     ) -> tuple[T, dict[str, bytes]]:
-        """A call without input, to its end."""
+        """Carry out a call without input. Returns the result, and the output by stream. Raises the errors of `call`."""
         async with self.call(operation, argument, timeout, room=room) as call:
             return await call.result(result_type)
 
 
 @contextmanager
 def in_time(operation: str, timeout: float) -> Generator[None]:
-    """Raise SandboxTimeoutError when the block takes longer."""
+    """Raise SandboxTimeoutError if the block takes longer than `timeout` seconds."""
     with anyio.move_on_after(timeout) as scope:
         yield
     if scope.cancelled_caught:
@@ -331,7 +333,7 @@ def in_time(operation: str, timeout: float) -> Generator[None]:
 
 
 def decode(value: msgspec.Raw, result_type: type[T]) -> T:
-    """A value of the agent as what it must be. Raises SandboxLostError when it is something else."""
+    """Decode a value from the agent. Raises SandboxLostError if it does not have the expected type."""
     try:
         return msgspec.msgpack.decode(value, type=result_type)
     except (msgspec.DecodeError, RecursionError) as error:

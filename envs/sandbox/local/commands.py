@@ -1,4 +1,4 @@
-"""The commands and shells of a sandbox, over the channel to its agent."""
+"""Commands and sessions of a sandbox, over the channel to its agent."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from envs.sandbox.text import as_bytes, check_path
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 ANSWER_SECONDS = 20.0
-"""For the agent to answer what it can answer at once: long, because the machine may be overloaded."""
+"""Seconds for a request that the agent can answer at once. It is long, because the machine may be overloaded."""
 LONGEST_COMMAND = 120_000
-"""Bytes of a command with all that belongs to it: the kernel takes no more than 128 KiB of each argument."""
+"""Most bytes of a command with its arguments and variables. The kernel accepts no argument of more than 128 KiB."""
 MOST_WORDS = 10_000
-"""Arguments of a command, and names and values of its variables: all of them travel in one frame."""
+"""Most arguments, variable names and variable values of a command together, because all of them travel in one frame."""
 STREAMS = ("stdout", "stderr")
 
 
 class HasAgent(Protocol):
-    """What commands and files need of their sandbox."""
+    """The part of a sandbox that commands and files need."""
 
     @property
     @abstractmethod
@@ -33,19 +33,19 @@ class HasAgent(Protocol):
 
     @abstractmethod
     async def channel(self) -> Channel:
-        """The channel, once the sandbox is ready. Raises SandboxLostError, SandboxClosedError."""
+        """Return the channel, once the sandbox is ready. Raises SandboxLostError or SandboxClosedError."""
         ...
 
 
 class Ending(Result, frozen=True):
-    """How the agent says that a command ended: what it sent as it came is not part of the streams."""
+    """Result of a command as the agent reports it. It lacks the output that was sent in pieces before it."""
 
     restarts: int = 0
-    """Of the session's shell, so far."""
+    """Number of restarts of the session's shell so far."""
 
 
 def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
-    """A result, with the output that came before it."""
+    """Return the result of a command, with the output that came before it."""
     return Result(
         ending.exit_code,
         ending.signal,
@@ -63,10 +63,14 @@ def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
 
 
 def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
-    """A command as the agent is asked for it, which keeps `limit` bytes of each stream; `more` as it is.
+    """Return the agent's argument for a command.
+
+    The agent keeps `limit` bytes of each stream. The items of `more` are added unchanged.
 
     Raises:
-        SandboxRefusedError: it cannot be encoded. SandboxLimitError: it is too long. SandboxFileError: its folder is.
+        SandboxRefusedError: a text cannot be encoded.
+        SandboxLimitError: the command is too long.
+        SandboxFileError: the path of its folder is too long.
     """
     command, timeout, env = exec.command, exec.timeout, exec.env or {}
     asked: dict[str, object] = {"timeout": timeout, "limit": limit, **more}
@@ -94,17 +98,18 @@ def _check_size(unit: str, size: int, most: int) -> None:
 
 
 def encoded_path(path: str) -> bytes:
-    """A path as the bytes that the sandbox gets.
+    """Return a path as the bytes that the sandbox gets.
 
     Raises:
-        SandboxRefusedError: it cannot be encoded. SandboxFileError: it is too long.
+        SandboxRefusedError: the path cannot be encoded.
+        SandboxFileError: the path is too long.
     """
     check_path(path)
     return as_bytes(path)
 
 
 class AgentJob:
-    """A background job, as its agent knows it."""
+    """A background job of the agent. See `envs.sandbox.api.Job`."""
 
     def __init__(self, sandbox: HasAgent, job_id: str) -> None:
         self._sandbox = sandbox
@@ -134,7 +139,7 @@ class AgentJob:
 
 
 class AgentSession:
-    """A shell that the agent keeps open under a name."""
+    """A shell that the agent keeps open under a name. See `envs.sandbox.api.Session`."""
 
     def __init__(self, sandbox: HasAgent, name: str) -> None:
         self._sandbox = sandbox
@@ -145,7 +150,7 @@ class AgentSession:
         spec = self._sandbox.spec
         asked = argument_of(Exec(command=command, timeout=timeout), spec.output_limit, name=self.name)
         channel = await self._sandbox.channel()
-        # It may wait for the commands before it as long as it may then run.
+        # The command may wait for earlier commands for `timeout` seconds, and then run for as long.
         waiting = 2 * timeout + ANSWER_SECONDS
         ending, output = await channel.ask("session_run", asked, Ending, waiting, room=2 * spec.output_limit)
         self.restarts = ending.restarts
@@ -161,7 +166,7 @@ class AgentSession:
 
 
 class AgentTerminal:
-    """A program on a pseudo-terminal: one call that streams both ways until the program ends."""
+    """A program on a pseudo-terminal: one call that streams in both directions until the program ends."""
 
     def __init__(self, call: AgentCall) -> None:
         self._call = call
@@ -184,7 +189,7 @@ class AgentTerminal:
 
 
 async def run_command(agent: HasAgent, exec: Exec) -> Result:
-    """A command to its end."""
+    """Run a command and return its result."""
     seconds, limit, short = exec.seconds, agent.spec.output_limit, len(exec.stdin) <= PIECE
     asked = argument_of(exec, limit, stdin=exec.stdin if short else b"", feed=not short)
     channel = await agent.channel()
@@ -196,13 +201,14 @@ async def run_command(agent: HasAgent, exec: Exec) -> Result:
 
 
 async def stream_command(agent: HasAgent, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-    """A command with its output as it comes."""
+    """Run a command and yield its output as it arrives, then its result."""
     if len(exec.stdin) > PIECE:
         raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
     deadline = anyio.current_time() + exec.seconds + ANSWER_SECONDS
     asked = argument_of(exec, agent.spec.output_limit, stdin=exec.stdin, stream=True, credit=OUTPUT_WINDOW)
     channel = await agent.channel()
-    # No cancel scope may be open while the caller has a piece: it would not be the innermost one any more.
+    # No cancel scope may be open across a `yield`: the caller may open scopes of its own meanwhile, and scopes must
+    # close in reverse order.
     call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
     try:
         while True:
@@ -221,12 +227,12 @@ async def stream_command(agent: HasAgent, exec: Exec) -> AsyncGenerator[Chunk | 
 
 
 async def start_job(agent: HasAgent, exec: Exec) -> AgentJob:
-    """A command in the background."""
+    """Start a command in the background."""
     if exec.stdin:
         raise SandboxRefusedError("a job has no input; write it to a file")
     asked = argument_of(exec, agent.spec.output_limit)
     channel = await agent.channel()
-    # Cancelled here, nobody would know of the job: so its start is not.
+    # The start is shielded: after a cancellation nobody would know the id of the job.
     job_id = ""
     with anyio.CancelScope(shield=True):
         job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
@@ -235,11 +241,11 @@ async def start_job(agent: HasAgent, exec: Exec) -> AgentJob:
 
 @asynccontextmanager
 async def open_session(agent: HasAgent, name: str) -> AsyncGenerator[AgentSession]:
-    """A shell for the time of the block."""
+    """Open a session for the time of the block."""
     channel = await agent.channel()
     session = AgentSession(agent, name)
     try:
-        # A cancellation between the shell's start and our knowing of it would leave it behind.
+        # The start is shielded: a cancellation before the answer would leave a shell behind that nobody closes.
         with anyio.CancelScope(shield=True):
             await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
         yield session
@@ -269,7 +275,7 @@ async def sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
         try:
             yield
         except Exception as error:
-            # Raised again below: the task group would wrap it in a group.
+            # The error is raised again below, because the task group would wrap it in an exception group.
             body_error = error
         tasks.cancel_scope.cancel()
     if body_error is not None:
@@ -281,7 +287,7 @@ async def _send(call: AgentCall, data: bytes) -> None:
 
 
 async def _ignore_loss(work: Callable[[], Awaitable[None]]) -> None:
-    """Who waits for the result is told of a lost sandbox; nobody else needs to be."""
+    """Call `work` and ignore errors of the sandbox. The call that waits for the result reports a lost sandbox."""
     try:
         await work()
     except SandboxError:

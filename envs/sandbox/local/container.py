@@ -1,4 +1,7 @@
-"""The container of one sandbox: made or found, looked after, and removed whatever its engine does meanwhile."""
+"""SandboxContainer: the container of one sandbox.
+
+It is created or found, watched, and removed even if its engine fails meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,23 @@ from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError, Sa
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
-"""Seconds between attempts to reach the engine or the agent again."""
+"""Seconds between attempts to reach the engine or the agent again: the first pause, and the longest one."""
 LOOK_SHARE = 10
 """Pause between two measurements of a layer, in multiples of the time that the last one took."""
 LATE_LOOKS = 6
-"""How often a container is removed whose creation was not answered in time: an engine that was stopped and goes on
-creates it beside the first removal, or after it."""
+"""Number of removals of a container whose creation was not answered in time. An engine that was suspended and continues
+may create the container during the first removal, or after it."""
 
 
 class SandboxContainer:
-    """See the module.
+    """The container of one sandbox.
 
     Args:
         backend: the engine.
-        spec: what is wanted.
-        name: a new one by default.
-        labels: by which it is found when this process is gone.
-        adopt: id of a running container, instead of making one.
+        spec: the kind of sandbox.
+        name: name of the container; None: a new name.
+        labels: labels by which the container is found when this process is gone.
+        adopt: id of a running container to take over; None: create one.
     """
 
     def __init__(
@@ -47,19 +50,23 @@ class SandboxContainer:
         self._removals = 1
         self.adopted = adopt is not None
         self.id = adopt or ""
-        """The engine's; empty before it exists."""
+        """Id that the engine gave the container; empty before it exists."""
         self.name = name or f"flash-{uuid4().hex[:20]}"
         self.labels = dict(labels or {})
-        """As given, or those of the container that was found: what is made of it has to be found like it."""
+        """Labels as given, or those of the container that was taken over. Snapshots get them too, so that they are
+        found in the same way."""
         self.secret = secrets.token_hex(32)
-        """By which its agent knows a host."""
+        """Secret with which a host proves to the agent that it may take over."""
 
     async def begin(self) -> None:
-        """Have it run. Raises SandboxError."""
+        """Create and start the container, or find the one to take over. Raises SandboxError."""
         await (self._find() if self.adopted else self._make())
 
     async def _make(self) -> None:
-        """Create and start the container. A creation is not cut off: its container could not be found again."""
+        """Create and start the container.
+
+        The creation is shielded from cancellation. Otherwise its container could not be found again.
+        """
         runtime = self._spec.runtime
         if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
             raise SandboxRefusedError(
@@ -83,17 +90,20 @@ class SandboxContainer:
                 )
 
     async def _find(self) -> None:
-        """The container that is to be taken over."""
+        """Read the state of the container to take over."""
         found = await self._backend.containers.inspect(self.id)
         if found is None or not found.running or AGENT_SECRET not in found.labels:
             raise SandboxLostError(f"container {self.id[:20]} does not run, or is no sandbox")
         self.name, self.secret = found.name, found.labels[AGENT_SECRET]
-        # The image's labels are among its own.
+        # The engine lists the labels of the image among those of the container.
         own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
         self.labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def why_gone(self) -> str:
-        """Return why it does not run; empty while it runs, and while the engine cannot be reached: it may well run."""
+        """Return why the container does not run. The text is empty while it runs.
+
+        It is also empty while the engine cannot be reached, because the container may still run.
+        """
         try:
             found = await self._backend.containers.inspect(self.id, surely=True)
         except SandboxError:
@@ -107,19 +117,20 @@ class SandboxContainer:
         return f"its container ended with {code}{memory}"
 
     async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:
-        """Return once its layer has more than `most`: engines can seldom enforce that."""
+        """Wait until the container's layer exceeds `most`, and return its use. Few engines can enforce such a limit."""
         while True:
             begun = anyio.current_time()
-            # Callers that use the link learn whether the sandbox is gone.
+            # An engine that cannot be reached is ignored: the calls over the link notice when the sandbox is gone.
             with suppress(SandboxError):
                 use = await self._backend.containers.layer(self.id, most)
                 if use.over(most):
                     return use
-            # A large layer takes long to measure: it may keep a thread busy for a small share of the time only.
+            # Measuring a large layer takes long. The pause keeps the share of the time in which it occupies a thread
+            # small.
             await anyio.sleep(max(look_s, LOOK_SHARE * (anyio.current_time() - begun)))
 
     async def remove(self) -> None:
-        """Remove it, though the engine may fail meanwhile; by name when its creation was not answered."""
+        """Remove the container, with retries while the engine fails. Uses the name if the creation was not answered."""
         pause = FIRST_PAUSE
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The files of a sandbox, over the channel to its agent."""
+"""Files of a sandbox, over the channel to its agent."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encode
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
 READ_LIMIT = 1 << 26
-"""Bytes that one `read` may give."""
+"""Most bytes that one `read` returns."""
 READ_PIECE = 1 << 20
-"""Bytes asked of the agent at a time."""
+"""Bytes that are requested from the agent at a time."""
 WRITE_LIMIT = 1 << 28
-"""Bytes that one `write` may take."""
+"""Most bytes that one `write` takes."""
 LIST_ROOM = 1 << 26
-"""Bytes that one listing may have."""
+"""Most bytes of one listing."""
 TREE_SECONDS = 600.0
-"""For a tree to be copied or removed."""
+"""Seconds to copy or remove a tree."""
 ARCHIVE_BYTES = 1 << 26
-"""That an archive may have beyond twice the size of its files: each has a head of up to 2 KiB."""
+"""Bytes that an archive may have beyond twice the size of its files, since each file has a header of up to 2 KiB."""
 _NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
-"""What workers say of limits."""
+"""Parts of the agent's error messages that mean that a limit was reached."""
 _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
 
 
 async def read_file(agent: HasAgent, path: str, offset: int, limit: int | None) -> bytes:
-    """Bytes of a regular file."""
+    """Return bytes of a regular file, from `offset` on: at most `limit`, or all.
+
+    Raises:
+        SandboxFileError: the file cannot be read, or changed meanwhile.
+        SandboxLimitError: more than `READ_LIMIT` bytes.
+    """
     if offset < 0 or (limit is not None and limit < 0):
         raise SandboxFileError(f"{path}: offset and limit cannot be negative")
     if limit is not None and limit > READ_LIMIT:
@@ -58,7 +63,7 @@ async def read_file(agent: HasAgent, path: str, offset: int, limit: int | None) 
 
 
 async def write_file(agent: HasAgent, path: str, data: bytes, mode: int, append: bool) -> None:
-    """Replace a file in one step, or append to it."""
+    """Replace a file in one step, or append to it. `mode` holds the permissions of a new file."""
     if len(data) > WRITE_LIMIT:
         raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
     channel = await agent.channel()
@@ -70,7 +75,7 @@ async def write_file(agent: HasAgent, path: str, data: bytes, mode: int, append:
 
 
 async def list_folder(agent: HasAgent, path: str) -> list[FileInfo]:
-    """The entries of a folder."""
+    """Return the entries of a folder."""
     channel = await agent.channel()
     entries: list[FileInfo] = []
     async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
@@ -90,13 +95,13 @@ async def remove_path(agent: HasAgent, path: str) -> None:
 
 
 def _argument(agent: HasAgent, function: str, path: str, **more: object) -> dict[str, object]:
-    """What the agent is asked for: one of its own functions on a path."""
+    """Return the argument of the operation `work`, which runs one of the agent's functions on a path."""
     limit = agent.spec.output_limit
     return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path), **more}
 
 
 async def put_archive(agent: HasAgent, path: str, pieces: AsyncIterator[bytes]) -> None:
-    """Unpack an archive in the sandbox as it comes."""
+    """Unpack a tar archive in the sandbox while its pieces arrive."""
     channel = await agent.channel()
     asked = _argument(agent, "receive", path, feed=True)
     async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * agent.spec.output_limit) as call:
@@ -115,19 +120,24 @@ async def _work(agent: HasAgent, channel: Channel, function: str, path: str) -> 
 
 
 async def restore(agent: HasAgent, channel: Channel, workdir: str) -> None:
-    """Fill the working directory with the files of the snapshot that the image is, if they lie beside it."""
+    """Fill the working directory with the files of the snapshot, if the image stores them separately."""
     await _work(agent, channel, "restore", workdir)
 
 
 async def send_tree(
     agent: HasAgent, path: str, most: int | None = None, heads: int = ARCHIVE_BYTES
 ) -> AsyncGenerator[bytes]:
-    """A file or tree of the sandbox as a tar stream.
+    """Yield a file or tree of the sandbox as a tar stream.
 
-    `most`: bytes that its files may have, holes included. `heads`: that the stream may have beyond twice as much.
+    Args:
+        agent: the sandbox.
+        path: the file or folder.
+        most: most bytes of the files' content, holes included; None: no limit.
+        heads: bytes that the stream may have beyond twice `most`.
 
     Raises:
-        SandboxLimitError: they have more, naming the file; or the stream does, whatever the agent says.
+        SandboxLimitError: the content exceeds `most`, and the message names the file; or the stream is too long,
+            whatever the agent reports.
     """
     channel = await agent.channel()
     more = {} if most is None else {"most": most}

@@ -1,4 +1,4 @@
-"""Greeting an agent: from a fresh link to a channel that its agent answers on."""
+"""Greeting of an agent: from a new link to a channel on which the agent answers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from envs.sandbox.engines.backend import Link
 from flash.errors import SandboxStartError
 
 _NOISE_LIMIT = 1 << 14
-"""Bytes before the greeting's answer that are taken for messages of the image's shell or Python."""
+"""Bytes before the answer to the greeting that are accepted as messages of the image's shell or Python."""
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What the agent says of itself."""
+    """Facts about the agent that it reports in its first answer."""
 
     uid: int
     workdir: str
     bash: bool
     writable: bool
-    """Files can be written to the working directory."""
+    """True if files can be written to the working directory."""
     protected: bool
-    """Other processes of the sandbox can neither read its memory nor use its descriptors."""
+    """True if other processes of the sandbox can neither read the agent's memory nor use its descriptors."""
     lifetime: float = msgspec.field(name="life")
     """Seconds until the agent ends by itself."""
     sessions: list[str] = []
 
 
 async def greet(link: Link, options: bundle.Options, seconds: float, prelude: str = "") -> bytes:
-    """Start the agent at the other end, for at most `seconds`; what it has sent beyond its answer already.
+    """Start the agent at the other end of a link. Returns the bytes that it has sent after its answer.
 
     Raises:
-        SandboxStartError: the first process of the sandbox did not answer, with what it said instead.
+        SandboxStartError: the agent did not answer within `seconds`; or the first process of the sandbox ended, or sent
+            too many other bytes. The message quotes the end of these bytes.
     """
     greeting = secrets.token_hex(16)
     got = b""

@@ -1,8 +1,8 @@
 """LocalSandbox: one container with its agent, from its creation to its removal.
 
 Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline or its disk limit) or `lost` (its container or
-its agent is gone). One task owns it; leaving the block ends that task, which removes the container before anything
-else, also when it is cancelled at any await. Idle times, and forks, are the pool's.
+its agent is gone). One task owns the sandbox. Leaving the block ends that task, which always removes the container,
+also if it is cancelled at any await. The pool implements idle times and forks.
 
 Law: no caller waits for a sandbox that is gone. The end of the link, a missed heartbeat and the end of the container
 each end every call in progress with an error that says why.
@@ -67,40 +67,40 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 LIFE_MARGIN = 5.0
-"""Seconds that an agent lives longer than its host lets it."""
+"""Seconds that an agent lives longer than its host lets it, so that the host ends the sandbox first, with a reason."""
 FORGET_SECONDS = 5.0
-"""For removing the image of a snapshot that failed or was cancelled."""
+"""Seconds to remove the image of a snapshot that failed or was cancelled."""
 
 
 class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Deadlines of a sandbox. Seconds."""
+    """Deadlines of a sandbox, in seconds."""
 
     start: float = 120.0
-    """From the engine being asked until the agent answers."""
+    """From the request to the engine until the agent answers."""
     heartbeat: float = 10.0
-    """Without hearing from the agent, after which it is asked whether it lives."""
+    """Silence of the agent after which it is asked whether it is alive."""
     silence: float = 30.0
-    """For it to answer that; afterwards it is lost."""
+    """Time for the agent to answer that question. After it the sandbox is lost."""
     orphan: float = 300.0
-    """That the agent waits for a host that takes over, when its own is gone."""
+    """Time that the agent waits for a host to take over after its own host is gone."""
     reconnect: float = 30.0
-    """For taking over again, when only the link broke."""
+    """Time to reach the agent again after the link broke."""
     removal: float = 60.0
-    """For removing the container, also when the block was cancelled."""
+    """Time to remove the container. It also applies if the block was cancelled."""
     disk_look: float = 0.5
-    """Least time between two measurements of its own layer."""
+    """Shortest pause between two measurements of the container's layer."""
 
 
 class LocalSandbox(Sandbox):
-    """See the module. An asynchronous context manager.
+    """A sandbox in a container of this machine's engine. See the module's docstring. An asynchronous context manager.
 
     Args:
         backend: the engine.
-        spec: what is wanted.
-        name: of the container; a new one by default.
-        labels: of the container, by which it is found when this process is gone.
-        settings: its deadlines.
-        adopt: id of a running container to take over, instead of making one.
+        spec: the kind of sandbox.
+        name: name of the container; None: a new name.
+        labels: labels of the container, by which it is found when this process is gone.
+        settings: deadlines of the sandbox.
+        adopt: id of a running container to take over; None: create one.
     """
 
     hello: Hello
@@ -131,12 +131,12 @@ class LocalSandbox(Sandbox):
         self._stack = AsyncExitStack()
 
     @property
-    def facts(self) -> SandboxFacts:  # its id is the name of its container
+    def facts(self) -> SandboxFacts:  # the id is the name of the container
         return SandboxFacts(self._container.name, self._spec, self._state)
 
     @property
     def container_id(self) -> str:
-        """The engine's id of its container; empty before it exists."""
+        """Id that the engine gave the container; empty before it exists."""
         return self._container.id
 
     async def __aenter__(self) -> Self:
@@ -150,10 +150,10 @@ class LocalSandbox(Sandbox):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end("closed", "the sandbox was closed")
-        # Without the block's own error: it is not the task group's.
+        # Without the block's own error, because that error is not the task group's.
         await self._stack.__aexit__(None, None, None)
 
-    async def close(self) -> None:  # returns when its container is removed, or was given up after its deadline
+    async def close(self) -> None:  # returns when the container is removed, or when its removal has taken too long
         self._end("closed", "the sandbox was closed")
         await self._ended.wait()
 
@@ -161,7 +161,12 @@ class LocalSandbox(Sandbox):
         await self._ended.wait()
 
     async def channel(self) -> Channel:
-        """The channel to the agent; while that is being reached again, after that."""
+        """Return the channel to the agent. Waits until the sandbox is ready, or reached again after its link broke.
+
+        Raises:
+            SandboxLostError: the sandbox is lost.
+            SandboxClosedError: the sandbox is closed.
+        """
         if self._state == "ready" and self._channel is not None and self._channel.broken and self._connected.is_set():
             self._connected = anyio.Event()
         if self._state == "ready":
@@ -171,14 +176,14 @@ class LocalSandbox(Sandbox):
         return self._channel
 
     def _over(self) -> SandboxError:
-        """What a call is told that came too late."""
+        """Return the error of a call that comes after the end of the sandbox."""
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def ask(self, request: SandboxRequest[T]) -> T:
         return cast("T", await self._answer(request))
 
     async def _answer(self, request: SandboxRequest[Any]) -> object:
-        """What each request comes to."""
+        """Carry out a request and return its result."""
         match request:
             case RunCommand(exec):
                 return await commands.run_command(self, exec)
@@ -227,7 +232,7 @@ class LocalSandbox(Sandbox):
                 self._container.id, name=name, labels=labels, files=tree, most=most
             )
         except BaseException as error:
-            # The engine may have made it all the same, or still be at it.
+            # The engine may have made the image in spite of the error, or may still be making it.
             self._unwanted.append(name)
             await self._forget_unwanted()
             if isinstance(error, SandboxError) and self._ending.is_set():
@@ -236,17 +241,17 @@ class LocalSandbox(Sandbox):
         return Snapshot(tag, msgspec.structs.replace(self._spec, image=name), size)
 
     async def _forget_unwanted(self) -> None:
-        """Remove the images of snapshots that nobody was given, as far as they can be removed now."""
+        """Try to remove the images of snapshots that were not returned to any caller."""
         with anyio.move_on_after(FORGET_SECONDS, shield=True):
             for name in self._unwanted:
                 with suppress(SandboxError):
                     await self._backend.images.remove(name)
 
     async def _live(self, task_status: TaskStatus[None]) -> None:
-        """From no container to no container.
+        """Create the container, use it, and remove it.
 
-        Waits for the owner to end it, for its limits, and for its loss. Unblocked by any of them. Produces a ready
-        sandbox, then a removed container.
+        Waits for the owner to end the sandbox, for its limits, and for its loss. Unblocked by any of them. Produces a
+        ready sandbox, then a removed container.
         """
         try:
             with anyio.move_on_after(self._settings.start) as scope:
@@ -266,7 +271,7 @@ class LocalSandbox(Sandbox):
             self._ended.set()
 
     async def _connect(self, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
-        """Make the container, and hold a link to it until it is ended; a link that broke is replaced."""
+        """Start the container and keep a link to the agent until the sandbox ends. A link that broke is replaced."""
         await self._container.begin()
         opener = self._backend.agents.take_over if self._container.adopted else self._backend.agents.attach
         self._surroundings = self._backend.agents.surroundings(self._container.id, self._spec)
@@ -296,7 +301,7 @@ class LocalSandbox(Sandbox):
             pause = min(2 * pause, LAST_PAUSE)
 
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
-        """Start the agent, or prove to it that it may trust us."""
+        """Start the agent, or prove to a running one that this host may take over. Returns the channel."""
         if not fresh:
             await link.send(self._container.secret.encode())
             return Channel(link)
@@ -326,7 +331,7 @@ class LocalSandbox(Sandbox):
                 if self._state == "starting" and not self._container.adopted and from_snapshot(self._spec):
                     await files.restore(self, channel, self.hello.workdir)
                 if self._state == "starting":
-                    # Shells of an earlier host: nobody can close them any more, but their names would be taken.
+                    # Nobody can close the sessions of an earlier host any more, but their names would be taken.
                     for name in self.hello.sessions:
                         await channel.ask("session_close", {"name": name}, type(None), self._settings.start)
             except SandboxLostError as error:
@@ -349,10 +354,10 @@ class LocalSandbox(Sandbox):
         if not self._connected.is_set():
             channel.check()
 
-    # ---- what ends it, with the reason, while it is used
+    # ---- tasks that end the sandbox while it is used, each with a reason
 
     async def _watch_heart(self, channel: Channel) -> None:
-        """Break the channel off when the agent is silent although it is asked."""
+        """End the sandbox as lost if the agent stays silent although it is asked."""
         while True:
             heard = False
             with anyio.move_on_after(self._settings.heartbeat):
@@ -381,7 +386,7 @@ class LocalSandbox(Sandbox):
             self._end("closed", f"it made more than {most.entries} files and folders")
 
     def _end(self, state: State, reason: str) -> None:
-        """Decide how it ends; the first decision stands."""
+        """Set the final state and its reason, and break the channel off. Only the first call has an effect."""
         if self._ending.is_set():
             return
         self._state, self._reason = state, f"sandbox {self._container.name}: {reason}"

@@ -1,5 +1,7 @@
-"""Conversion of errors for HTTP: an exception becomes a status and a problem+json body, and the client makes the same
-exception from them."""
+"""Conversion of errors for HTTP.
+
+The service turns an exception into a status and a problem+json body. The client makes the same exception from these.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ TITLES = {
     503: "No room now",
     504: "Not in time",
 }
+"""Title of a problem, by HTTP status."""
 
 
 class ProblemError(Exception):

@@ -235,8 +235,8 @@ class Status(msgspec.Struct, frozen=True):
     failures: dict[str, int]
     """Number of failures by cause, since the start of the service."""
     recent_failures: list[PoolFailure]
-    """Last failures; empty for all tokens but `admin`, as are the images below. Their messages name what other tokens
-    use."""
+    """Latest failures; empty unless the caller is `admin`, because the messages name what other tokens use. The same
+    holds for `images_put_aside`."""
     images_put_aside: dict[str, str]
     sandboxes: list[Info]
     """Sandboxes that the caller may use."""

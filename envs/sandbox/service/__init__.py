@@ -1,9 +1,11 @@
-"""Sandboxes over HTTP, for programs on this machine or others: `flash.http` serves it, `envs.sandbox.remote` asks it.
+"""Sandboxes over HTTP, for programs on this machine or on others. `envs.sandbox.remote` is the client.
 
-web              the application, behind the guard that asks for a token, and its log; way in: `make_app`
-endpoint         what a table of endpoints is: checked calls, answers, errors as problem+json
+web              the application, behind a guard that checks the token, and the log; entry point: `make_app`
+endpoint         a table of endpoints: checked calls, answers, errors as problem+json
 routes*          the tables: leases, snapshots and files; commands
-openapi          the document made of them
-service          the state behind the routes: who may use what; way in: `open_service`
-work             what the clients of one lease have open
+openapi          the OpenAPI document, made from the tables
+service          the state behind the routes: which token may use which lease; entry point: `open_service`
+work             the sessions, jobs and repeated calls of one lease
+
+`flash.http` is the HTTP server in which the application runs.
 """

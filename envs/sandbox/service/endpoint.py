@@ -1,7 +1,8 @@
-"""Endpoints: one table entry per path and method, from which come the routes and the OpenAPI document.
+"""Endpoints: a table with one entry for each path and method. The routes and the OpenAPI document are made from it.
 
-A handler gets an `ApiCall` with everything already checked: the caller's lease, the query and the body as structs. What
-it returns is encoded; what it raises becomes a problem. A client that leaves cancels the handler.
+A handler gets an `ApiCall` in which everything is already checked: the caller's lease, the query and the body as
+structs. The value that it returns is encoded, and an error that it raises becomes a problem. A client that disconnects
+cancels the handler.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flash.http.server import read_body
 _log = logging.getLogger(__name__)
 
 JSON_BYTES = 24 << 20
-"""Largest body that is decoded; files have a limit of their own."""
+"""Largest body in bytes that is decoded. The limit for files is a different one."""
 _KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ _Handler = TypeVar("_Handler", bound=Handler)
 
 
 class ApiCall:
-    """One call of the HTTP API: a request whose parts are checked."""
+    """A call of the HTTP API: a request whose parts are checked."""
 
     def __init__(self, service: Service, request: Request, query: Any, body: Any) -> None:
         self.service = service
@@ -59,27 +60,27 @@ class ApiCall:
 
     @property
     def path(self) -> Mapping[str, str]:
-        """The variable parts of the path."""
+        """Variable parts of the path, by name."""
         return self.request.path_params
 
     @property
     def lease(self) -> SandboxLease:
-        """The sandbox that the path names."""
+        """Lease that the path names. Raises ProblemError if the caller may not use it."""
         return self.service.lease(self.path["id"], self.token)
 
     @property
     def sandbox(self) -> Sandbox:
-        """It, to be used."""
+        """Sandbox of the lease."""
         return self.service.pool.handle(self.lease)
 
     @property
     def work(self) -> LeaseWork:
-        """What its clients have open."""
+        """Sessions, jobs and calls of the lease."""
         return self.service.work(self.lease)
 
     @property
     def key(self) -> str:
-        """The idempotency key, "" without one."""
+        """Idempotency key of the call; empty if it has none. Raises ProblemError if the key is malformed."""
         key = self.request.headers.get("idempotency-key", "")
         if key and not _KEY.fullmatch(key):
             raise ProblemError(400, "an idempotency key has 1 to 128 letters, digits, '.', '_', ':' or '-'")
@@ -87,24 +88,24 @@ class ApiCall:
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One path and method."""
+    """A path with a method, and how calls of it are checked and answered."""
 
     method: str
     path: str
     summary: str
     handler: Handler
     body: Any = None
-    """Struct of the body; `BINARY` or `TAR` for one that the handler reads itself."""
+    """Struct of the body. `BINARY` or `TAR` for a body that the handler reads itself; None: no body."""
     query: type[Body] | None = None
     answer: Any = None
-    """Struct of the answer, or its media type; None: no content."""
+    """Struct of the answer, or its media type. None: the answer has no content."""
     status: int = 200
     keyed: bool = False
-    """Takes an idempotency key."""
+    """True if the endpoint accepts an idempotency key."""
 
 
 class Endpoints:
-    """A table of them."""
+    """A table of endpoints."""
 
     def __init__(self) -> None:
         self.all: list[Endpoint] = []
@@ -120,7 +121,10 @@ class Endpoints:
         status: int = 200,
         keyed: bool = False,
     ) -> Callable[[_Handler], _Handler]:
-        """Adds a handler: what it says of itself is the summary, what it returns the answer, unless that is bytes."""
+        """Return a decorator that adds a handler to the table.
+
+        The handler's docstring becomes the summary. Its return type becomes the answer, unless `media_type` is given.
+        """
 
         def added(handler: _Handler) -> _Handler:
             answer = media_type or get_type_hints(handler)["return"]
@@ -143,19 +147,23 @@ class Endpoints:
 
 
 async def once(call: ApiCall, lease: SandboxLease, work: Callable[[], Awaitable[_T]]) -> _T:
-    """With a key, once; without, for as long as the client stays."""
+    """Carry out `work`. Calls with the same idempotency key carry it out only once, and all get its result.
+
+    Without a key, the client cancels the work when it disconnects.
+    """
     if not call.key:
         return await work()
     expected = call.request.headers.get("flash-boot", "")
     if expected and expected != call.service.boot and not call.service.work(lease).knows_call(call.key):
-        # Sent again after a restart: whether the first attempt was carried out is not known any more.
+        # The client has sent the call again after a restart. Nobody knows any more whether the first attempt was
+        # carried out.
         raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
     asked = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], call.body))).digest()
     return await call.service.work(lease).once(call.key, asked, work)
 
 
 def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
-    """The routes of a table, with a 405 for what a path does not take."""
+    """Return the routes of a table. They answer other methods of the same paths with status 405."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -163,7 +171,7 @@ def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
 
 
 class _Dispatcher:
-    """Answers the requests to one path, each method by its endpoint."""
+    """Answers the requests to one path; each method has its own endpoint."""
 
     def __init__(self, service: Service, methods: Mapping[str, Endpoint]) -> None:
         self._service = service
@@ -207,11 +215,11 @@ class _Dispatcher:
 
 _LEFT = object()
 _CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
-"""What our errors call what the server refuses."""
+"""Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
 
 
 async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any:
-    """The handler's result. A client that leaves cancels it, and with it the command that it waits for."""
+    """Return the handler's result. A client that disconnects cancels the handler, and with it a running command."""
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(until_left, request.receive, tasks.cancel_scope)
@@ -228,14 +236,15 @@ async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any
 def _query(endpoint: Endpoint, request: Request) -> Any:
     if endpoint.query is None:
         return None
-    # Not Starlette's own: it loses bytes that are no UTF-8, which names of files may have.
+    # Starlette's own parser is not used: it loses bytes that are not UTF-8, which file names may have.
     text = request.scope["query_string"].decode("latin-1")
     items = parse_qsl(text, keep_blank_values=True, errors="surrogateescape")
     if len({name for name, _ in items}) != len(items):
         raise ProblemError(400, "a query parameter is given twice")
     try:
         return msgspec.convert(dict(items), endpoint.query, strict=False)
-    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:  # what cannot be encoded as well
+    # also raised for text that cannot be encoded
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:
         raise ProblemError(400, f"query: {error}", "SandboxRefusedError") from None
 
 
@@ -243,7 +252,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
     if isinstance(endpoint.body, str):
         return None
     if endpoint.body is None:
-        async for _ in request.stream():  # What nobody asked for is not kept.
+        async for _ in request.stream():  # The endpoint has no body, so that this one is dropped.
             pass
         return None
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -258,14 +267,14 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
 
 
 async def until_left(receive: Receive, scope: anyio.CancelScope) -> None:
-    """Cancel a scope when the client leaves."""
+    """Wait until the client disconnects, and then cancel `scope`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
 
 
 def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as an answer."""
+    """Return the HTTP answer for a problem."""
     more = {"retry-after": "1"} if problem.status == 503 else {}
     return Response(
         msgspec.json.encode(problem),
@@ -276,7 +285,7 @@ def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = N
 
 
 def encoded(request: Request, value: Any, status: int) -> Response:
-    """A struct as the client wants it."""
+    """Return a struct as an HTTP answer, in msgpack if the client accepts it, else in JSON."""
     if value is None:
         return Response(status_code=204)
     if MSGPACK in request.headers.get("accept", ""):

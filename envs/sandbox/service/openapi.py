@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the service, from its table of endpoints and their msgspec types."""
+"""The OpenAPI 3.1 document of the service, made from its table of endpoints and their msgspec types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The document that describes these endpoints."""
+    """Return the document that describes these endpoints."""
     types = [
         each for endpoint in endpoints for each in (endpoint.body, endpoint.answer, endpoint.query) if _is_type(each)
     ]

@@ -1,7 +1,8 @@
-"""The HTTP API, version 1: leases, snapshots, forks, files and the status. Commands are in `routes_commands`.
+"""Tables of the HTTP API, version 1: leases, snapshots, forks, files and the status.
 
-Trees travel as tar archives, piece by piece, and are never kept here. The sandbox unpacks an upload. The client unpacks
-a download with `envs.sandbox.trees`, which does not trust it.
+The commands are in `envs.sandbox.service.routes_commands`. Trees travel as tar archives, piece by piece, and are never
+stored here. The sandbox unpacks an upload. The client unpacks a download with `envs.sandbox.trees`, which does not
+trust it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from envs.sandbox.trees import TreeLimits
 from flash.errors import FlashError
 
 _TO_KEEP = {"content-disposition": "attachment"}
-"""A browser saves it, and never shows what came out of a sandbox. Without a name: those come from the sandbox, too."""
+"""Headers that make a browser save a file instead of showing content from a sandbox. They give no file name, because it
+would also come from the sandbox."""
 HELD_BYTES = 1 << 17
-"""Bytes of an archive that are held back, so that an error among them can still be answered with its status."""
+"""Bytes of an archive that are held back before the first is sent, so that an early error can be answered with its own
+status."""
 STATUS_EVERY_S = 0.2
-"""Least time between two answers of a status that is waited for."""
+"""Shortest time between two answers to a caller that waits for changes of the status, in seconds."""
 
 
 ENDPOINTS = Endpoints()
@@ -58,7 +61,7 @@ _TREE = "/v1/sandboxes/{id}/tree"
 
 @ENDPOINTS.add("POST", "/v1/sandboxes", body=SandboxOrder, query=WaitQuery, status=201, keyed=True)
 async def _order(call: ApiCall) -> Info:
-    """Ask for a sandbox. `wait` holds the answer back until it is ready; otherwise ask again by its id."""
+    """Order a sandbox. `wait` holds the answer back until it is ready; otherwise ask for it again by its id."""
     lease = call.service.order(call.body, call.token, call.key)
     with anyio.move_on_after(call.query.wait):
         await lease.settled()
@@ -67,13 +70,13 @@ async def _order(call: ApiCall) -> Info:
 
 @ENDPOINTS.add("GET", "/v1/sandboxes")
 async def _list(call: ApiCall) -> SandboxList:
-    """Your sandboxes."""
+    """List your sandboxes."""
     return SandboxList([call.service.info(lease) for lease in call.service.visible(call.token)])
 
 
 @ENDPOINTS.add("GET", _SANDBOX, query=WaitQuery)
 async def _show(call: ApiCall) -> Info:
-    """One sandbox. `wait` holds the answer back while it is queued or starting."""
+    """Show one sandbox. `wait` holds the answer back while it is queued or starting."""
     lease = call.lease
     with anyio.move_on_after(call.query.wait):
         await lease.settled()
@@ -98,19 +101,19 @@ async def _renew(call: ApiCall) -> Info:
 
 @ENDPOINTS.add("DELETE", _SANDBOX)
 async def _close(call: ApiCall) -> None:
-    """End a sandbox, and wait until it is gone."""
+    """End a sandbox, and wait until it is removed."""
     await call.service.pool.release(call.lease)
 
 
 @ENDPOINTS.add("POST", _SANDBOX + "/snapshot", status=201)
 async def _snapshot(call: ApiCall) -> Snapshot:
-    """Keep the files."""
+    """Keep the files of a sandbox as a snapshot."""
     return await call.service.snapshot(call.lease)
 
 
 @ENDPOINTS.add("GET", "/v1/snapshots")
 async def _snapshots(call: ApiCall) -> SnapshotList:
-    """Your snapshots."""
+    """List your snapshots."""
     return SnapshotList(
         [
             SnapshotInfo(
@@ -129,13 +132,13 @@ async def _snapshots(call: ApiCall) -> SnapshotList:
 
 @ENDPOINTS.add("DELETE", "/v1/snapshots/{snapshot}")
 async def _forget(call: ApiCall) -> None:
-    """Remove a snapshot that nothing runs from."""
+    """Remove a snapshot. Its host waits with the removal while a sandbox runs from it."""
     await call.service.forget(call.path["snapshot"], call.token)
 
 
 @ENDPOINTS.add("POST", _SANDBOX + "/fork", body=Fork, status=201, keyed=True)
 async def _fork(call: ApiCall) -> SandboxList:
-    """More sandboxes with the same files, which end with this one at the latest."""
+    """Start more sandboxes with the same files. They end with this one at the latest."""
     lease = call.lease
 
     async def fork() -> SandboxList:
@@ -147,7 +150,7 @@ async def _fork(call: ApiCall) -> SandboxList:
 
 @ENDPOINTS.add("GET", "/v1/status", query=StatusQuery)
 async def _status(call: ApiCall) -> Status:
-    """The whole pool. `wait` holds the answer back until it differs from version `since`."""
+    """Show the state of the whole pool. `wait` holds the answer back until it differs from version `since`."""
     query, state = cast("StatusQuery", call.query), call.service.pool.state
     if query.wait:
         await anyio.sleep(STATUS_EVERY_S)
@@ -161,7 +164,7 @@ async def _status(call: ApiCall) -> Status:
 
 @ENDPOINTS.add("GET", _FILES, query=ReadQuery, media_type=BINARY)
 async def _read(call: ApiCall) -> Response:
-    """Bytes of a file."""
+    """Read bytes of a file."""
     query: ReadQuery = call.query
     data = await call.sandbox.read(query.path, offset=query.offset, limit=query.limit)
     return Response(data, media_type=BINARY, headers=_TO_KEEP)
@@ -177,7 +180,7 @@ async def _write(call: ApiCall) -> None:
 
 @ENDPOINTS.add("GET", "/v1/sandboxes/{id}/entries", query=PathQuery)
 async def _list_files(call: ApiCall) -> Listing:
-    """The entries of a folder."""
+    """List the entries of a folder."""
     entries = await call.sandbox.list(call.query.path)
     return Listing([msgspec.structs.replace(entry, name=to_wire(entry.name)) for entry in entries])
 
@@ -190,21 +193,23 @@ async def _remove(call: ApiCall) -> None:
 
 @ENDPOINTS.add("PUT", _TREE, body=TAR, query=PathQuery)
 async def _upload(call: ApiCall) -> None:
-    """Copy a tree, or one file, into the sandbox: a tar archive."""
+    """Copy a tree, or one file, into the sandbox, as a tar archive."""
     length = call.request.headers.get("content-length")
     await call.sandbox.ask(PutArchive(call.query.path, call.request.stream(), int(length) if length else None))
 
 
 @ENDPOINTS.add("GET", _TREE, query=PathQuery, media_type=TAR)
 async def _download(call: ApiCall) -> TreeStream:
-    """A tree, or one file, as a tar archive. Its content must not be trusted. An answer that breaks off has failed."""
+    """Download a tree, or one file, as a tar archive. Its content is untrusted. An answer that breaks off has
+    failed."""
     return TreeStream(call.sandbox.open(StreamTree(call.query.path, TreeLimits())))
 
 
 class TreeStream(Response):
-    """A tar archive of a sandbox, sent as it comes: a client that takes it slowly holds a few pieces, and no file.
+    """Answer with a tar archive of a sandbox, sent while it arrives.
 
-    An error in the first `HELD_BYTES` gets a status of its own. A later one ends the connection.
+    For a slow client only a few pieces are held in memory, and none in a file. An error in the first `HELD_BYTES` is
+    answered with its own status. A later error ends the connection.
     """
 
     def __init__(self, pieces: AbstractAsyncContextManager[AsyncIterator[bytes]]) -> None:
@@ -212,7 +217,7 @@ class TreeStream(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer. A client that leaves ends the copy."""
+        """Send the answer. A client that disconnects ends the copy."""
         problem: HttpProblem | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(until_left, receive, tasks.cancel_scope)
@@ -222,13 +227,13 @@ class TreeStream(Response):
             await problem_response(problem)(scope, receive, send)
 
     async def _copy(self, scope: Scope, send: Send) -> HttpProblem | None:
-        """Return the error that occurred before anything was sent."""
+        """Send the archive. Returns an error that occurred before anything was sent; else None."""
         held, begun = bytearray(), False
 
         async def give(piece: bytes, *, more: bool) -> None:
             nonlocal begun
             if not begun:
-                # Without the length that `Response` computes for an empty body: it is not known.
+                # Without the content length that `Response` computes for an empty body: the real length is not known.
                 kept = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": kept})
                 begun = True
@@ -246,5 +251,5 @@ class TreeStream(Response):
             if not begun:
                 return problem_of(error)
             scope["state"]["connection"].abort()
-            await anyio.sleep_forever()  # until the connection is seen to have ended
+            await anyio.sleep_forever()  # until the disconnection is noticed and cancels this task
         return None

@@ -1,4 +1,4 @@
-"""The HTTP API, version 1: commands, streams, shells and jobs."""
+"""Tables of the HTTP API, version 1: commands, streams, sessions and jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from envs.sandbox.text import from_wire
 from flash.errors import FlashError
 
 ALIVE_S = 10.0
-"""A stream that is silent for this long gets a line that says nothing, so that both ends know the other is there."""
+"""Seconds of silence after which a stream gets a line without content, so that both ends notice a broken connection."""
 
 
 ENDPOINTS = Endpoints()
@@ -47,7 +47,7 @@ _JOB = _SANDBOX + "/jobs/{job}"
 
 
 def _awaited(call: ApiCall) -> Exec:
-    """A command whose result is waited for."""
+    """Return the command in the body of a call that waits for the result. Such a command needs a timeout."""
     exec = cast("Exec", call.body)
     if exec.timeout is None:
         raise ProblemError(400, "body: Object missing required field `timeout`", "SandboxRefusedError")
@@ -56,7 +56,7 @@ def _awaited(call: ApiCall) -> Exec:
 
 @ENDPOINTS.add("POST", _SANDBOX + "/run", body=Exec, keyed=True)
 async def _run(call: ApiCall) -> Result:
-    """Run a command. A client that leaves kills it, unless it gave an idempotency key."""
+    """Run a command. It is killed if the client disconnects, unless the call has an idempotency key."""
     sandbox, lease, exec = call.sandbox, call.lease, _awaited(call)
 
     async def run() -> Result:
@@ -67,20 +67,21 @@ async def _run(call: ApiCall) -> Result:
 
 @ENDPOINTS.add("DELETE", _SANDBOX + "/calls/{key}")
 async def _cancel(call: ApiCall) -> None:
-    """Cancel the call with this idempotency key; its command is killed."""
+    """Cancel the call with this idempotency key. Its command is killed."""
     await call.work.cancel_call(call.path["key"])
 
 
 @ENDPOINTS.add("POST", _SANDBOX + "/stream", body=Exec, media_type=NDJSON)
 async def _stream(call: ApiCall) -> LineStream:
-    """Run a command with its output as lines of JSON. A client that leaves kills it."""
+    """Run a command, with its output as lines of JSON. It is killed if the client disconnects."""
     return LineStream(call.sandbox.open(StreamCommand(_awaited(call))))
 
 
 class LineStream(Response):
-    """A running command as NDJSON. A client that leaves, or does not read, kills the command.
+    """Answer with the output of a running command as NDJSON.
 
-    One task runs the command from its beginning to its end: what it holds is closed by who opened it.
+    The command is killed if the client disconnects or does not read. One task runs the command from start to end, so
+    that the task that opened its resources also closes them.
     """
 
     def __init__(self, items: AbstractAsyncContextManager[AsyncIterator[Chunk | Result]]) -> None:
@@ -88,11 +89,12 @@ class LineStream(Response):
         self._items = items
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the lines as they come."""
+        """Send the lines as they arrive."""
         into, lines = anyio.create_memory_object_stream[StreamLine](1)
         async with anyio.create_task_group() as tasks, into, lines:
             tasks.start_soon(self._pump, into)
-            # The first line is waited for before the status is sent: an error gets a status of its own.
+            # The first line is awaited before the status is sent, so that an early error is answered with its own
+            # status.
             first = await lines.receive()
             if isinstance(first, Broken):
                 await problem_response(first.problem)(scope, receive, send)
@@ -123,20 +125,20 @@ class LineStream(Response):
 
 @ENDPOINTS.add("PUT", _SESSION, status=201)
 async def _open_session(call: ApiCall) -> SessionInfo:
-    """Open a shell."""
+    """Open a session: a shell that stays open."""
     session = await call.work.open_session(_name(call))
     return SessionInfo(session.name, session.restarts)
 
 
 @ENDPOINTS.add("GET", _SANDBOX + "/sessions")
 async def _sessions(call: ApiCall) -> list[SessionInfo]:
-    """Open shells."""
+    """List the open sessions."""
     return [SessionInfo(session.name, session.restarts) for session in call.work.sessions()]
 
 
 @ENDPOINTS.add("POST", _SESSION + "/run", body=RunInSession, keyed=True)
 async def _run_in_session(call: ApiCall) -> SessionResult:
-    """Run a command in a shell."""
+    """Run a command in a session."""
     lease, body = call.lease, cast("RunInSession", call.body)
     session = call.service.work(lease).session(_name(call))
 
@@ -149,13 +151,13 @@ async def _run_in_session(call: ApiCall) -> SessionResult:
 
 @ENDPOINTS.add("POST", _SESSION + "/interrupt")
 async def _interrupt(call: ApiCall) -> SessionInterrupted:
-    """Send SIGINT to the command of a shell."""
+    """Send SIGINT to the command of a session."""
     return SessionInterrupted(await call.work.session(_name(call)).interrupt())
 
 
 @ENDPOINTS.add("DELETE", _SESSION)
 async def _close_session(call: ApiCall) -> None:
-    """Close a shell."""
+    """Close a session."""
     await call.work.close_session(_name(call))
 
 
@@ -184,7 +186,7 @@ async def _start_job(call: ApiCall) -> JobInfo:
 
 @ENDPOINTS.add("GET", _JOB, query=WaitQuery)
 async def _poll(call: ApiCall) -> JobStatus:
-    """How a job stands. `wait` holds the answer back while it runs."""
+    """Show the state of a job. `wait` holds the answer back while the job runs."""
     job = call.work.job(call.path["job"])
     if call.query.wait:
         with anyio.move_on_after(call.query.wait):
@@ -194,13 +196,13 @@ async def _poll(call: ApiCall) -> JobStatus:
 
 @ENDPOINTS.add("POST", _JOB + "/signal", body=Signal)
 async def _signal(call: ApiCall) -> None:
-    """Signal a job."""
+    """Send a signal to a job."""
     await call.work.job(call.path["job"]).signal(call.body.name)
 
 
 @ENDPOINTS.add("GET", _JOB + "/output", query=OutputQuery)
 async def _output(call: ApiCall) -> Output:
-    """A range of a job's output."""
+    """Read a range of a job's output."""
     job = call.work.job(call.path["job"])
     query = cast("OutputQuery", call.query)
     return await job.output(query.stream, offset=query.offset, limit=query.limit)

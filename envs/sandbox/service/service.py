@@ -1,6 +1,6 @@
-"""The service behind the routes: who may use which lease, its snapshots, and how the whole stands.
+"""Service: the state behind the routes. It decides which token may use which lease and snapshot, and reports the pool.
 
-What the clients of one lease have open, shells, jobs and calls, is its `LeaseWork`.
+`LeaseWork` holds the sessions, jobs and calls that the clients of one lease have open.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flash.errors import SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
 
 WAITING_SHARE = 0.25
-"""Share of the places in the queue that the requests of one token may take."""
+"""Share of the places in the wait queue that the requests of one token may take."""
 OTHERS = "others"
-"""Owners whose names a token may not know."""
+"""Name that a token sees in place of the owners of other tokens."""
 _ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
 _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
 
 
 class Service:
-    """The state behind the routes. Made by `open_service`."""
+    """State behind the routes. Made by `open_service`."""
 
     def __init__(self, pool: SandboxPool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
         self.pool = pool
@@ -43,18 +43,18 @@ class Service:
         self.boot = uuid4().hex[:12]
         self._tasks = tasks
         self._works: dict[str, LeaseWork] = {}
-        """By lease: what its clients have open."""
+        """Sessions, jobs and calls of each lease, by the lease's id."""
         self._snapshots_begun: Counter[str] = Counter()
-        """By token: those that are being made."""
+        """Number of snapshots in progress, by token."""
 
     # ---- leases
 
     def order(self, order: SandboxOrder, token: str, key: str) -> SandboxLease:
-        """Ask for a sandbox on behalf of a token.
+        """Order a sandbox on behalf of a token.
 
         Raises:
-            SandboxError: as of `SandboxPool.order`; or the token was not granted this kind, or the image could be a
-                snapshot that is not its own.
+            SandboxError: the token was not granted this kind, the image could be a snapshot of another token, the token
+                has too many requests in the queue, or an error of `SandboxPool.order`.
         """
         self.tokens.named(token).check(token, order.spec)
         self._check_image(order.spec.image, token)
@@ -79,9 +79,9 @@ class Service:
         )
 
     def _check_image(self, image: str, token: str) -> None:
-        """Refuse every name by which a token would get the files of another one."""
+        """Refuse every image name by which a token could get the files of another token. Raises SandboxRefusedError."""
         if _ID.fullmatch(image) and not (token == ADMIN and _WHOLE_ID.fullmatch(image)):
-            # Engines complete the beginning of an id: a few digits, tried one after another, would find snapshots.
+            # Engines complete the beginning of an id. A token could find snapshots by trying short beginnings.
             raise SandboxRefusedError(
                 f"{image!r} could be an image's id, or the beginning of one; give a name with its tag, such as "
                 f"{image[:40]}:latest"
@@ -91,10 +91,10 @@ class Service:
             raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
     def lease(self, id: str, token: str) -> SandboxLease:
-        """A lease that this token may use. A use renews it.
+        """Return the lease with this id, and renew it.
 
         Raises:
-            ProblemError: there is none, or it is somebody else's; the answer does not tell which.
+            ProblemError: there is no such lease, or the token may not use it. The answer does not reveal which.
         """
         lease = self.pool.state.leases.find(id)
         if lease is None or not may_use(lease, token):
@@ -103,11 +103,11 @@ class Service:
         return lease
 
     def visible(self, token: str) -> list[SandboxLease]:
-        """The leases that a token may use."""
+        """Return the leases that a token may use."""
         return [lease for lease in self.pool.state.leases.all() if may_use(lease, token)]
 
     def info(self, lease: SandboxLease) -> Info:
-        """A lease, as it is shown."""
+        """Return a lease in the form that clients see."""
         state = self.pool.state
         return Info(
             id=lease.id,
@@ -129,11 +129,11 @@ class Service:
     # ---- snapshots
 
     async def snapshot(self, lease: SandboxLease) -> Snapshot:
-        """Keep the files of a lease's sandbox, for its token.
+        """Keep the files of a lease's sandbox as a snapshot that belongs to the lease's token.
 
         Raises:
-            SandboxRefusedError: the token has as many snapshots as it may have.
-            SandboxError: it failed.
+            SandboxRefusedError: the token already has as many snapshots as it may have.
+            SandboxError: the snapshot failed.
         """
         token, most = lease.token, self.tokens.named(lease.token).snapshots
         if token != ADMIN and len(self.snapshots(token)) + self._snapshots_begun[token] >= most:
@@ -148,33 +148,33 @@ class Service:
             self._snapshots_begun[token] -= 1
 
     def snapshots(self, token: str) -> list[KeptSnapshot]:
-        """The snapshots that a token may use."""
+        """Return the snapshots that a token may use."""
         return [kept for kept in self.pool.snapshots.all() if token in (ADMIN, kept.token)]
 
     async def forget(self, snapshot_id: str, token: str) -> None:
-        """Remove a snapshot. Nothing when the token has none of this id."""
+        """Remove a snapshot. Does nothing if the token has no snapshot with this id."""
         for kept in self.snapshots(token):
             if kept.snapshot_id == snapshot_id:
                 await self.pool.forget(kept)
 
-    # ---- what is open in them
+    # ---- open sessions, jobs and calls
 
     def work(self, lease: SandboxLease) -> LeaseWork:
-        """The shells, jobs and calls of a lease."""
+        """Return the sessions, jobs and calls of a lease."""
         if lease.id not in self._works:
             self._works[lease.id] = LeaseWork(self.pool, lease, self._tasks)
             self._tasks.start_soon(self._clear, lease)
         return self._works[lease.id]
 
     async def _clear(self, lease: SandboxLease) -> None:
-        """Forget what was open in a lease once it has ended."""
+        """Wait until a lease has ended, and then forget its sessions, jobs and calls."""
         await lease.done.wait()
         self._works.pop(lease.id, None)
 
-    # ---- the whole
+    # ---- status of the pool
 
     def status(self, token: str) -> Status:
-        """The pool at this moment."""
+        """Return the state of the pool at this moment, with only the details that the token may see."""
         state = self.pool.state
         hosts = [
             HostStatus(
@@ -213,12 +213,12 @@ class Service:
 
 
 def may_use(lease: SandboxLease, token: str) -> bool:
-    """Whether a token gives access to a lease."""
+    """Return True if a token gives access to a lease."""
     return token in (ADMIN, lease.token)
 
 
 def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
-    """Who waits, as a token may know it: its own owners by name, everybody else in one."""
+    """Return the wait queue as a token may see it: its own owners by name, all others in one entry."""
     if token == ADMIN:
         return queue
     shown: dict[str, int] = {}
@@ -230,7 +230,7 @@ def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
 
 @asynccontextmanager
 async def open_service(pool: SandboxPool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
-    """A service over a pool for the time of the block. Calls in progress are cancelled at its end."""
+    """Open a service over a pool for the time of the block. At the end, calls in progress are cancelled."""
     async with unwrapped_group() as tasks:
         yield Service(pool, tokens, tasks, name)
         tasks.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""The whole application: the API and its OpenAPI document behind the guard, and the log of the service."""
+"""The complete application: the API and its OpenAPI document behind the guard, and the log of the service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flash.text import OneLine
 ENDPOINTS = (*routes.ENDPOINTS.all, *routes_commands.ENDPOINTS.all)
 
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
-"""On every answer."""
+"""Headers of every answer."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -52,7 +52,7 @@ def make_routes(service: Service) -> list[BaseRoute]:
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
-    """Starlette's own errors, such as an unknown path, in our form."""
+    """Return Starlette's own errors, such as an unknown path, as a problem."""
     assert isinstance(error, HTTPException)
     status = error.status_code if error.status_code in TITLES else 404
     return problem_response(
@@ -61,15 +61,18 @@ async def _http_problem(request: Request, error: Exception) -> Response:
 
 
 LINES_A_MINUTE = 600
-"""Records that the log takes in one minute."""
+"""Most records that the log takes in one minute."""
 
 
 class Guard:
-    """The gate in front of every request, ASGI middleware; gives `scope["state"]["token"]` the name of the caller's
-    token. Nothing behind it runs without a valid one, and nothing is read of a body: not even for a health check."""
+    """ASGI middleware in front of every request. It stores the name of the caller's token in `scope["state"]["token"]`.
+
+    A request without a valid token is refused before any route runs and before its body is read. This includes health
+    checks.
+    """
 
     def __init__(self, app: ASGIApp, tokens: Tokens, boot: str) -> None:
-        """`boot` is told in each answer to a known caller: another one after each start of the service."""
+        """Store the parts. `boot`, which differs after each start of the service, is sent to each known caller."""
         self._app = app
         self._tokens = tokens
         self._boot = boot
@@ -86,7 +89,7 @@ class Guard:
             state["token"] = name
             try:
                 if name != ADMIN:
-                    # A front has a connection for each of its sandboxes, all with the one token `admin`.
+                    # A front uses the one token `admin` for all its sandboxes, with a connection for each of them.
                     state["connection"].hold(name)
             except HTTPException as error:
                 problem = ProblemError(error.status_code, error.detail, "SandboxBusyError").problem
@@ -95,16 +98,16 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> str | None:
-        """The name of the caller's token."""
+        """Return the name of the caller's token; None if there is no valid token."""
         given = headers.getlist("authorization")
         scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         return self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
 
 
 class FewLines(logging.Filter):
-    """Drops records beyond `most` in a minute. The first record of the next minute says how many were dropped.
+    """Logging filter that drops records beyond `most` in a minute. The next minute's first record reports how many.
 
-    Each start of a sandbox that fails is a record, and a token's holder can order as many of those as it likes.
+    Each sandbox that fails to start is a record, and a token's holder can order any number of those.
     """
 
     def __init__(self, most: int = LINES_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +131,7 @@ class FewLines(logging.Filter):
 
 
 def write_to_stderr() -> None:
-    """Send what this process logs to standard error."""
+    """Send the log records of this process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(FewLines())

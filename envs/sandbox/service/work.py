@@ -1,7 +1,7 @@
-"""What the clients of one lease have open: shells, background jobs, and the answers to repeated calls.
+"""LeaseWork: sessions, background jobs and repeated calls of one lease.
 
-All of it ends with the lease. A call that carries an idempotency key is carried out once, in a task of the service: a
-client whose connection broke sends it again and gets the same answer.
+All of them end with the lease. A call with an idempotency key is carried out once, in a task of the service. A client
+whose connection broke sends the call again and gets the same answer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 ANSWERS_KEPT = 32
-"""Answers to calls with a key, kept per sandbox for a client that asks again."""
+"""Answers to calls with a key that are kept for each sandbox, for a client that sends its call again."""
 ANSWERS_KEPT_BYTES = 1 << 24
-"""Of output in them; the newest answer is kept whatever it holds."""
+"""Bytes of output in the kept answers. The newest answer is kept whatever its size."""
 CALLS_OPEN = 256
-"""Calls with a key in progress in one sandbox: they go on when their client has left, and so have no connection that
-would bound them."""
+"""Calls with a key that may be in progress in one sandbox. They go on after their client has disconnected, so no
+connection limits their number."""
 JOBS_KEPT = 256
-"""Background jobs of one sandbox that can be asked for."""
+"""Background jobs of one sandbox that clients can ask for. Older ones are forgotten."""
 SESSIONS_OPEN = 64
-"""Shells of one sandbox."""
+"""Sessions that may be open in one sandbox."""
 
 
 class _Answer:
@@ -47,7 +47,7 @@ class _Answer:
 
 
 class LeaseWork:
-    """Of one lease. Made by `Service`."""
+    """Sessions, jobs and calls of one lease. Made by `Service`."""
 
     def __init__(self, pool: SandboxPool, lease: SandboxLease, tasks: TaskGroup) -> None:
         self._pool = pool
@@ -59,10 +59,16 @@ class LeaseWork:
         self._jobs: dict[str, Job] = {}
         self._answers: dict[str, _Answer] = {}
 
-    # ---- shells
+    # ---- sessions
 
     async def open_session(self, name: str) -> Session:
-        """Open a shell that lives until it is closed, or the lease ends."""
+        """Open a session that lives until it is closed, or until the lease ends.
+
+        Raises:
+            SandboxBusyError: a session of this name is open.
+            SandboxRefusedError: too many sessions are open.
+            SandboxError: the session cannot be opened.
+        """
         if name in self._closed:
             raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
         if len(self._closed) >= SESSIONS_OPEN:
@@ -74,7 +80,10 @@ class LeaseWork:
         return outcome
 
     async def _hold_session(self, name: str, *, task_status: TaskStatus[FlashError | ProblemError | Session]) -> None:
-        """Waits for the shell to be closed, or for the end of the lease's sandbox."""
+        """Open a session and hold it until it is closed, or the lease or its sandbox ends.
+
+        Reports the session, or the error that prevented it, as its started value.
+        """
         started = False
         try:
             sandbox = self._lease.sandbox
@@ -88,7 +97,7 @@ class LeaseWork:
         except FlashError as error:
             if not started:
                 task_status.started(error)
-        except Exception:  # the boundary of a shell
+        except Exception:  # the boundary of a session: a bug ends this session, not the service
             _log.exception("shell %r of sandbox %s failed", name, self._lease.id)
             if not started:
                 task_status.started(_failed())
@@ -98,7 +107,7 @@ class LeaseWork:
             self._closed.pop(name).set()
 
     def session(self, name: str) -> Session:
-        """The open shell of this name. Raises ProblemError when there is none."""
+        """Return the open session of this name. Raises ProblemError if there is none."""
         session = self._sessions.get(name)
         if session is None:
             raise ProblemError(404, f"no session {name!r} is open in sandbox {self._lease.id}", "SandboxClosedError")
@@ -108,7 +117,7 @@ class LeaseWork:
         return list(self._sessions.values())
 
     async def close_session(self, name: str) -> None:
-        """Close a shell and wait for it. Nothing when none is open."""
+        """Close a session and wait until it is closed. Does nothing if none is open."""
         if (closed := self._closed.get(name)) is not None:
             self._closing[name].set()
             await closed.wait()
@@ -116,14 +125,14 @@ class LeaseWork:
     # ---- jobs
 
     def add_job(self, job: Job) -> None:
-        """Remember a job for later questions."""
+        """Remember a job, so that clients can ask for it later."""
         jobs = self._jobs
         jobs[job.job_id] = job
         if len(jobs) > JOBS_KEPT:
             del jobs[next(iter(jobs))]
 
     def job(self, job_id: str) -> Job:
-        """A job that was started."""
+        """Return a job that was started. Raises ProblemError if it is unknown."""
         job = self._jobs.get(job_id)
         if job is None:
             raise ProblemError(404, f"there is no job {job_id} in sandbox {self._lease.id}", "SandboxRefusedError")
@@ -132,11 +141,14 @@ class LeaseWork:
     # ---- calls that are carried out once
 
     async def once(self, key: str, asked: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
-        """The answer to the call with this key: carried out if it is new, waited for if it is known.
+        """Return the answer to the call with this key.
+
+        The first call with a key is carried out. A later one waits for the answer to the first.
 
         Raises:
-            SandboxRefusedError: what was `asked` with this key before is something else.
-            SandboxError: as of the call.
+            SandboxRefusedError: the key was used before for a call with another `asked` digest.
+            SandboxBusyError: too many calls with keys are in progress.
+            SandboxError: the call failed.
         """
         answer = self._answers.get(key)
         if answer is None:
@@ -167,17 +179,17 @@ class LeaseWork:
             self._drop_old()
 
     def knows_call(self, key: str) -> bool:
-        """Whether a call with this key was begun."""
+        """Return True if a call with this key was begun, and its answer was not dropped."""
         return key in self._answers
 
     async def cancel_call(self, key: str) -> None:
-        """Cancel a call and wait for its end; its command is killed."""
+        """Cancel a call and wait for its end. Its command is killed."""
         if (answer := self._answers.get(key)) is not None:
             answer.scope.cancel()
             await answer.done.wait()
 
     def _drop_old(self) -> None:
-        """Keep the newest answers, as many as are to be kept and as large."""
+        """Drop the oldest answers beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`."""
         given = [(key, answer) for key, answer in reversed(self._answers.items()) if answer.done.is_set()]
         size = 0
         for place, (key, answer) in enumerate(given):
@@ -202,7 +214,7 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
 
 
 def _output(result: object) -> int:
-    """Bytes of output in the answer to a call."""
+    """Return the bytes of output in the answer to a call."""
     if isinstance(result, SessionResult):
         result = result.result
     return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0
