@@ -1,5 +1,5 @@
-"""The program inside a sandbox: Python 3.6+, standard library only, sent to the sandbox as one piece (see `bundle`).
+"""The agent: the program that runs inside a sandbox, on Python 3.6 or newer and the standard library only.
 
-These modules are not imported by Flash; `bundle` joins them in the order of `PARTS`. Hence no module may have a name
-at its top level that another one has, and imports between them are for readers and checkers only.
+Flash does not import these modules. `bundle` joins them in the order of `PARTS` and sends the result. So no two modules
+may define the same top-level name. Imports between them are only for readers and checkers.
 """

@@ -1,4 +1,4 @@
-"""Trees as tar streams, in both directions: for workers of the agent."""
+"""Trees as tar streams, in both directions. These functions run in worker processes of the agent."""
 
 import errno
 import os
@@ -9,14 +9,14 @@ from envs.sandbox.agent.paths import FolderChain, locate
 from envs.sandbox.agent.wire import PIECE
 
 SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Where an image keeps the working directory of the sandbox that it was made of."""
+"""Path at which an image keeps the working directory of the sandbox that it was made from."""
 SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""How a file is opened that is sent: a pipe that stands where it was must not block."""
+"""Flags to open a file for sending. A pipe that has replaced the file must not block."""
 MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class BytesLeft:
-    """Bytes that a tree may still have. Holes count as well: an archive has none."""
+    """Bytes that the files of a tree may still have. Holes count as well, because an archive has none."""
 
     def __init__(self, most: "int | None") -> None:
         self.most = self.left = most
@@ -29,7 +29,7 @@ class BytesLeft:
 
 
 def send_tree(path: str, most: "int | None" = None) -> None:
-    """Write a tree, or one file, to standard output as a tar stream. `most`: bytes that its files may have."""
+    """Write a tree, or one file, to standard output as a tar stream. `most` limits the bytes of its files."""
     import tarfile
 
     room = BytesLeft(most)
@@ -58,7 +58,8 @@ def send_tree(path: str, most: "int | None" = None) -> None:
 
 
 def send_entry(archive: object, folder: int, name: str, member: str, room: BytesLeft) -> bool:
-    """Send what has a name in an open folder; whether it is a folder. A file with several names is sent under each."""
+    """Send the entry `name` of an open folder. Returns True if it is a folder. Hard links are sent as separate
+    files."""
     import tarfile
 
     status = os.lstat(name, dir_fd=folder)
@@ -79,9 +80,9 @@ def send_entry(archive: object, folder: int, name: str, member: str, room: Bytes
     elif stat.S_ISFIFO(status.st_mode):
         info.type = tarfile.FIFOTYPE
     else:
-        return False  # A socket: without whoever listens there it is nothing.
+        return False  # A socket is useless without its listener.
     archive.addfile(info, content)
-    archive.members = []  # Otherwise it keeps all of them.
+    archive.members = []  # Otherwise it keeps all members in memory.
     if content is not None:
         content.close()
     return info.isdir()
@@ -104,8 +105,8 @@ def receive_tree(path: str) -> None:
             receive_entry(archive, member, places)
             if member.isdir():
                 folders.append(member)
-            archive.members = []  # Otherwise it keeps all of them.
-    # At last: nothing could be made in one that may not be written to.
+            archive.members = []  # Otherwise it keeps all members in memory.
+    # Modes of folders are set last: nothing could be created in a folder without write permission.
     for member in reversed(folders):
         here = places.open(member.name)
         os.chmod(".", member.mode, dir_fd=here)
@@ -113,7 +114,7 @@ def receive_tree(path: str) -> None:
 
 
 def receive_entry(archive: object, member: object, places: FolderChain) -> None:
-    """Make what an entry says. What is there already is replaced, and not written to: it may be a link."""
+    """Create an archive's entry. An existing file is removed and not written to, because it may be a link."""
     folder, _, name = member.name.rpartition("/")
     if ".." in member.name.split("/") or name in ("", "."):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
@@ -141,7 +142,7 @@ def receive_entry(archive: object, member: object, places: FolderChain) -> None:
 
 
 def pieces_of(archive: object, member: object) -> object:
-    """The content of an entry."""
+    """Yield the content of an entry."""
     content = archive.extractfile(member)
     piece = content.read(PIECE) if content else b""
     while piece:
@@ -150,7 +151,7 @@ def pieces_of(archive: object, member: object) -> object:
 
 
 def restore_tree(path: str) -> None:
-    """Unpack the snapshot's files, if there are any."""
+    """Unpack the files of the snapshot, if the image has them."""
     if os.path.exists(SNAPSHOT_FILE):
         os.dup2(os.open(SNAPSHOT_FILE, os.O_RDONLY), 0)
         receive_tree(path)

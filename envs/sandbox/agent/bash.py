@@ -1,14 +1,14 @@
-"""The bash of a session: it reads each command as one quoted string, and answers on a descriptor of its own.
+"""The bash of a session: it reads each command as one quoted string, and answers on its own descriptor.
 
-Law: whatever a command prints, reads, redefines or leaves open, the answer to it is told from all others by a random
-token, which the shell reads only after the command has ended, and which nobody else can read.
+Law: whatever a command prints, reads, redefines or leaves open, its answer is recognised by a random token. The shell
+reads the token only after the command has ended, and no other process can read it.
 
-For that, the shell is a copy of bash that may not be read: programs run as the same user, and could otherwise open its
-descriptors by their names in /proc, take the next command and its token from them, and answer in its place. Programs
-that a command leaves behind are ended before the next one; jobs of the shell itself (`&`) go on.
+Programs run as the same user. They could open the shell's descriptors in /proc, read the next command and its token
+there, and answer in its place. So the shell is a copy of bash without read permission. Programs that a command leaves
+behind are killed before the next one; the shell's own jobs (`&`) go on.
 
-After each command the shell writes down its state. When a command ends the shell (`exit`, `set -e`, a timeout), the
-next one runs in a new shell with the state from before.
+After each command the shell writes its state. If a command ends the shell (`exit`, `set -e`, a timeout), the next
+command runs in a new shell with the state from before.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from envs.sandbox.agent.process import Pipe, spawn, unreadable_copy, uptime
 from envs.sandbox.agent.wire import CallRefusal
 
 TELL = 199
-"""The shell's descriptor for answers: above what scripts use, and below what bash moves its own to."""
+"""The shell's descriptor for answers: above those of scripts, and below those that bash uses itself."""
 PROGRAM = 198
-"""The shell's descriptor for its own program, until it has begun."""
+"""The shell's descriptor for its own program, until it has started."""
 ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
-"""Becomes the shell."""
+"""Command that replaces the first bash by the unreadable copy."""
 LEAVE = b"exec %d<&-\n" % PROGRAM
-"""The shell's first command."""
+"""First command of the shell: close the descriptor of its program."""
 BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
 TURN = rb"""
 { _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
@@ -35,57 +35,57 @@ TURN = rb"""
 { _flash=${_flash:-$?}; %s
 } 2>/dev/null
 """.replace(b"LINE\n", b"").replace(b"TELL", str(TELL).encode())
-"""What to run, without our descriptors, and what to say when it has ended. The shell reads it as lines of its script: a
-loop of ours would be ended by a stray `break`. The first empty line ends what others have written there, the second one
-what the parser still waits for after a syntax error. A name is quoted against aliases. `set -v` shows nothing of it, no
-token either: that is off between commands, and on again with the next one, in the line that holds it."""
+"""One turn: a command, run without our descriptors, and then its answer. The shell reads these lines as its script,
+since a stray `break` would end a loop of ours. The first empty line ends text that others have written there. The
+second one ends text that the parser still expects after a syntax error. Quoting a name prevents aliases. `set -v` shows
+neither these lines nor a token: it is off between commands, and on again in the line with the next command."""
 SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
 { \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
   \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
 STATE_LIMIT = 1 << 22
-"""Bytes of a shell's state that are kept; one with more starts anew after a command that ended it."""
+"""Most bytes of a shell's state. A larger state is lost when a command ends the shell."""
 ANSWER_LIMIT = 1 << 20
-"""Bytes of an exit code and a directory: what is longer is no answer."""
+"""Most bytes of an exit code and a directory. Anything longer is not an answer."""
 CODES = tuple(str(code).encode() for code in range(256))
-"""Exit codes, as a shell says them."""
+"""Exit codes, as a shell prints them."""
 
 
 class StatefulBash:
-    """One shell after another, each with the state that the last one wrote down.
+    """Runs one shell after another, each with the state that the previous one wrote.
 
-    Its owner is told when a command has ended (`finish`), or that nobody knows how it has (`untold`).
+    Notifies its owner when a command has ended (`finish`), or ended in an unknown way (`untold`).
     """
 
     def __init__(self, agent: object, owner: object, outputs: "list[int]") -> None:
         self.agent = agent
         self.owner = owner
         self.outputs = outputs
-        """Where commands write to: their output, and their errors."""
+        """Descriptors for the output and the errors of commands."""
         self.number = owner.number
         self.pid = -1
         self.leaders = []
-        """Every shell of this session, the present one last."""
+        """Process ids of all shells of this session, the current one last."""
         self.state = b""
         self.cwd = agent.resolve(".")
         self.status = 0
         self.token = None
-        """Of the command whose answer is waited for."""
+        """Token of the running command; None if no answer is expected."""
         self.answer = bytearray()
         self.settling = False
-        """The answer to the last command has come, but the state after it has not."""
+        """True after the answer to the last command, until its state has arrived."""
         self.overflowing = False
         self.ask = self.tell = None
 
     def start(self) -> None:
-        """Start a shell with the state that was written down last."""
+        """Start a shell with the last state."""
         asks, tells = os.pipe(), os.pipe()
-        # Above the numbers that the shell gets: copying one must not overwrite the next.
+        # Above the shell's numbers: `dup2` to one of them must not overwrite another.
         tell = fcntl.fcntl(tells[1], fcntl.F_DUPFD_CLOEXEC, TELL + 1)
         files = {0: asks[0], 1: self.outputs[0], 2: self.outputs[1], TELL: tell}
         env = dict(self.agent.env)
         argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
-        # A new copy each time: a shell can make its own readable, and so that of every other one that ran the same.
+        # A new copy each time: a shell can make its copy readable, and so that of all shells that run the same copy.
         own = unreadable_copy(self.agent.bash)
         program = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, TELL + 1) if own >= 0 else -1
         if program >= 0:
@@ -117,7 +117,7 @@ class StatefulBash:
             self.say(RESTORE.encode() % (cwd, quote(self.state)), b":")
 
     def measure(self) -> "tuple[int, int]":
-        """CPU ticks of the shell and what it waited for; the time now in ticks since the machine started."""
+        """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks."""
         try:
             ticks = Stat(self.pid).ticks
         except (OSError, ValueError, IndexError):
@@ -125,7 +125,7 @@ class StatefulBash:
         return ticks, int(uptime() * CLOCK_TICK)
 
     def say(self, command: bytes, answer: bytes) -> None:
-        """Send one command to the shell, and what to answer."""
+        """Send one command to the shell, and the command that prints its answer."""
         status = b"_flash_status %d; " % self.status if self.status else b""
         self.outgoing += TURN % (status, quote(command), answer)
         self.write()
@@ -137,11 +137,11 @@ class StatefulBash:
         except BlockingIOError:
             pass
         except OSError:
-            self.outgoing = bytearray()  # The shell is gone; its end is on the way.
+            self.outgoing = bytearray()  # The shell has ended; it will be reaped.
         self.agent.loop.watch(self.ask, None, self.write if self.outgoing else None)
 
     def hear(self, data: bytes) -> None:
-        """The shell answers: exit code and directory at once, its state a moment later."""
+        """Process bytes from the shell: exit code and directory first, its state later."""
         self.answer += data
         while True:
             if self.settling:
@@ -157,7 +157,7 @@ class StatefulBash:
                 return
             fields = bytes(self.answer[at:]).split(b"\0", 3)
             if (len(fields) > 1 and fields[1] not in CODES) or (len(fields) < 4 and len(self.answer) > ANSWER_LIMIT):
-                # A trap changes what our own commands say.
+                # A trap changes the output of our own commands.
                 self.token = None
                 self.owner.untold()
                 return
@@ -171,7 +171,7 @@ class StatefulBash:
             self.owner.finish({"exit_code": self.status, "signal": None})
 
     def settle(self) -> bool:
-        """Take the state that follows an answer; False while it is not complete."""
+        """Read the state that follows an answer. Returns False while it is incomplete."""
         state, end, rest = self.answer.partition(b"\0")
         if len(state) > STATE_LIMIT:
             self.overflowing = True
@@ -185,7 +185,7 @@ class StatefulBash:
         return True
 
     def gone(self) -> None:
-        """The shell has ended: take what it said last."""
+        """Clean up after the shell's end. Its last output is read first."""
         self.tell.drain()
         self.tell.close()
         self.agent.loop.watch(self.ask)
@@ -196,5 +196,5 @@ class StatefulBash:
 
 
 def quote(text: bytes) -> bytes:
-    """One word for the shell."""
+    """Quote text as one word for the shell."""
     return b"'" + text.replace(b"'", b"'\\''") + b"'"

@@ -1,4 +1,4 @@
-"""What the host can ask for: one function per operation. Each answers its call, or leaves it to what it starts."""
+"""The operations that the host can call, one function each. A function answers its call, or its command does."""
 
 import _signal
 import binascii
@@ -12,11 +12,11 @@ from envs.sandbox.agent.shell import Running, Shell
 from envs.sandbox.agent.wire import PIECE, CallRefusal
 
 MAX_JOBS = 1000
-"""Background jobs that are remembered; the oldest that have ended are forgotten first."""
+"""Background jobs that are remembered. The oldest ended jobs are forgotten first."""
 
 
 def hello(agent: object, call: int, argument: dict) -> None:
-    """Say what this agent is and can do, and what it has open."""
+    """Report facts about this agent, and its open sessions."""
     agent.reply(
         call,
         RESULT,
@@ -33,7 +33,7 @@ def hello(agent: object, call: int, argument: dict) -> None:
 
 
 def ping(agent: object, call: int, argument: object) -> None:
-    """The loop is alive."""
+    """Reply, which shows that the loop is alive."""
     agent.reply(call, RESULT, len(agent.active))
 
 
@@ -43,21 +43,21 @@ def run(agent: object, call: int, argument: dict) -> None:
 
 
 def start(agent: object, call: int, argument: dict) -> None:
-    """Start a job; the answer is its id."""
+    """Start a job and reply with its id."""
     while len(agent.jobs) >= MAX_JOBS:
         ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
         if not ended:
             raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
     argument["keep"] = True
-    # Of its own: a sandbox that is made again counts its calls from the beginning.
+    # A random id: a sandbox that is created again counts its calls from 1.
     name = binascii.hexlify(os.urandom(6)).decode()
     agent.jobs[name] = Command(agent, lambda kind, body: None, argument)
     agent.reply(call, RESULT, name)
 
 
 def find_job(agent: object, argument: dict) -> Command:
-    """The job that a call is about."""
+    """Return the job that a call names."""
     try:
         return agent.jobs[argument["job"]]
     except KeyError:
@@ -65,13 +65,13 @@ def find_job(agent: object, argument: dict) -> Command:
 
 
 def job_poll(agent: object, call: int, argument: dict) -> None:
-    """How a job stands; with its result, when it has one."""
+    """Report if a job is running, and how many bytes it has written to each stream."""
     job = find_job(agent, argument)
     agent.reply(call, RESULT, [job.ended_body is None, job.rings["stdout"].total, job.rings["stderr"].total])
 
 
 def job_wait(agent: object, call: int, argument: dict) -> None:
-    """Answer when a job has ended."""
+    """Reply with the result when a job has ended."""
     job = find_job(agent, argument)
     reply = agent.replier(call)
     if job.ended_body is not None:
@@ -81,9 +81,9 @@ def job_wait(agent: object, call: int, argument: dict) -> None:
 
 
 def job_signal(agent: object, call: int, argument: dict) -> None:
-    """Send a signal by its name to the process group of a job."""
+    """Send a signal, given by name, to the process group of a job."""
     number = getattr(_signal, argument["signal"], None)
-    # Not what is done about signals either: SIG_IGN has the number of SIGHUP.
+    # Handlers are no signals: SIG_IGN has the number of SIGHUP.
     if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
         raise CallRefusal("request", "there is no signal {}".format(argument["signal"]))
     find_job(agent, argument).signal(number)
@@ -91,7 +91,7 @@ def job_signal(agent: object, call: int, argument: dict) -> None:
 
 
 def job_output(agent: object, call: int, argument: dict) -> None:
-    """A range of what a job wrote."""
+    """Reply with a range of a job's output."""
     ring = find_job(agent, argument).rings[argument["stream"]]
     offset, data = ring.part(argument["offset"], argument["limit"])
     for at in range(0, len(data), PIECE):
@@ -100,7 +100,7 @@ def job_output(agent: object, call: int, argument: dict) -> None:
 
 
 def session_open(agent: object, call: int, argument: dict) -> None:
-    """Start a session, or find the one that is there."""
+    """Open a session; with `again`, an open one of this name is accepted."""
     name = argument["name"]
     if name in agent.shells:
         if not argument.get("again"):
@@ -111,7 +111,7 @@ def session_open(agent: object, call: int, argument: dict) -> None:
 
 
 def find_shell(agent: object, argument: dict) -> Shell:
-    """The session that a call is about."""
+    """Return the session that a call names."""
     if argument["name"] not in agent.shells:
         raise CallRefusal("gone", "there is no session named {!r}".format(argument["name"]))
     return agent.shells[argument["name"]]
@@ -126,19 +126,19 @@ def session_run(agent: object, call: int, argument: dict) -> None:
 
 
 def session_interrupt(agent: object, call: int, argument: dict) -> None:
-    """Do what ctrl-C does to the running command; the answer says whether there is one."""
+    """Interrupt the running command like ctrl-C. Replies True if there is one."""
     agent.reply(call, RESULT, find_shell(agent, argument).interrupt())
 
 
 def session_close(agent: object, call: int, argument: dict) -> None:
-    """End a session and what it started; nothing when there is none."""
+    """Close a session and end what it started. Does nothing if it is not open."""
     if argument["name"] in agent.shells:
         agent.shells[argument["name"]].close()
     agent.reply(call, RESULT, None)
 
 
 def read(agent: object, call: int, argument: dict) -> None:
-    """Bytes of a file."""
+    """Reply with bytes of a file."""
     limit = min(argument["limit"], READ_LIMIT)
     data, identity = read_file(agent.resolve(argument["path"]), argument["offset"], limit)
     for at in range(0, len(data), PIECE):
@@ -152,13 +152,13 @@ def write(agent: object, call: int, argument: dict) -> None:
 
 
 def list_entries(agent: object, call: int, argument: dict) -> None:
-    """The entries of a folder."""
+    """Reply with the entries of a folder."""
     list_folder(agent.resolve(argument["path"]), lambda batch: agent.reply(call, 2, ["list", batch]))
     agent.reply(call, RESULT, None)
 
 
 def work(agent: object, call: int, argument: dict) -> None:
-    """Run one of our own functions on a path, in a process of its own: it may take long, and much memory."""
+    """Run one of the agent's functions on a path in a child process, since it may need much time and memory."""
     path = agent.resolve(argument["path"])
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
@@ -168,7 +168,7 @@ def work(agent: object, call: int, argument: dict) -> None:
 
 
 def data(agent: object, call: int, argument: bytes) -> None:
-    """Input of a command, or bytes of a file."""
+    """Take input of a command, or bytes of a file."""
     work = agent.calls.get(call)
     if isinstance(work, Write):
         work.add(argument)
@@ -178,7 +178,7 @@ def data(agent: object, call: int, argument: bytes) -> None:
 
 
 def eof(agent: object, call: int, argument: bytes) -> None:
-    """The last of it."""
+    """Take the last input or bytes."""
     work = agent.calls.get(call)
     if isinstance(work, Write):
         work.add(argument)
@@ -189,14 +189,14 @@ def eof(agent: object, call: int, argument: bytes) -> None:
 
 
 def credit(agent: object, call: int, argument: int) -> None:
-    """The host has room for output."""
+    """Take credit for output from the host."""
     work = agent.calls.get(call)
     if isinstance(work, Command):
         work.add_credit(argument)
 
 
 def cancel(agent: object, call: int, argument: object) -> None:
-    """Nobody waits for a call any more."""
+    """Cancel a call whose result is no longer awaited."""
     agent.abandon(call)
 
 

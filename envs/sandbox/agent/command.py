@@ -1,4 +1,4 @@
-"""One command: `run`, `stream`, a job, a terminal or a worker of the agent's own, from its start to its result."""
+"""One command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent."""
 
 import _signal
 import errno
@@ -22,26 +22,26 @@ from envs.sandbox.agent.process import (
 from envs.sandbox.agent.wire import PIECE, PIECE_COST, CallRefusal
 
 RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
-"""Kinds of frames to the host: the end of a call, well or badly; a piece of output; more input may come."""
+"""Kinds of frames to the host: the result or failure of a call; a piece of output; credit for input."""
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.2
-"""Seconds between two looks at a command whose waits for a CPU are not counted."""
+"""Seconds between two measurements of a command whose waits for a CPU do not count."""
 CHECK = 0.05
-"""Seconds between two looks at what is left of a command during the grace."""
+"""Seconds between two checks, during the grace, for processes that are left."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""No process can be started for want of something."""
+"""Errors that mean that no process can be started for lack of a resource."""
 
 
 class Command:
-    """A process group and what it writes. `reply(kind, body)` sends frames of its call."""
+    """A process group and its output. `reply(kind, body)` sends frames of its call."""
 
     def __init__(self, agent: object, reply: object, request: dict) -> None:
         self.agent = agent
         self.reply = reply
         self.number = agent.numbers.new()
         self.keep = request.get("keep", False)
-        """A job: it outlives the call that started it."""
+        """True for a job, which outlives the call that started it."""
         self.streaming = request.get("stream", False)
         self.limit = request["limit"]
         self.rings = {"stdout": Ring(self.limit), "stderr": Ring(self.limit)}
@@ -54,16 +54,16 @@ class Command:
         self.pid = -1
         self.timer = None
         self.stopping = None
-        """When it was first asked to stop."""
+        """Time at which the command was first asked to stop."""
         self.on_end = lambda: None
         if "function" not in request:
             end_leftovers(agent)
         self.started = self.looked = now()
         self.timeout = request.get("timeout")
         self.patience = request.get("patience")
-        """Longest time on the clock where waits for a CPU do not count against the timeout; None: they do."""
+        """Longest wall-clock seconds, if waits for a CPU do not count against the timeout. None: waits count."""
         self.own = 0.0
-        """Seconds until the last look in which it ran, or slept without being kept from a CPU."""
+        """Seconds, up to the last measurement, in which it ran or slept, without waits for a CPU."""
         self.ticks = 0
         self.oom_before = agent.oom.read()
         self.start(request)
@@ -74,7 +74,7 @@ class Command:
             self.timer = agent.loop.later(first, self.expire)
 
     def start(self, request: dict) -> None:
-        """Start the process. Raises Refusal."""
+        """Start the process. Raises CallRefusal."""
         files, ours, theirs = {}, [], []
         try:
             if request.get("tty"):
@@ -94,7 +94,8 @@ class Command:
         self.connect(request, ours)
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
-        """The process id. A program that is not there fails like in a shell: with 127, or 126, and a message."""
+        """Start the process and return its id. A missing program fails like in a shell: exit code 127 or 126, and a
+        message."""
         call = self.agent.launcher.call
         if "function" in request:
             return call(lambda: fork_call(request["function"], files))
@@ -116,7 +117,7 @@ class Command:
             return call(lambda: fork_call(lambda: fail(126, text), files))
 
     def connect(self, request: dict, ours: "list[int]") -> None:
-        """Take the ends of the pipes that are ours."""
+        """Watch the agent's ends of the pipes."""
         loop = self.agent.loop
         if len(ours) > 2 or request.get("tty"):
             self.feed = InputFeed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
@@ -126,7 +127,7 @@ class Command:
             self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take(name, data))
 
     def take(self, name: str, data: bytes) -> None:
-        """Output came: to be kept, or sent on as far as there is credit."""
+        """Process output: keep it, or stream it and pause the pipes when the credit is used up."""
         ring = self.rings[name]
         if not self.streaming:
             ring.add(data)
@@ -139,14 +140,14 @@ class Command:
                 pipe.pause(True)
 
     def add_credit(self, count: int) -> None:
-        """The host has room for more output."""
+        """Add credit from the host for more output."""
         before, self.credit = self.credit, self.credit + count
         if before <= 0 < self.credit:
             for pipe in self.pipes.values():
                 pipe.pause(False)
 
     def expire(self) -> None:
-        """End the command if its time is over, and look again later if it was kept from a CPU meanwhile."""
+        """End the command if its time is over. If it waited for a CPU meanwhile, check again later."""
         if self.patience is not None:
             self.count()
             left = min(self.timeout - self.own, self.patience - (self.looked - self.started))
@@ -157,7 +158,7 @@ class Command:
         self.stop()
 
     def count(self) -> None:
-        """Add the time since the last look: the CPU that it had if it wants one now, and all of it if it sleeps."""
+        """Add the time since the last measurement: its CPU time if it is ready to run now, else all of it."""
         ticks, wants = load(tree(self.pid, self.number))
         at = now()
         passed, had = at - self.looked, max(0, ticks - self.ticks) / CLOCK_TICK
@@ -165,7 +166,7 @@ class Command:
         self.looked, self.ticks = at, ticks
 
     def stop(self) -> None:
-        """End it: SIGTERM to all that belongs to it, and SIGKILL to what is left after a while."""
+        """End the command: SIGTERM to all its processes, and SIGKILL to those left after the grace."""
         if self.stopping is not None or self.ended_body is not None:
             return
         self.stopping = now()
@@ -174,17 +175,17 @@ class Command:
         self.timer = self.agent.loop.later(GRACE, self.kill)
 
     def kill(self) -> None:
-        """Kill all that is left of it, without a grace."""
+        """Kill all processes of the command at once."""
         send_to_group(self.pid, _signal.SIGKILL)
         if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
-            # Nothing else was asked for: whatever lives comes from this command. One call reaches all at once. Not
-            # after a host has taken over: the process that joins us with it lives in here.
+            # With one command and no session, every process belongs to it, and one call reaches all at once. Not after
+            # a host has taken over: the process that connects it to us lives in here too.
             send_signal([-1], _signal.SIGKILL)
             return
         kill_all(lambda: tree(self.pid, self.number))
 
     def signal(self, number: int) -> None:
-        """Send a signal to its group; SIGKILL to everything."""
+        """Send a signal to the process group. SIGKILL reaches all processes of the command."""
         if self.ended_body is None:
             if number == _signal.SIGKILL:
                 self.kill()
@@ -192,7 +193,8 @@ class Command:
                 send_to_group(self.pid, number)
 
     def reaped(self, status: int, usage: object) -> None:
-        """Its process has ended. What is left of its group ends too: at once, or after the grace of a stop."""
+        """Finish: the first process has ended. The rest of its group is killed at once, or after the grace of a
+        stop."""
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
             send_to_group(self.pid, _signal.SIGKILL)
@@ -227,13 +229,13 @@ class Command:
             self.send_result(self.reply)
 
     def send_result(self, reply: object) -> None:
-        """The result as frames: pieces of long output first."""
+        """Send the result as frames."""
         assert self.ended_body is not None
         send_result(reply, self.ended_body, self.rings, self.streaming)
 
 
 def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """What a process reads and writes, by its descriptors; our ends of the pipes, and its own, are added."""
+    """Return the descriptors of a process. Our ends of the pipes are added to `ours`, the others to `theirs`."""
     files = {0: null}
     if request.get("stdin") or request.get("feed"):
         reading, writing = os.pipe()
@@ -249,7 +251,7 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
 
 
 def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """Open a pseudo-terminal, and return what the process reads and writes, by its descriptors."""
+    """Open a pseudo-terminal, and return the descriptors of the process."""
     master, slave = os.openpty()
     ours += [master, os.dup(master)]
     theirs.append(slave)
@@ -257,7 +259,7 @@ def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
 
 
 def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None:
-    """A result with its output. Short output goes with the result itself."""
+    """Send a result. Long output is sent in pieces before it; short output is part of it."""
     body = dict(body)
     for name, ring in rings.items():
         content = ring.content()
@@ -270,14 +272,14 @@ def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None
 
 
 def ending(status: int) -> dict:
-    """What a wait status says."""
+    """Return the exit code and the signal of a wait status."""
     if os.WIFSIGNALED(status):
         return {"exit_code": None, "signal": signal_name(os.WTERMSIG(status))}
     return {"exit_code": os.WEXITSTATUS(status), "signal": None}
 
 
 def kill_all(find: object) -> None:
-    """SIGKILL what `find` finds until it finds nothing: something may be forking meanwhile."""
+    """Send SIGKILL to the processes that `find` returns, until it returns none: they may fork meanwhile."""
     for _ in range(50):
         left = find()
         if not left:

@@ -1,6 +1,6 @@
 """Files of the sandbox: ranges, atomic writes, listings, removal.
 
-Nothing here can reach outside of the sandbox; what is refused is refused because it would block or never end.
+No function can reach outside the sandbox. Requests are refused if they would block or never end.
 """
 
 import binascii
@@ -13,23 +13,23 @@ from envs.sandbox.agent.paths import locate, on_proc, open_found
 from envs.sandbox.agent.wire import CallRefusal
 
 READ_LIMIT = 1 << 20
-"""Bytes that one read gives."""
+"""Most bytes of one read."""
 LIST_LIMIT = 100000
-"""Entries that one listing gives."""
+"""Most entries of one listing."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""How a folder is opened whose content is removed: a link that stands where it was must not be followed."""
+"""Flags to open a folder whose content is removed. A link that has replaced the folder must not be followed."""
 
 
 def refuse(path: str, error: OSError) -> CallRefusal:
-    """What to tell the host of a failure."""
+    """Return the refusal for an error of the file system."""
     code = "limit" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE) else "file"
     return CallRefusal(code, "{}: {}".format(path, os.strerror(error.errno or 0)))
 
 
 def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
-    """A range of a regular file, and what tells this file and its content from another."""
+    """Return a range of a regular file, and values that identify the file and its content."""
     try:
-        # A pipe nobody writes to would block for ever.
+        # A pipe without a writer would block for ever.
         fd = open_found(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise refuse(path, error)
@@ -51,7 +51,7 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
 
 
 class Write:
-    """A file that is being replaced, or appended to, as its bytes come."""
+    """A file that is replaced, or appended to, while its bytes arrive."""
 
     def __init__(self, path: str, mode: int, append: bool) -> None:
         self.path = path
@@ -73,16 +73,16 @@ class Write:
             raise
 
     def open(self, mode: int) -> None:
-        """What is there, to append to it."""
+        """Open the existing file, or create it, to append to it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         self.fd = open_found(self.path, flags, mode, True)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
             raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
     def open_new(self, mode: int) -> None:
-        """A file beside it. What a link points to is not replaced: the link itself is."""
+        """Create a temporary file beside the target. If the target is a link, the link itself is replaced."""
         self.folder, self.name = locate(self.path, False, True)
-        # Short: a name has at most 255 bytes, and a character up to four of them.
+        # Short: a name has at most 255 bytes, and a character up to four bytes.
         self.temporary = ".{}.{}".format(self.name[:48], binascii.hexlify(os.urandom(6)).decode())
         if is_folder(self.name, self.folder):
             raise CallRefusal("file", "{}: is a folder".format(self.path))
@@ -100,7 +100,7 @@ class Write:
             raise refuse(self.path, error)
 
     def commit(self) -> None:
-        """All bytes are there: show them."""
+        """Move the complete file into its place."""
         try:
             if not self.append:
                 os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
@@ -110,7 +110,7 @@ class Write:
             self.drop()
 
     def drop(self) -> None:
-        """Remove what was written so far: the write was not committed."""
+        """Close the file, and remove it if it was not committed."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -125,7 +125,7 @@ class Write:
 
 
 def is_folder(name: str, folder: int) -> bool:
-    """Whether what has this name in an open folder is one."""
+    """Return True if the name in an open folder is a folder."""
     try:
         return stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode)
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def is_folder(name: str, folder: int) -> bool:
 
 
 def describe(folder: int, name: str) -> list:
-    """Name, kind, size, mode, time of change of what is in an open folder."""
+    """Return name, kind, size, mode and modification time of an entry of an open folder."""
     info = os.lstat(name, dir_fd=folder)
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(info.st_mode), "other")
@@ -162,7 +162,7 @@ def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
 
 
 def names_in(here: int, path: str, limit: int) -> "list[str]":
-    """All names in an open folder."""
+    """Return all names in an open folder."""
     if sys.version_info < (3, 7):
         return os.listdir(here)
     names = []
@@ -175,7 +175,7 @@ def names_in(here: int, path: str, limit: int) -> "list[str]":
 
 
 def send_listing(here: int, names: "list[str]", send: object) -> None:
-    """Send what has these names in an open folder."""
+    """Send the entries with these names in an open folder."""
     batch = []
     for name in sorted(names):
         try:
@@ -189,7 +189,7 @@ def send_listing(here: int, names: "list[str]", send: object) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a tree, for a worker. Links are removed, not followed."""
+    """Remove a file or a tree, in a worker. Links are removed, not followed."""
     try:
         folder, name = locate(path.rstrip("/"), False)
     except (FileNotFoundError, NotADirectoryError):
@@ -205,10 +205,11 @@ def remove(path: str) -> None:
 
 
 def remove_tree(folder: int, name: str, path: str) -> None:
-    """Remove a folder in an open one, however deep: `shutil.rmtree` calls itself for each level, and has all open."""
+    """Remove a folder of any depth. `shutil.rmtree` recurses for each level and keeps all levels open."""
     here = os.open(name, FOLDER, dir_fd=folder)
     ahead = []
-    """The folders in each level that are still to be removed; we are in the last of each but the last level."""
+    """For each level, the folders that are left to remove. The last one of each level is open, except in the last
+    level."""
     try:
         ahead.append(remove_files(here))
         while True:
@@ -231,14 +232,14 @@ def remove_tree(folder: int, name: str, path: str) -> None:
 
 
 def go(here: int, name: str) -> int:
-    """From an open folder to one beside or above it."""
+    """Close `here` and open a folder in it, or its parent."""
     there = os.open(name, FOLDER, dir_fd=here)
     os.close(here)
     return there
 
 
 def remove_files(here: int) -> "list[str]":
-    """Remove all but the folders of an open folder, and give those."""
+    """Remove everything but the folders of an open folder, and return the names of those."""
     folders = []
     for name in os.listdir(here):
         if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):

@@ -1,9 +1,9 @@
-"""Starts all programs, such that the kernel kills them rather than the agent when memory is short.
+"""Starts all programs such that the kernel kills them before the agent if memory runs out.
 
-They inherit the greatest badness, which the agent takes on for that moment: set afterwards, it would miss what they
-have started meanwhile. So that none makes itself worth more again, they are started by a thread that may not write to
-/proc, and hand that on. Rights of threads differ by Landlock only; the kernel offers that from version 5.19 on, where
-it is switched on. Elsewhere a program can still get its agent killed, and with it its sandbox.
+A program inherits the highest OOM score, which the agent takes on while it starts the program: a score set afterwards
+would miss processes that it has started meanwhile. No program may lower its score again. So a thread without write
+access to /proc starts them all, and they inherit that. Only Landlock gives threads different rights. The kernel offers
+it from version 5.19, if enabled. Without it a program can still get the agent killed, and the sandbox with it.
 """
 
 import os
@@ -12,16 +12,16 @@ import struct
 RULESET, RULE, RESTRICT = 444, 445, 446
 """Numbers of Landlock's system calls, the same on every architecture."""
 WRITE_FILE, REFER = 1 << 1, 1 << 13
-"""Rights: to open a file for writing; to move files between folders, which is refused unless it is named."""
+"""Rights: open a file for writing; move files between folders, which is refused unless the ruleset names it."""
 ASK_VERSION = 1
 NEEDED_VERSION = 2
-"""Of Landlock: the first one knows no `REFER`."""
+"""Version of Landlock: the first one has no `REFER`."""
 WORST = b"1000"
-"""Badness beyond all that memory says."""
+"""OOM score adjustment above every score from memory use."""
 
 
 class Launcher:
-    """Calls functions that start a process, one at a time: in its thread, or without Landlock in the caller's."""
+    """Calls functions that start a process, one at a time: in its thread, or in the caller's without Landlock."""
 
     def __init__(self, restrict: bool) -> None:
         self.badness, self.own = -1, b""
@@ -29,7 +29,7 @@ class Launcher:
             self.badness = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
             self.own = os.read(self.badness, 16)
         except OSError:
-            pass  # The kernel does not say.
+            pass  # The kernel does not report it.
         self.restricted = False
         self.function = self.result = None
         if restrict:
@@ -42,7 +42,7 @@ class Launcher:
             self.answered.acquire()
 
     def serve(self) -> None:
-        """The thread: gives up the right, and then works for ever."""
+        """Run the thread: give up the right, then serve calls for ever."""
         self.restricted = forbid_writing_to_proc()
         self.answered.release()
         while self.restricted:
@@ -50,12 +50,12 @@ class Launcher:
             try:
                 self.result = (self.function(), None)
             except BaseException as error:
-                # Whatever it is, it belongs to the caller.
+                # Every error belongs to the caller.
                 self.result = (None, error)
             self.answered.release()
 
     def call(self, function: object) -> object:
-        """What the function gives or raises."""
+        """Return or raise what the function returns or raises."""
         self.be(WORST)
         try:
             if not self.restricted:
@@ -72,13 +72,13 @@ class Launcher:
         return value
 
     def be(self, badness: bytes) -> None:
-        """Take this badness on; what is started has it from its first moment."""
+        """Set our OOM score, which started processes inherit."""
         if self.own:
             os.pwrite(self.badness, badness, 0)
 
 
 def forbid_writing_to_proc() -> bool:
-    """For this thread and what it starts; False where it cannot be had."""
+    """Restrict this thread and the processes that it starts. Returns False if that is not possible."""
     try:
         import _ctypes
 
@@ -89,7 +89,7 @@ def forbid_writing_to_proc() -> bool:
         ruleset = _ctypes.call_function(address, (RULESET, struct.pack("=Q", rights), 8, 0))
         if ruleset < 0:
             return False
-        # POSIX queues are opened without a look at where they are mounted, which makes their folder one more root.
+        # POSIX queues are opened without a check of their mount point, so that their folder is another root.
         for path in ["/dev/mqueue", *("/" + name for name in os.listdir("/") if name != "proc")]:
             if not os.path.isdir(path):
                 continue
@@ -102,5 +102,5 @@ def forbid_writing_to_proc() -> bool:
         os.close(ruleset)
         return done == 0
     except Exception:
-        # Small images have no ctypes; what it would be loaded from may be anything.
+        # Small images have no ctypes, and the library could be anything.
         return False

@@ -1,4 +1,4 @@
-"""What ended commands have left behind, which is ended before the next one begins."""
+"""Processes that ended commands have left behind. They are killed before the next command begins."""
 
 import _signal
 import time
@@ -8,23 +8,23 @@ from envs.sandbox.agent.process import send_signal
 from envs.sandbox.agent.wire import CallRefusal
 
 LOOKS = 300
-"""How often it is looked for what earlier commands have left."""
+"""Most rounds of killing before the command is refused."""
 
 
 class System:
-    """What is asked of this machine's processes, and done to them."""
+    """The functions on this machine's processes; tests replace them."""
 
     adopted, processes, number_of = staticmethod(adopted), staticmethod(processes), staticmethod(number_of)
     send_signal = staticmethod(send_signal)
     pause = 0.001
-    """Seconds for processes to die between two looks."""
+    """Seconds between two rounds, for processes to die."""
 
 
 def end_leftovers(agent: object, shell: object = None, system: object = System) -> None:
-    """Kill what ended commands have left behind, before the next one begins: it could tamper with that.
+    """Kill the processes that ended commands left behind; they could tamper with the next command.
 
-    Left behind is what has lost its parent and belongs to no running command or job, nor to what another session
-    than `shell` is doing. Raises Refusal when it cannot be ended.
+    Such a process has lost its parent, and belongs neither to a running command or job nor to a command of a session
+    other than `shell`. Raises CallRefusal if they cannot be ended.
     """
     ended = set()
     for _ in range(LOOKS):
@@ -32,8 +32,8 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
         if not left:
             return
         living = {stat.pid for stat in system.processes()}
-        # What these had started is ours by now, but may not have been when we looked. Ours keep their numbers until
-        # they are reaped.
+        # Children of these are adopted by us, but may not have been when we looked. Adopted processes keep their ids
+        # until they are reaped.
         ended.update((left - living).intersection(system.adopted()))
         system.send_signal(left & living, _signal.SIGKILL)
         time.sleep(system.pause)
@@ -41,7 +41,7 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
 
 
 def leftovers(agent: object, shell: object, system: object) -> "set[int]":
-    """Of these, also those that have ended and were not reaped."""
+    """Return the ids of such processes, including adopted ones that have ended and were not reaped."""
     going_on = {command.number for command in agent.active}
     going_on.update(other.number for other in agent.shells.values() if other is not shell and other.current)
     found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in going_on}
@@ -49,7 +49,7 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
-    """Everything that comes from these processes."""
+    """Return all living descendants of these processes."""
     inside, every, grown = set(roots), system.processes(), True
     while grown:
         grown = False

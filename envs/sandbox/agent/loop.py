@@ -1,4 +1,4 @@
-"""The agent's event loop: one thread, epoll, timers on the monotonic clock, and the framed channel to the host."""
+"""The agent's event loop (one thread, epoll, timers on the monotonic clock), and the framed channel to the host."""
 
 import _heapq as heapq
 import errno
@@ -9,11 +9,11 @@ import time
 from envs.sandbox.agent.wire import Frames, frame
 
 READ_BYTES = 1 << 16
-"""Read at once from any descriptor: what a pipe holds."""
+"""Bytes read at once from a descriptor: the capacity of a pipe."""
 
 
 class Loop:
-    """Calls functions when descriptors are ready and when times come."""
+    """Calls functions when descriptors are ready and when timers expire."""
 
     def __init__(self) -> None:
         self.poll = select.epoll()
@@ -24,7 +24,7 @@ class Loop:
         self.stopped = False
 
     def watch(self, fd: int, on_read: object = None, on_write: object = None) -> None:
-        """Replace what is called for a descriptor; nothing given: it is watched no more."""
+        """Set the functions to call for a descriptor. Without functions, it is not watched any more."""
         known = fd in self.readers or fd in self.writers
         for table, function in ((self.readers, on_read), (self.writers, on_write)):
             if function is None:
@@ -41,19 +41,19 @@ class Loop:
             self.poll.register(fd, mask)
 
     def later(self, seconds: float, function: object) -> list:
-        """Call a function once, `seconds` from now; `cancel` takes what this returns."""
+        """Call a function once, `seconds` from now. Returns the timer for `cancel`."""
         self.serial += 1
         timer = [time.monotonic() + seconds, self.serial, function]
         heapq.heappush(self.timers, timer)
         return timer
 
     def cancel(self, timer: "list | None") -> None:
-        """Forget a timer; None and one that has run are fine."""
+        """Cancel a timer. None, and a timer that has run, are accepted."""
         if timer is not None:
             timer[2] = None
 
     def run(self) -> None:
-        """Wait for descriptors and timers and call what watches them, until stopped."""
+        """Wait for descriptors and timers, and call their functions, until stopped."""
         while not self.stopped:
             now = time.monotonic()
             while self.timers and (self.timers[0][2] is None or self.timers[0][0] <= now):
@@ -68,7 +68,7 @@ class Loop:
                     raise
                 continue
             for fd, events in ready:
-                # Errors and hang-ups are found by reading or writing; a handler before may have removed this one.
+                # Reading or writing finds errors and hang-ups. An earlier function may have removed this one.
                 if events & ~select.EPOLLOUT and fd in self.readers:
                     self.readers[fd]()
                 if events & ~select.EPOLLIN and fd in self.writers:
@@ -76,7 +76,7 @@ class Loop:
 
 
 class HostChannel:
-    """Frames to and from the host over two descriptors. Outgoing ones wait in memory while the host does not read."""
+    """Frames to and from the host over two descriptors. Outgoing frames wait in memory while the host does not read."""
 
     def __init__(self, loop: Loop, source: int, sink: int, on_frame: object, on_lost: object) -> None:
         self.loop = loop
@@ -92,7 +92,7 @@ class HostChannel:
         self.update()
 
     def update(self) -> None:
-        """Watch for writing only while there is something to write."""
+        """Watch for writing only while bytes wait."""
         on_write = self.write if self.outgoing else None
         if self.source == self.sink:
             self.loop.watch(self.source, self.read, on_write)
@@ -101,7 +101,7 @@ class HostChannel:
             self.loop.watch(self.sink, None, on_write)
 
     def send(self, call: int, kind: int, body: object) -> None:
-        """Queue one frame, and write what goes at once."""
+        """Queue one frame, and write as much as possible at once."""
         if not self.open:
             return
         idle = not self.outgoing
@@ -110,7 +110,7 @@ class HostChannel:
             self.write()
 
     def write(self) -> None:
-        """Write what the host takes."""
+        """Write as much as the host takes."""
         before = bool(self.outgoing)
         try:
             while self.outgoing:
@@ -125,14 +125,14 @@ class HostChannel:
             self.update()
 
     def read(self) -> None:
-        """Take what the host sent."""
+        """Read frames from the host and process them."""
         try:
             data = os.read(self.source, READ_BYTES)
             bodies = self.frames.feed(data)
         except BlockingIOError:
             return
         except Exception:
-            # Whatever cannot be understood ends this channel; the host opens another one.
+            # Invalid bytes end this channel; the host opens another one.
             self.say_goodbye()
             return
         if not data:
@@ -142,7 +142,7 @@ class HostChannel:
             self.on_frame(body)
 
     def say_goodbye(self) -> None:
-        """End it, and tell the host: engines may keep the link although we close our end of it."""
+        """Close the channel and notify the host: engines may keep the link open after we close our end."""
         if self.open and not self.outgoing:
             try:
                 os.write(self.sink, frame([0, 1, ["gone", "the agent ended this channel"]]))
@@ -162,7 +162,7 @@ class HostChannel:
 
 
 def release(fd: int) -> None:
-    """Close a descriptor. A standard one stays taken: pipes for commands must not get its number."""
+    """Close a descriptor. A standard one is kept open on /dev/null: no pipe of a command may get its number."""
     if fd > 2:
         os.close(fd)
         return

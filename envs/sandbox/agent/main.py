@@ -1,7 +1,7 @@
-"""The agent: takes the calls of the host, and is the first process of the sandbox.
+"""The agent: the first process of the sandbox, which carries out the host's calls.
 
-As process 1 it cannot be killed from inside, and reaps what others leave. Without a host it waits for one that takes
-over, for a while; jobs, sessions and files stay, calls that were in progress are stopped.
+As process 1 it cannot be killed from inside, and reaps orphans. If its host is gone, it stops the calls in progress,
+and waits for some time for another host. Jobs, sessions and files stay.
 """
 
 import _signal
@@ -23,7 +23,7 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 class BoxAgent:
-    """Everything the agent knows."""
+    """State of the agent."""
 
     def __init__(self, options: dict) -> None:
         self.options = options
@@ -34,19 +34,19 @@ class BoxAgent:
         self.epoch = 0
         self.numbers = CommandNumbers()
         self.children = {}
-        """Process id to the command or shell that started it."""
+        """Command or shell of each child, by process id."""
         self.active = set()
-        """Commands that run."""
+        """Commands that are running."""
         self.calls = {}
-        """Number of a call in progress to the command, shell's command or write behind it."""
+        """Work of each call in progress, by the call's number: a command, a session's command or a write."""
         self.jobs = {}
         self.shells = {}
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        # Where those who ask for a sandbox give commands another PATH, the shells are still in the usual places.
+        # If the spec gives commands another PATH, the shells are still in the usual places.
         self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
         self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
         self.oom = OomCounter(options["cgroup"])
-        # Where the root may be written to, new files in it would be refused as well. It opens a file in /proc of ours,
+        # If the root is writable, Landlock would also refuse new files in it. The launcher opens a file in our /proc,
         # which `protect` closes to our own user.
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
         self.protected = protect()
@@ -72,13 +72,13 @@ class BoxAgent:
         self.loop.run()
 
     def die(self) -> None:
-        """End, and everything with us."""
+        """End the agent and all its processes."""
         if not self.is_init:
             kill_all(lambda: [stat.pid for stat in descendants({os.getpid()})])
         os._exit(0)
 
     def connect(self, source: int, sink: int) -> None:
-        """Serve this host; one that was served before is taken over from."""
+        """Serve this host, in place of an earlier one."""
         if self.channel is not None:
             self.channel.close()
         self.epoch += 1
@@ -86,7 +86,7 @@ class BoxAgent:
         self.channel = HostChannel(self.loop, source, sink, self.take, self.lose)
 
     def lose(self, channel: HostChannel) -> None:
-        """The host is gone. Calls in progress have nobody to answer to."""
+        """Stop the calls in progress, since the host is gone, and wait for another host."""
         if channel is not self.channel:
             return
         self.channel = None
@@ -98,7 +98,7 @@ class BoxAgent:
         self.orphaned = self.loop.later(self.options["orphan"], self.die)
 
     def reap(self, wake: int) -> None:
-        """Children have ended: ours, and what others left behind."""
+        """Reap ended children: our own, and orphans."""
         try:
             while os.read(wake, 512):
                 pass
@@ -116,9 +116,9 @@ class BoxAgent:
                 child.reaped(status, usage)
 
     def take(self, body: list) -> None:
-        """One frame of the host: [call, operation, argument]."""
+        """Carry out one frame of the host: [call, operation, argument]."""
         if not isinstance(body, list) or len(body) != 3 or not isinstance(body[0], int):
-            # Not a host: nothing else that it says can be understood either.
+            # The peer is not a host, so none of its frames can be understood.
             if self.channel is not None:
                 self.channel.say_goodbye()
             return
@@ -136,24 +136,24 @@ class BoxAgent:
             self.calls.pop(call, None)
             self.reply(call, FAILURE, ["limit", "the agent is out of memory"])
         except Exception as error:
-            # A call that we do not understand must be answered too.
+            # A call with an unexpected argument must be answered too.
             self.calls.pop(call, None)
             self.reply(call, FAILURE, ["request", "{}: {}".format(type(error).__name__, error)])
 
     def reply(self, call: int, kind: int, body: object) -> None:
-        """Send a frame to the host that belongs to a call."""
+        """Send the host a frame of a call."""
         if kind in (RESULT, FAILURE):
             self.calls.pop(call, None)
         if self.channel is not None:
             self.channel.send(call, kind, body)
 
     def replier(self, call: int) -> object:
-        """Answers this call as long as the host that made it is there."""
+        """Return a function that answers this call while its host is connected."""
         epoch = self.epoch
         return lambda kind, body: self.reply(call, kind, body) if epoch == self.epoch else None
 
     def abandon(self, call: int) -> None:
-        """Nobody waits for this call any more."""
+        """Stop the work of a call whose result is not awaited any more."""
         work = self.calls.pop(call, None)
         if isinstance(work, Command):
             work.stop()
@@ -163,12 +163,12 @@ class BoxAgent:
             work[0].cancel(work[1])
 
     def resolve(self, path: str) -> str:
-        """A path made absolute: relative ones begin at the working directory."""
+        """Return a path as absolute. A relative path begins at the working directory."""
         return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
 
 
 def texts(argument: dict) -> dict:
-    """An argument with its texts as Python's own: they come as bytes, because not every name and command is UTF-8."""
+    """Decode the texts of an argument. They arrive as bytes, because names and commands may not be UTF-8."""
     for name in ("command", "cwd", "path"):
         if argument.get(name) is not None:
             argument[name] = os.fsdecode(argument[name])
@@ -180,19 +180,19 @@ def texts(argument: dict) -> dict:
 
 
 def protect() -> bool:
-    """Hide our memory and descriptors from other processes of the same user, and adopt orphans; False if we cannot."""
+    """Hide our memory and descriptors from our user's other processes, and adopt orphans. Returns False on failure."""
     try:
-        # What `ctypes` is built on: importing all of it takes longer than everything else that we import.
+        # `_ctypes` is the base of `ctypes`, whose import takes longer than all our other imports together.
         import _ctypes
 
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")
         _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
         return _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
     except Exception:
-        # Small images have no ctypes; what it would be loaded from may be anything.
+        # Small images have no ctypes, and the library could be anything.
         return False
 
 
 def main(options: dict) -> None:
-    """Entry point: what the loader calls."""
+    """Run the agent. The loader calls this function."""
     BoxAgent(options).run()

@@ -1,7 +1,7 @@
-"""How files are found: step by step, so that no link that a program has made leads into /proc.
+"""Resolution of paths, step by step, so that no link made by a program leads into /proc.
 
-There the descriptors and the memory of whoever follows a link are files. So a link to there is refused, and what the
-kernel shows there as links is only ever taken by its text. Who names /proc itself may read there.
+In /proc, the descriptors and memory of the process that follows a link are files. So a link that leads there is
+refused, and of the kernel's own links in /proc only the text is used. A path that names /proc itself may be read.
 """
 
 import errno
@@ -10,12 +10,12 @@ import os
 from envs.sandbox.agent.wire import CallRefusal
 
 MOST_LINKS = 40
-"""That one path leads through, as in the kernel."""
+"""Links that one path may follow, as in the kernel."""
 PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def on_proc(fd: int) -> bool:
-    """Whether something open is in /proc."""
+    """Return True if an open file is in /proc."""
     try:
         return os.fstat(fd).st_dev == os.stat("/proc").st_dev
     except OSError:
@@ -23,10 +23,10 @@ def on_proc(fd: int) -> bool:
 
 
 def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tuple[int, str]":
-    """The open folder of a path, which the caller closes, and the name in it: `.` where it is that folder itself.
+    """Return the path's open folder, which the caller closes, and the name in it; `.` is the folder itself.
 
-    A path begins at the root, or at the folder `start`. Its last part is followed where it is a link, if wanted; what
-    has the name must still be opened without following. Raises OSError, and Refusal for a link into /proc.
+    A path begins at the root, or at the folder `start`. With `follow`, a link in its last part is followed. The caller
+    must open the name without following links. Raises OSError, and CallRefusal for a link into /proc.
     """
     here = os.dup(start) if start >= 0 else os.open("/", PLACE)
     ahead, links, linked = path.split("/")[::-1], 0, False
@@ -59,7 +59,7 @@ def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tup
 
 
 def link_of(here: int, name: str) -> "str | None":
-    """Where a link leads; None for what is none, or is not there."""
+    """Return the target of a link; None if the name is no link or does not exist."""
     try:
         return os.readlink(name, dir_fd=here)
     except OSError as error:
@@ -69,7 +69,7 @@ def link_of(here: int, name: str) -> "str | None":
 
 
 def step(here: int, name: str, make: bool = False) -> int:
-    """From an open folder to one beside, above or in it, which is made if wanted."""
+    """Close `here` and open a folder in it, its parent, or the root; with `make`, create it."""
     try:
         there = os.open(name, PLACE, dir_fd=here)
     except FileNotFoundError:
@@ -78,14 +78,14 @@ def step(here: int, name: str, make: bool = False) -> int:
         try:
             os.mkdir(name, dir_fd=here)
         except FileExistsError:
-            pass  # Somebody else was faster.
+            pass  # Another process was faster.
         there = os.open(name, PLACE, dir_fd=here)
     os.close(here)
     return there
 
 
 def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> int:
-    """Open what a path leads to. Raises OSError and Refusal."""
+    """Open the file that a path leads to. Raises OSError and CallRefusal."""
     folder, name = locate(path, True, make)
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
@@ -94,14 +94,14 @@ def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> 
 
 
 class FolderChain:
-    """Folders below an open one: the next is found from the last where it lies in that."""
+    """Folders below an open one. A folder inside the last opened one is resolved from there."""
 
     def __init__(self, top: int, follow: bool) -> None:
         self.top, self.follow = top, follow
         self.path, self.here = "", os.dup(top)
 
     def open(self, path: str, make: bool = False) -> int:
-        """One of them, open until the next is asked for."""
+        """Return the open folder of this path. It stays open until the next call."""
         if path != self.path:
             inside = not self.path or path.startswith(self.path + "/")
             start, rest = (self.here, path[len(self.path) :]) if inside else (self.top, path)

@@ -1,7 +1,7 @@
-"""What a sandbox is allowed, measured from inside: run by `doctor` as a program of its own. Prints one JSON object.
+"""Measures a sandbox's permissions from inside. `doctor` runs it as a separate program. Prints one JSON object.
 
-`facts` are settings as the kernel shows them. `attempts` are things that must fail: the name of the error that stopped
-each, or `worked`. Nothing here harms a sandbox that is as it should be.
+`facts` are settings that the kernel reports. `attempts` are actions that must fail: the name of the error that stopped
+each, or `worked`. No action harms a sandbox that is set up correctly.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ SYSCALLS = {
     "iopl": (172, None),
     "ioprio_set": (251, 30),
 }
-"""Numbers on x86-64 and on ARM."""
+"""Numbers of system calls on x86-64 and on ARM."""
 ADDRESSES = {
     "metadata service": ("169.254.169.254", 80),
     "private network": ("10.0.0.1", 80),
@@ -48,14 +48,14 @@ class Failed(Exception):
 
 
 def call(function: object, *arguments: object) -> None:
-    """A function of libc that must not succeed."""
+    """Call a function of libc that must not succeed."""
     ctypes.set_errno(0)
     if function(*arguments) == -1:
         raise OSError(ctypes.get_errno(), "")
 
 
 def system_call(name: str, *arguments: int) -> None:
-    """A system call that must not succeed."""
+    """Make a system call that must not succeed."""
     number = SYSCALLS[name][0 if platform.machine() == "x86_64" else 1]
     if number is None:
         raise OSError(errno.ENOSYS, "")
@@ -63,53 +63,53 @@ def system_call(name: str, *arguments: int) -> None:
 
 
 def read(path: str) -> None:
-    """Read from a file. Engines hide some behind an empty one."""
+    """Read from a file. Engines hide some files behind an empty one."""
     with open(path, "rb") as file:
         if not file.read(16):
             raise OSError(errno.ENOENT, "")
 
 
 def write(path: str) -> None:
-    """Open a file to write to it."""
+    """Open a file for writing."""
     os.close(os.open(path, os.O_WRONLY))
 
 
 def create(path: str) -> None:
-    """Make a file; it is removed again."""
+    """Create a file and remove it."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     os.unlink(path)
 
 
 def connect(address: tuple) -> None:
-    """Reach something over the network."""
+    """Connect to an address over the network."""
     with socket.socket() as connection:
         connection.settimeout(2)
         connection.connect(address)
 
 
 def exists(paths: tuple) -> None:
-    """Something that must not be there."""
+    """Find a file that must not exist."""
     if not any(os.path.exists(path) for path in paths):
         raise OSError(errno.ENOENT, "")
 
 
 def raw(family: int, kind: int) -> None:
-    """A socket that sees or forges traffic."""
+    """Open a socket that reads or forges traffic."""
     socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
 
 
 def set_limit(pid: int, which: int) -> None:
-    """Give a process the limit that it has."""
+    """Give a process the limit that it already has."""
     resource.prlimit(pid, which, resource.prlimit(pid, which))
 
 
 def open_socket(family: int, kind: int) -> None:
-    """A socket that is not connected to anything."""
+    """Open a socket that is not connected."""
     socket.socket(family, kind).close()
 
 
 def use_32_bits() -> None:
-    """A system call (getpid) of 32-bit programs, which the rules of a filter for 64 bits say nothing about."""
+    """Make a 32-bit system call (getpid). The rules of a 64-bit filter do not cover it."""
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, "")
     code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -120,14 +120,14 @@ def use_32_bits() -> None:
 
 
 def see_processes_of_the_host() -> None:
-    """Other processes than those of the sandbox."""
+    """See processes outside the sandbox."""
     with open("/proc/1/cmdline", "rb") as file:
         if b"def get(n)" in file.read() or b"greeting" in file.read():
             raise OSError(errno.ESRCH, "")
 
 
 def kill_the_agent() -> None:
-    """End the first process of the sandbox. A signal that is not handled does nothing to it."""
+    """Kill the first process of the sandbox. The kernel ignores signals to it that it does not handle."""
     os.kill(1, 9)
     os.kill(1, 19)
     with open("/proc/1/stat", "rb") as file:
@@ -136,7 +136,7 @@ def kill_the_agent() -> None:
 
 
 def notify_on_release() -> None:
-    """The way out through control groups: a program that the host runs when a group is empty."""
+    """Escape through control groups: the host runs a program when a group is empty."""
     for folder, _, files in os.walk("/sys/fs/cgroup"):
         for name in files:
             if name in CONTROLS and os.access(os.path.join(folder, name), os.W_OK):
@@ -146,7 +146,7 @@ def notify_on_release() -> None:
 
 
 def see_what_others_hold() -> None:
-    """Locks, keys and counters of the whole machine."""
+    """Read locks, keys and counters of the whole machine."""
     for path in ("/proc/locks", "/proc/key-users", "/proc/sys/fs/aio-nr", "/proc/sys/kernel/pty/nr"):
         if content(path):
             return
@@ -178,7 +178,7 @@ ATTEMPTS = {
     "read the agent's memory": lambda: os.close(os.open("/proc/1/mem", os.O_RDONLY)),
     "use the agent's descriptors": lambda: os.close(os.open("/proc/1/fd/1", os.O_WRONLY)),
     "kill the agent": kill_the_agent,
-    # With what it has already: where one of these works, it changes nothing.
+    # These set the values that are already set: an attempt that works changes nothing.
     "limit the agent": lambda: set_limit(1, resource.RLIMIT_CORE),
     "change the agent's priority": lambda: os.setpriority(PRIO_PROCESS, 1, 0),
     "change the priority of all": lambda: os.setpriority(PRIO_USER, os.getuid(), 0),
@@ -208,7 +208,7 @@ NETWORK = {"connect to the " + name: (lambda address=address: connect(address)) 
 
 
 def attempt(function: object) -> str:
-    """How it went, in a process of its own: what works must not change what comes after it."""
+    """Return the outcome of an attempt. It runs in a child process, so that it cannot change later attempts."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -229,7 +229,7 @@ def attempt(function: object) -> str:
 
 
 def content(*paths: str) -> str:
-    """The first of these files that can be read."""
+    """Return the content of the first readable file."""
     for path in paths:
         try:
             with open(path) as file:
@@ -240,7 +240,7 @@ def content(*paths: str) -> str:
 
 
 def facts() -> dict:
-    """Settings, as the kernel shows them."""
+    """Return settings that the kernel reports."""
     status = dict(line.split(":\t", 1) for line in content("/proc/self/status").splitlines() if ":\t" in line)
     sizes = {}
     for path in ("/tmp", "/run", "/var/tmp", "/dev/shm", sys.argv[1]):
@@ -273,7 +273,8 @@ def facts() -> dict:
 
 
 def probe() -> None:
-    """Print everything. Attempts over the network only where there is none to be: they may wait for an answer."""
+    """Print the result. Network attempts run only if there should be no network, because they may wait for an
+    answer."""
     tried = dict(ATTEMPTS)
     if sys.argv[2] == "none":
         tried.update(NETWORK)

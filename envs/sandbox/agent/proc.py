@@ -1,24 +1,24 @@
-"""Which processes live in a sandbox, and to which command each belongs.
+"""The processes of a sandbox, and the command to which each belongs.
 
-Each command has a number, which its processes carry in two of their hard limits, one counting up and one down. A
-process may lower a hard limit of its own and never raise one: none can take the number of another command, earlier or
-later, nor lose its own, whatever it executes, forks or calls itself. Neither limit limits anything here: Linux has no
-use for the one any more, and the other is about real-time priorities.
+Each command has a number. Its processes carry it in two of their hard limits: it raises one and lowers the other. A
+process may lower its hard limits and never raise them. So it cannot take the number of another command, nor lose its
+own, whatever it executes, forks or calls itself. Neither limit has an effect here: Linux no longer uses the one, and
+the other is about real-time priorities.
 """
 
 import os
 import resource
 
 UP, DOWN = 15, 10
-"""RLIMIT_RTTIME and RLIMIT_LOCKS: the limits that carry a command's number. Python has no name for the second one."""
+"""RLIMIT_RTTIME and RLIMIT_LOCKS, the limits that carry a command's number. Python has no name for the second one."""
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
-"""Ticks in a second of CPU."""
+"""Clock ticks per second of CPU time."""
 ENDED = (b"Z", b"X")
 """States of threads that have ended."""
 
 
 class Stat:
-    """What /proc/PID/stat says of a process."""
+    """Fields of /proc/PID/stat."""
 
     def __init__(self, pid: int) -> None:
         with open("/proc/{}/stat".format(pid), "rb") as file:
@@ -27,19 +27,19 @@ class Stat:
         self.state = fields[0]
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
         self.ticks = sum(int(field) for field in fields[11:15])
-        """CPU of it and the children it waited for."""
+        """CPU time, in ticks, of the process and its reaped children."""
         self.threads = int(fields[17])
-        """That are left of it, its first one always; 0 while it becomes another program, or is being reaped."""
+        """Threads left. The first one always counts; 0 during exec or while it is reaped."""
         self.start = int(fields[19])
-        """When it started, in ticks since the machine did."""
+        """Start time, in ticks since the machine started."""
 
     def ended(self) -> bool:
-        """Nothing of it runs any more. The state is that of its first thread only, which may end before the others."""
+        """Return True if no thread runs. The state is that of the first thread, which may end before the others."""
         return self.state in ENDED and self.threads == 1
 
 
 def processes() -> "list[Stat]":
-    """All that live in the sandbox but the agent, zombies left out."""
+    """Return all processes of the sandbox, without the agent and zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -53,7 +53,7 @@ def processes() -> "list[Stat]":
 
 
 def adopted() -> "list[int]":
-    """Our children: those that we started, and those whose parents have ended."""
+    """Return our children: those that we started, and orphans."""
     own = os.getpid()
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:
@@ -63,7 +63,7 @@ def adopted() -> "list[int]":
 
 
 def tree(leader: int, number: int, since: int = 0) -> "list[int]":
-    """What belongs to a command: its session and group, their descendants, and what carries its number."""
+    """Return the processes of a command: its session and group, their descendants, and all with its number."""
     inside = {leader}
     every = processes()
     grown = True
@@ -80,7 +80,7 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
 
 
 def load(pids: "list[int]") -> "tuple[int, bool]":
-    """Return the ticks of CPU that processes and their ended children had, and True if a thread is ready to run."""
+    """Return the CPU ticks of processes and their reaped children, and True if a thread is ready to run."""
     ticks, wants = 0, False
     for pid in pids:
         try:
@@ -94,29 +94,29 @@ def load(pids: "list[int]") -> "tuple[int, bool]":
 
 
 class CommandNumbers:
-    """Gives each command a number, beginning at one that no other agent of the machine has: tests run several."""
+    """Numbers commands, from a start that no other agent of the machine has: tests run several agents."""
 
     def __init__(self) -> None:
         self.last = int.from_bytes(os.urandom(3), "big") << 16
 
     def new(self) -> int:
-        """The next one."""
+        """Return the next number."""
         self.last += 1
         return self.last
 
 
 MIDDLE = 1 << 42
-"""What a number is added to and taken from."""
+"""Value from which a number is added and subtracted."""
 
 
 def carry(number: int) -> None:
-    """Give this process the number of a command, for good. Raises OSError or ValueError where it cannot have it."""
+    """Give this process the number of a command, permanently. Raises OSError or ValueError on failure."""
     resource.setrlimit(UP, (MIDDLE + number, MIDDLE + number))
     resource.setrlimit(DOWN, (MIDDLE - number, MIDDLE - number))
 
 
 def number_of(pid: int) -> "int | None":
-    """The command that a process belongs to; None where it has none, is gone, or is not for us to see."""
+    """Return the number of a process's command; None if it has none, is gone, or is not readable for us."""
     try:
         up, down = resource.prlimit(pid, UP)[1], resource.prlimit(pid, DOWN)[1]
     except (OSError, ValueError):

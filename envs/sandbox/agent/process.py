@@ -16,20 +16,21 @@ BOOT_CLOCK = 7
 """CLOCK_BOOTTIME."""
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
 LAST_FD = 1 << 16
-"""Above all descriptors that the agent may have, where nothing smaller limits them."""
+"""Number above all descriptors that the agent may have, if no smaller limit applies."""
 BEGIN_MS = 250
-"""Milliseconds that a program has to begin while nothing else is done."""
+"""Milliseconds for a program to begin. The agent does nothing else meanwhile."""
 DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
-"""What Python or the agent ignores; a program expects the default."""
+"""Signals that Python or the agent ignores; programs expect the default."""
 
 
 def spawn(
     path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
 ) -> int:
-    """Start a program of this command in a session of its own; `files` maps its descriptors to ours. Raises OSError.
+    """Start a program in its own session and return its process id. `files` maps its descriptors to ours. Raises
+    OSError.
 
-    By fork: what the child may be known by it must have before it runs anything. A program under another's lease does
-    not begin for up to a minute: it is not waited for, and a failure after that is the child's own to tell.
+    Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
+    on the program's file, exec blocks for up to a minute. We do not wait so long; the child reports a later failure.
     """
     error_read, error_write = os.pipe()
     pid = os.fork()
@@ -55,7 +56,7 @@ def spawn(
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.execve(path, argv, env)
     except (OSError, ValueError) as error:
-        # A limit that may not be set is a ValueError.
+        # A limit that cannot be set raises ValueError.
         number = getattr(error, "errno", errno.EPERM)
         _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
         try:
@@ -67,15 +68,15 @@ def spawn(
 
 
 def fail(code: int, text: str) -> None:
-    """What a shell does when it cannot run a program."""
+    """Exit like a shell that cannot run a program."""
     os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
     os._exit(code)
 
 
 def fork_call(function: object, files: "dict[int, int]") -> int:
-    """Run a function in a child process; a failure is written to its standard error and gives exit code 1.
+    """Run a function in a child process. An error is written to its standard error, with exit code 1.
 
-    None of our descriptors but these are open in it: a path that leads through its own can reach nothing of ours.
+    Only the descriptors in `files` are open in it, so that a path through /proc/self/fd reaches none of ours.
     """
     pid = os.fork()
     if pid:
@@ -96,7 +97,7 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
 
 
 def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
-    """The file that a shell would run, None when there is none."""
+    """Return the file that a shell would run; None if there is none."""
     if "/" in name:
         return name if os.path.exists(os.path.join(cwd, name)) else None
     for folder in env.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":"):
@@ -107,9 +108,9 @@ def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
 
 
 def unreadable_copy(path: str) -> int:
-    """A descriptor of a copy of a program that may be run but not read; -1 where there can be none.
+    """Return a descriptor of a copy of a program that can be run but not read; -1 if that is impossible.
 
-    Of a process that runs it the kernel shows nothing to others of its user: no descriptors, no memory, no tracing.
+    The kernel shows other processes of the user nothing of a process that runs it: no descriptors, memory or tracing.
     """
     writing = -1
     for flags in (MEMFD_CLOEXEC | MEMFD_EXEC, MEMFD_CLOEXEC):
@@ -117,15 +118,15 @@ def unreadable_copy(path: str) -> int:
             writing = os.memfd_create("program", flags)
             break
         except (AttributeError, OSError):
-            continue  # Before Python 3.8 there is none; before Linux 6.3 it has no such flag.
+            continue  # Needs Python 3.8; before Linux 6.3 the flag is unknown.
     if writing < 0:
         return -1
     try:
-        # Where it is the user's own, it may be under a lease, which would block.
+        # A file of the user may be under a lease, which would block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             content = file.read()
         os.write(writing, content)
-        # What is open for writing cannot be run.
+        # A file that is open for writing cannot be run.
         reading = os.open("/proc/self/fd/{}".format(writing), os.O_RDONLY | os.O_CLOEXEC)
         os.fchmod(writing, 0o111)
         return reading if content[:4] == b"\x7fELF" else -1
@@ -136,7 +137,7 @@ def unreadable_copy(path: str) -> int:
 
 
 def send_signal(pids: "list[int]", number: int) -> None:
-    """Signal each that still lives."""
+    """Signal each process that still lives."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -147,7 +148,7 @@ def send_signal(pids: "list[int]", number: int) -> None:
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Signal a process group, if anything is left of it. At once for all members: no fork escapes."""
+    """Signal a process group, if it exists. All members get it at once, so no fork escapes."""
     try:
         os.killpg(group, number)
     except OSError:
@@ -155,7 +156,7 @@ def send_to_group(group: int, number: int) -> None:
 
 
 class Ring:
-    """The first and the last half of `limit` bytes of a stream."""
+    """Keeps the first and the last half of `limit` bytes of a stream."""
 
     def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
@@ -171,12 +172,12 @@ class Ring:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
-        # Not at each piece: moving the bytes down costs as much as copying them.
+        # Not at each piece: moving the bytes costs as much as a copy.
         if len(self.tail) > 2 * self.tail_limit + READ_BYTES:
             del self.tail[: len(self.tail) - self.tail_limit]
 
     def content(self) -> bytes:
-        """All that is kept, the beginning and the end."""
+        """Return all kept bytes."""
         del self.tail[: max(0, len(self.tail) - self.tail_limit)]
         return bytes(self.head + self.tail)
 
@@ -184,7 +185,7 @@ class Ring:
         return self.total > self.head_limit + self.tail_limit
 
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
-        """Kept bytes from `offset` on, and where they really begin."""
+        """Return kept bytes from `offset` on, and the offset at which they really begin."""
         content = self.content()
         if offset < len(self.head):
             return offset, content[offset : min(offset + limit, len(self.head) if self.truncated() else self.total)]
@@ -209,7 +210,7 @@ class Pipe:
         except BlockingIOError:
             return
         except OSError:
-            # A terminal whose last program is gone gives an error instead of an end.
+            # A terminal whose last program is gone gives an error at the end.
             data = b""
         if data:
             self.take(data)
@@ -217,15 +218,15 @@ class Pipe:
             self.close()
 
     def pause(self, paused: bool) -> None:
-        """Let the writer wait, or go on."""
+        """Pause reading, so that the writer waits, or go on."""
         if self.fd >= 0:
             self.loop.watch(self.fd, None if paused else self.read)
 
     def drain(self) -> None:
-        """Take what is in the pipe now, and no more: somebody may go on writing for ever."""
+        """Read what is in the pipe now, and no more: a writer may go on for ever."""
         if self.fd < 0:
             return
-        # What was last written to a terminal may be on its way, uncounted; only reading fetches it.
+        # The last bytes written to a terminal may not be counted yet; only reading fetches them.
         waiting = max(READ_BYTES, struct.unpack("i", fcntl.ioctl(self.fd, termios.FIONREAD, b"\0" * 4))[0])
         while waiting > 0 and self.fd >= 0:
             try:
@@ -245,7 +246,7 @@ class Pipe:
 
 
 class InputFeed:
-    """The writing end of an input of a command, with what it has not taken yet."""
+    """The writing end of an input of a command, with the bytes that it has not taken yet."""
 
     def __init__(self, loop: object, fd: int, grant: object) -> None:
         self.loop = loop
@@ -258,7 +259,7 @@ class InputFeed:
     def add(self, data: bytes, last: bool = False) -> None:
         """Queue bytes; after the last ones the input ends."""
         if self.fd < 0:
-            # Nobody reads any more; the host may go on sending.
+            # The input is closed; the host may go on sending.
             self.grant(len(data))
             return
         self.waiting += data
@@ -295,7 +296,7 @@ class InputFeed:
 
 
 class OomCounter:
-    """How many processes of the sandbox the kernel has killed for want of memory."""
+    """Counts the processes of the sandbox that the kernel has killed for lack of memory."""
 
     PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
@@ -318,7 +319,7 @@ class OomCounter:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal by its number: `SIGKILL` of 9."""
+    """Return the name of a signal: `SIGKILL` for 9."""
     for name in dir(_signal):
         if name.startswith("SIG") and name[3:4] != "_" and getattr(_signal, name) == number:
             return name
@@ -326,10 +327,10 @@ def signal_name(number: int) -> str:
 
 
 def now() -> float:
-    """Seconds that only ever grow, whatever happens to the wall clock."""
+    """Return seconds on a clock that never goes back."""
     return time.monotonic()
 
 
 def uptime() -> float:
-    """Seconds since the machine started: the clock that the start times of processes are on."""
+    """Return seconds since the machine started, the clock of the start times of processes."""
     return time.clock_gettime(BOOT_CLOCK)

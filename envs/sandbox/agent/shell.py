@@ -1,4 +1,4 @@
-"""A session: commands that run one after another in a bash, which is replaced when one of them ends it."""
+"""A session: commands that run one after another in a bash, which is replaced when a command ends it."""
 
 import _signal
 import binascii
@@ -13,7 +13,7 @@ from envs.sandbox.agent.wire import CallRefusal
 
 
 class Running:
-    """A command that the shell has got, or that waits for its turn."""
+    """A command of a session, running or in its queue."""
 
     def __init__(self, shell: object, reply: object, request: dict) -> None:
         self.shell = shell
@@ -24,7 +24,7 @@ class Running:
         self.token = binascii.hexlify(os.urandom(12))
         self.timed_out = False
         self.untold = False
-        """The shell said something else than how it ended."""
+        """True if the shell's answer did not report how the command ended."""
         self.stopping = None
         self.timer = None
         self.started = now()
@@ -33,28 +33,28 @@ class Running:
         self.born = 0
 
     def give_up(self) -> None:
-        """The commands before it took too long."""
+        """Fail: the commands before it took too long."""
         self.shell.queue.remove(self)
         self.reply(FAILURE, ["busy", "the session was busy with other commands for all of the command's time"])
 
     def expire(self) -> None:
-        """Its time is over."""
+        """Stop the command because its time is over."""
         self.timed_out = True
         self.stop()
 
     def stop(self) -> None:
-        """End what it has started, and the shell. What earlier commands left goes on."""
+        """End the shell and the processes that the command has started. Those of earlier commands go on."""
         if self.stopping is not None:
             return
         self.stopping = now()
-        # A shell that ran on would begin the next command of its list as soon as the present one is dead.
+        # Otherwise the shell would begin the next command of its list once the current one is dead.
         send_signal([self.shell.bash.pid], _signal.SIGSTOP)
         send_signal(self.started_by(), _signal.SIGTERM)
         self.shell.agent.loop.cancel(self.timer)
         self.check()
 
     def check(self) -> None:
-        """Wait for what was asked to end, but not for long."""
+        """Wait for the processes to end, for at most the grace, and then kill them."""
         if now() < self.stopping + GRACE and self.started_by():
             self.timer = self.shell.agent.loop.later(CHECK, self.check)
             return
@@ -63,13 +63,13 @@ class Running:
             send_signal([self.shell.bash.pid], _signal.SIGKILL)
 
     def started_by(self) -> "list[int]":
-        """What it has started and is still there, but for shells."""
+        """Return the living processes that the command has started, without shells."""
         bash = self.shell.bash
         return [pid for pid in tree(bash.pid, bash.number, self.born) if pid not in bash.leaders]
 
 
 class Shell:
-    """One session."""
+    """A session: a shell with a queue of commands."""
 
     def __init__(self, agent: object, name: str) -> None:
         if agent.bash is None:
@@ -80,7 +80,7 @@ class Shell:
         self.queue = []
         self.current = None
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
-        """What background processes wrote while no command ran: given with the next command, like a terminal does."""
+        """Output of background processes while no command ran. The next command gets it, like in a terminal."""
         self.restarts = 0
         self.closed = False
         self.pipes = {}
@@ -94,7 +94,7 @@ class Shell:
         agent.shells[self.name] = self
 
     def run(self, running: Running) -> None:
-        """Take a command; it waits for the ones before it."""
+        """Queue a command. It waits for the earlier ones."""
         if "\0" in running.text:
             raise CallRefusal("request", "a command cannot contain a zero byte")
         self.queue.append(running)
@@ -102,7 +102,7 @@ class Shell:
         self.proceed()
 
     def proceed(self) -> None:
-        """Give the shell its next command, if it is free."""
+        """Give the shell its next command, if it is idle."""
         while self.current is None and self.queue and not self.closed:
             running = self.queue.pop(0)
             try:
@@ -130,14 +130,14 @@ class Shell:
         self.bash.say(running.text.encode("utf-8", "surrogateescape"), SAY.encode().replace(b"TOKEN", running.token))
 
     def take(self, name: str, data: bytes) -> None:
-        """Output came: it belongs to the running command, or to what the next one will be told."""
+        """Add output to the running command, or keep it for the next one."""
         (self.idle if self.current is None else self.current.rings)[name].add(data)
 
     def finish(self, body: dict) -> None:
-        """The running command has ended."""
+        """Reply with the result of the running command."""
         running = self.current
         self.agent.loop.cancel(running.timer)
-        # What was written before the end is in the pipes; what comes later belongs to the background.
+        # The output before the end is in the pipes; later output belongs to background processes.
         for pipe in self.pipes.values():
             pipe.drain()
         self.current = self.bash.token = None
@@ -155,19 +155,19 @@ class Shell:
         self.proceed()
 
     def untold(self) -> None:
-        """The shell says something else than how the running command ended."""
+        """Stop the running command: the shell's answer does not report how it ended."""
         self.current.untold = True
         self.current.stop()
 
     def refuse(self, message: str) -> None:
-        """Nobody knows how the running command has ended."""
+        """Fail the running command, whose end is unknown."""
         running, self.current = self.current, None
         self.agent.loop.cancel(running.timer)
         running.reply(FAILURE, ["request", message])
         self.proceed()
 
     def cancel(self, running: Running) -> None:
-        """Its caller is gone."""
+        """Stop a command whose caller is gone, or take it out of the queue."""
         if running is self.current:
             running.stop()
         elif running in self.queue:
@@ -175,16 +175,16 @@ class Shell:
             self.queue.remove(running)
 
     def interrupt(self) -> bool:
-        """SIGINT to the running command."""
+        """Send SIGINT to the running command. Returns False if there is none."""
         if self.current is None:
             return False
-        # Stopped meanwhile: a shell that finds its child dead before its own signal comes begins the next command.
+        # Stopped meanwhile: a shell that finds its child dead before its own signal arrives begins the next command.
         send_signal([self.bash.pid], _signal.SIGSTOP)
         send_signal([*self.current.started_by(), self.bash.pid], _signal.SIGINT)
         return True
 
     def reaped(self, status: int, usage: object) -> None:
-        """The shell is gone: by `exit`, by a signal, or because we killed it."""
+        """Clean up after the shell's end: by `exit`, by a signal, or because we killed it."""
         self.bash.gone()
         self.restarts += 1
         if self.closed:
@@ -195,7 +195,7 @@ class Shell:
             self.finish(ending(status))
 
     def close(self) -> None:
-        """End the shell and everything it started."""
+        """End the shell and every process that it started."""
         if self.closed:
             return
         self.closed = True

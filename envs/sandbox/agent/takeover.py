@@ -1,4 +1,4 @@
-"""Hosts that take over from one that is gone: whoever knows the secret may."""
+"""Takeover by another host after the agent's host is gone. It must know the secret."""
 
 import _socket
 import os
@@ -8,16 +8,16 @@ from _operator import _compare_digest as compare_digest
 from envs.sandbox.agent.proc import Stat
 
 MAX_STRANGERS = 16
-"""Connections from inside that may be about to prove that they are a host: commands can make as many as they like."""
+"""Most connections from inside that have not yet sent the secret. Commands can open any number of them."""
 
 
 class Listener:
-    """Waits for them. Bound before anything else runs, so that nobody can stand in for us."""
+    """Waits for hosts. The address is bound before any command runs, so that no command can take it."""
 
     def __init__(self, agent: object, address: str) -> None:
         self.agent = agent
         self.strangers = 0
-        """Connections from inside that have not said the secret yet."""
+        """Connections from inside that have not sent the secret yet."""
         self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self.listener.bind("\0" + address)
         self.listener.listen(8)
@@ -25,9 +25,9 @@ class Listener:
         agent.loop.watch(self.listener.fileno(), self.accept)
 
     def accept(self) -> None:
-        """Somebody wants to take over."""
+        """Accept a connection, and let it take over if it sends the secret within 5 seconds."""
         try:
-            # Not the module `socket`: importing it takes as long as starting Python.
+            # Not with the module `socket`, whose import takes as long as the start of Python.
             fd = self.listener._accept()[0]
             connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
         except OSError:
@@ -71,9 +71,9 @@ class Listener:
 
 
 def from_outside(connection: object) -> bool:
-    """Whether what connected was put into the sandbox by its engine: its parent is none of the sandbox's processes.
+    """Return True if the peer was started by the engine: its parent is not a process of the sandbox.
 
-    What loses its parent in here becomes a child of ours, so that no command can pretend this.
+    A command cannot fake this: a process of the sandbox that loses its parent becomes our child.
     """
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
     try:

@@ -1,4 +1,4 @@
-"""Frames: what travels between a sandbox and its host, in a subset of msgpack that is quick to import.
+"""Frames between a sandbox and its host, in a subset of msgpack that is quick to import.
 
     length u32 | crc32 u32 | body (msgpack)
 
@@ -11,20 +11,20 @@ import struct
 MAX_FRAME = 1 << 18
 """Longest body in bytes."""
 PIECE = 1 << 16
-"""Bytes of data that one frame carries at most, so that no call holds up the others for long."""
+"""Most bytes of data in one frame, so that no call delays the others for long."""
 
 PIECE_COST = 64
-"""Bytes that a piece of output takes of the host's credit beyond its data."""
+"""Bytes of the host's credit that a piece of output takes beyond its data."""
 
 HEADER = struct.Struct(">II")
 
 
 class WireError(Exception):
-    """What arrives are no frames."""
+    """Error: the bytes are not valid frames."""
 
 
 def pack(value: object, out: bytearray) -> None:
-    """Append one value: None, bool, int, float, bytes, str (what is no text as an escape), list, tuple, dict."""
+    """Append a value: None, bool, int, float, bytes, str (invalid UTF-8 is escaped), list, tuple or dict."""
     if value is None:
         out.append(0xC0)
     elif isinstance(value, bool):
@@ -56,7 +56,7 @@ def pack(value: object, out: bytearray) -> None:
 
 
 def frame(body: object) -> bytearray:
-    """One frame with this body."""
+    """Return one frame with this body."""
     out = bytearray(HEADER.size)
     pack(body, out)
     length = len(out) - HEADER.size
@@ -72,12 +72,12 @@ SIZES = {
     0xD0: ("b", "number"), 0xD1: ("h", "number"), 0xD2: ("i", "number"), 0xD3: ("q", "number"),
     0xCA: ("f", "number"), 0xCB: ("d", "number"),
 }  # fmt: skip
-"""First byte of a msgpack value: the form of the number that follows, and what that number is for."""
+"""Struct format of the number that follows the first byte of a msgpack value, and the meaning of that number."""
 SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
-    """The value that begins at `at`, and where it ends."""
+    """Return the value that begins at `at`, and the position of its end."""
     first = data[at]
     at += 1
     if first < 0x80:
@@ -103,7 +103,7 @@ def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
 
 
 def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, int]":
-    """`count` bytes, characters or items."""
+    """Return `count` bytes, characters or items, and the position of their end."""
     if kind in ("bin", "str"):
         raw = data[at : at + count]
         if len(raw) < count:
@@ -119,13 +119,13 @@ def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, i
 
 
 class Frames:
-    """Cuts a byte stream into bodies."""
+    """Splits a byte stream into bodies."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
 
     def feed(self, data: bytes) -> "list[object]":
-        """The bodies that are complete now. Raises WireError when the stream makes no sense."""
+        """Add bytes, and return the bodies that are complete now. Raises WireError for invalid frames."""
         self.buffer += data
         bodies = []
         start, end = 0, len(self.buffer)
