@@ -58,8 +58,7 @@ def send_tree(path: str, most: "int | None" = None) -> None:
 
 
 def send_entry(archive: object, folder: int, name: str, member: str, room: BytesLeft) -> bool:
-    """Send the entry `name` of an open folder. Returns True if it is a folder. Hard links are sent as separate
-    files."""
+    """Send the entry `name` of an open folder. Returns True if it is a folder. Hard links become separate files."""
     import tarfile
 
     status = os.lstat(name, dir_fd=folder)

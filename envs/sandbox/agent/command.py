@@ -94,8 +94,8 @@ class Command:
         self.connect(request, ours)
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
-        """Start the process and return its id. A missing program fails like in a shell: exit code 127 or 126, and a
-        message."""
+        """Start the process and return its id. A missing program fails like in a shell, with a message and code 127 or
+        126."""
         call = self.agent.launcher.call
         if "function" in request:
             return call(lambda: fork_call(request["function"], files))
@@ -193,8 +193,8 @@ class Command:
                 send_to_group(self.pid, number)
 
     def reaped(self, status: int, usage: object) -> None:
-        """Finish: the first process has ended. The rest of its group is killed at once, or after the grace of a
-        stop."""
+        """Finish after the end of the first process. The rest of its group is killed at once, or after a stop's
+        grace."""
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
             send_to_group(self.pid, _signal.SIGKILL)

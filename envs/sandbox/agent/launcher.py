@@ -1,9 +1,10 @@
 """Starts all programs such that the kernel kills them before the agent if memory runs out.
 
 A program inherits the highest OOM score, which the agent takes on while it starts the program: a score set afterwards
-would miss processes that it has started meanwhile. No program may lower its score again. So a thread without write
-access to /proc starts them all, and they inherit that. Only Landlock gives threads different rights. The kernel offers
-it from version 5.19, if enabled. Without it a program can still get the agent killed, and the sandbox with it.
+would miss processes that it has started meanwhile. To keep a program from lowering its score again, a thread without
+write access to /proc starts all programs, which inherit this restriction. Only Landlock gives threads different rights.
+The kernel offers it from version 5.19, if enabled. Without it a program can still get the agent killed, and the sandbox
+with it.
 """
 
 import os

@@ -46,8 +46,8 @@ class BoxAgent:
         self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
         self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
         self.oom = OomCounter(options["cgroup"])
-        # If the root is writable, Landlock would also refuse new files in it. The launcher opens a file in our /proc,
-        # which `protect` closes to our own user.
+        # If the root is writable, Landlock would also refuse new files in it. The launcher is made before `protect`,
+        # since it opens a file in our /proc, which `protect` closes to our own user.
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
         self.protected = protect()
         self.channel = None

@@ -273,8 +273,7 @@ def facts() -> dict:
 
 
 def probe() -> None:
-    """Print the result. Network attempts run only if there should be no network, because they may wait for an
-    answer."""
+    """Print the result. Network attempts, which may wait for an answer, run only if there should be no network."""
     tried = dict(ATTEMPTS)
     if sys.argv[2] == "none":
         tried.update(NETWORK)

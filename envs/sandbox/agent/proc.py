@@ -1,9 +1,9 @@
 """The processes of a sandbox, and the command to which each belongs.
 
-Each command has a number. Its processes carry it in two of their hard limits: it raises one and lowers the other. A
-process may lower its hard limits and never raise them. So it cannot take the number of another command, nor lose its
-own, whatever it executes, forks or calls itself. Neither limit has an effect here: Linux no longer uses the one, and
-the other is about real-time priorities.
+Each command has a number. Its processes carry it in two of their hard limits. One limit rises with the number, the
+other falls. A process may lower its hard limits and never raise them. So it cannot take the number of another command,
+nor lose its own, whatever it executes, forks or calls itself. Neither limit has an effect here: Linux no longer uses
+the one, and the other is about real-time priorities.
 """
 
 import os

@@ -26,11 +26,11 @@ DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIG
 def spawn(
     path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
 ) -> int:
-    """Start a program in its own session and return its process id. `files` maps its descriptors to ours. Raises
-    OSError.
+    """Start a program in its own session and return its id. `files` maps its descriptors to ours. Raises OSError.
 
     Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
-    on the program's file, exec blocks for up to a minute. We do not wait so long; the child reports a later failure.
+    on the program's file, exec blocks for up to a minute. The agent does not wait so long; the child reports a later
+    failure.
     """
     error_read, error_write = os.pipe()
     pid = os.fork()

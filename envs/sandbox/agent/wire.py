@@ -24,7 +24,7 @@ class WireError(Exception):
 
 
 def pack(value: object, out: bytearray) -> None:
-    """Append a value: None, bool, int, float, bytes, str (invalid UTF-8 is escaped), list, tuple or dict."""
+    """Append a value: None, bool, int, float, bytes, str (surrogates are escaped), list, tuple or dict."""
     if value is None:
         out.append(0xC0)
     elif isinstance(value, bool):
