@@ -102,6 +102,7 @@ async def run_boxed(
 
 @asynccontextmanager
 async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sandbox]:
+    """Borrow a sandbox of these options for the time of the block."""
     limits, pool = limits_of(box.limits), judge_pool_of(box.sandboxes)
     spec = Spec(
         image=box.image,

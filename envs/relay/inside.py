@@ -13,7 +13,9 @@ import struct
 import tty
 
 MARK = b"\0flash relay\0"
+"""Bytes before the first frame, which nothing else on a terminal contains."""
 HEADER = struct.Struct(">II")
+"""Number of the connection, and length of the piece."""
 PIECE = 1 << 16
 """Bytes that one read takes at most."""
 MOST = 1 << 24
@@ -33,7 +35,7 @@ class Relay:
         self.waiting: dict[int, bytes] = {}
         """Bytes that a connection has not taken yet, by its number."""
         self.ending: set[int] = set()
-        """Numbers of connections whose other end has ended. They are closed when they have taken all bytes."""
+        """Numbers of connections that the host has ended. They are closed when they have taken all bytes."""
         self.read = b""
         self.last = 0
 

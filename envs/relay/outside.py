@@ -30,8 +30,10 @@ WAITING = 64
 """Most pieces of one connection that wait for the address to take them."""
 
 SOURCE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+"""Program that runs in the sandbox."""
 
 _GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, OSError)
+"""Errors of a connection that has ended."""
 
 
 @asynccontextmanager
@@ -53,6 +55,8 @@ async def open_relay(sandbox: Shells, host: str, port: int) -> AsyncGenerator[in
 
 
 class _Relay:
+    """Relay over one terminal. Its tasks connect the address for the programs in the sandbox."""
+
     def __init__(self, terminal: Terminal, tasks: TaskGroup, host: str, port: int) -> None:
         self._terminal = terminal
         self._tasks = tasks
@@ -106,6 +110,7 @@ class _Relay:
         return self.port is not None
 
     def _frame(self) -> tuple[int, bytes] | None:
+        """Take the next complete frame from the bytes read. Returns None if there is none."""
         if len(self._read) < HEADER.size:
             return None
         number, size = HEADER.unpack_from(self._read)
@@ -118,6 +123,7 @@ class _Relay:
         return number, piece
 
     async def _take(self, number: int, piece: bytes) -> None:
+        """Pass a piece on to its connection. A new number opens a connection, and an empty piece ends one."""
         known = self._open.get(number)
         if not piece:
             if known is not None:
@@ -155,11 +161,13 @@ class _Relay:
                 await self._send(number, b"")
 
     async def _answers(self, number: int, stream: SocketStream, both: TaskGroup) -> None:
+        """Send the bytes from the address to the sandbox until the connection ends."""
         with suppress(*_GONE):
             while True:
                 await self._send(number, await stream.receive(PIECE))
         both.cancel_scope.cancel()
 
     async def _send(self, number: int, piece: bytes) -> None:
+        """Write one frame to the sandbox."""
         async with self._one:
             await self._terminal.write(HEADER.pack(number, len(piece)) + piece)

@@ -3,8 +3,8 @@
 The first observation is the report of the bug and the names of the files. Each answer is one or more lines of shell.
 They run in the repository's folder, in a sandbox without a network, and the next observation is their output. The line
 `submit`, or the last answer that is allowed, ends the episode. The files are then copied out of the sandbox, put into a
-clean sandbox, and checked there (`envs.swe.tasks`). The reward is 1 if every check passes: the bug is fixed, and what
-worked before still works.
+clean sandbox, and checked there (`envs.swe.tasks`). The reward is 1 if every check passes: the bug is fixed, and all
+other features still work.
 
 Only files are judged. Processes, variables and everything else that the policy left behind stay in the policy's
 sandbox, which is returned before the check. A sandbox that fails ends the episode with its error, never with a reward.
@@ -48,13 +48,14 @@ RULES = """Mend this bug. Answer with shell commands in a block that begins with
 folder, for at most {seconds:g} s, and you are shown what they write. Each answer starts there anew. When you are \
 done, answer with a block whose last line is `{submit}`: hidden tests then check what is reported here, and that what \
 worked before still does. You have {turns} answers."""
+"""Instructions of the first observation, with `template = "chat"`."""
 
 
 class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     """Options of the tasks, and of the sandboxes that the policy may use.
 
     Raises:
-        ConfigError: an option is wrong. The message names it and what was expected.
+        ConfigError: an option is wrong. The message gives the value and the expected one.
     """
 
     path: str | None = None
@@ -104,7 +105,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         """Read the tasks; start no sandbox.
 
         Raises:
-            ConfigError: a task or an option is wrong. The message names it and what was expected.
+            ConfigError: a task or an option is wrong. The message gives the error and the expected form.
         """
         load_tasks(options.folder)
 
@@ -142,6 +143,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return await self._sandbox.run(command, timeout=timeout, env=VARIABLES, cwd=REPOSITORY)
 
     async def _borrowed(self, task: SweTask) -> Sandbox:
+        """Borrow a sandbox for the policy and write the repository into it."""
         judge = await self._judge()
         spec = spec_of(self._options.language, self._options.allowed)
         sandbox = await self._held.enter_async_context(judge.sandboxes.borrow(spec, self._options.pool.wait))
@@ -195,7 +197,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
             await path.parent.mkdir(parents=True, exist_ok=True)
             await path.write_text(text)
 
-    # -- what is shown -----------------------------------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------------------------------
 
     def _question(self, task: SweTask) -> str:
         about = f"{task.issue.strip()}\n\nFiles: {', '.join(sorted(task.files))}"
@@ -239,7 +241,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
 
 def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
-    """Return two shares of passed checks: `fixed`, of those that failed before, and `kept`, of all others."""
+    """Return the shares of checks that pass: `fixed`, among checks that failed before, and `kept`, among all others."""
     shares: dict[str, float] = {}
     for name, broken in (("fixed", True), ("kept", False)):
         places = [place for place, check in enumerate(task.checks) if check.broken == broken]

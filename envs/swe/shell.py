@@ -63,7 +63,7 @@ class ShellOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Options for the turns, and for the sandboxes that the policy may use.
 
     Raises:
-        ConfigError: an option is wrong. The message names it, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, with the given value and the expected one.
     """
 
     turns: int = 32

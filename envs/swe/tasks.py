@@ -63,7 +63,7 @@ class SweCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One bug to fix."""
+    """A bug to fix."""
 
     issue: _Text
     files: Annotated[dict[str, str], Meta(min_length=1)]

@@ -26,6 +26,7 @@ from flash.waiting import run_apart
 _T = TypeVar("_T")
 
 MOST_GAMES = 1_000_000
+"""Highest number of different games."""
 
 GENERATE_S = 300.0
 """Seconds for a game to be generated. Even the slowest machine has compiled it by then."""
@@ -35,7 +36,7 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
     """Options that choose the games and how they are played.
 
     Raises:
-        ConfigError: an option is wrong. The message names it, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, with the given value and the expected one.
     """
 
     kind: Literal["coin_collector", "treasure_hunter", "simple", "cooking"] = "coin_collector"

@@ -19,8 +19,10 @@ from flash.types import Message, Observation
 RULES = (
     "You play a text adventure. Each turn you are told what you see; the last line of your answer is your command.\n\n"
 )
+"""Instructions of the first observation, with `template = "chat"`."""
 
 MOST_MOVES = 1000
+"""Highest value of `max_moves`."""
 
 COMMAND_LENGTH = 100
 """Most characters of a command. No game knows a longer one."""
@@ -29,13 +31,14 @@ LOAD_S = 180.0
 """Seconds for a worker to load TextWorld. Loading takes about one second on an idle core."""
 
 _episodes = itertools.count()
+"""Numbers of episodes, which identify their games in the workers."""
 
 
 class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options for playing games.
 
     Raises:
-        ConfigError: an option is wrong. The message names it, what was expected and what was given.
+        ConfigError: an option is wrong. The message names it, with the given value and the expected one.
     """
 
     admissible: bool = True
@@ -104,6 +107,7 @@ class TextGame(Generic[_Options]):
             raise EnvError(f"no worker loads TextWorld: {type(error).__name__} {error}") from None
 
     async def _begin(self, file: str) -> Observation:
+        """Start the game of a file and return its first observation."""
         self._file, self._commands = file, []
         shown = await self._play()
         self._score = shown.score
@@ -143,7 +147,6 @@ class TextGame(Generic[_Options]):
 def command_of(action: str) -> str:
     """Return the command in the last line of an answer, at most `COMMAND_LENGTH` characters.
 
-    Backslashes are removed. The games' interpreter takes them for its own commands, and hangs on those that it does not
-    know.
+    Backslashes are removed: the games' interpreter takes them for its own commands, and hangs on unknown ones.
     """
     return action.replace("\\", "").strip().rpartition("\n")[2].strip().lstrip(">").strip()[:COMMAND_LENGTH]

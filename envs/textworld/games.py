@@ -199,6 +199,7 @@ class Games:
 
 
 def _start(file: str) -> Any:
+    """Start a game. In ALFWorld's games the things get the names that ALFWorld uses."""
     library = _library()
     names = ["admissible_commands", "description", "objective", "score", "max_score", "won", "lost"]
     # Without `policy_commands`: a planner computes these for ALFWorld, and would run again in each turn.
@@ -215,7 +216,7 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
     """Return the names that ALFWorld gives to the things of a game, by id.
 
     An id begins with the kind of the thing. A placed thing is named after its kind and a number; numbers count the ids
-    in descending order.
+    in descending order. A thing without a place is named after its kind only.
     """
     counts: Counter[str] = Counter()
     names: dict[str, str] = {}
@@ -229,6 +230,7 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
 
 
 def _shown(state: Any, *, begun: bool) -> ShownGame:
+    """Return a state of TextWorld in the form that players see. The first one shows the objective as well."""
     whole = begun and state.objective
     text = f"{state.objective}\n\n{state.description}" if whole else PROMPT.sub("", state.feedback)
     return ShownGame(

@@ -13,6 +13,7 @@ SNAPSHOT_FILE = "/.flash-snapshot.tar"
 SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Flags to open a file for sending. A pipe that has replaced the file must not block."""
 MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to create a file for an entry. A file or link of this name must not exist."""
 
 
 class BytesLeft:
@@ -22,6 +23,7 @@ class BytesLeft:
         self.most = self.left = most
 
     def take(self, size: int) -> None:
+        """Count a file. Raises OSError if the tree exceeds its limit."""
         if self.left is not None:
             self.left -= size
             if self.left < 0:

@@ -20,7 +20,7 @@ from envs.sandbox.agent.process import Pipe, spawn, unreadable_copy, uptime
 from envs.sandbox.agent.wire import CallRefusal
 
 TELL = 199
-"""The shell's descriptor for answers: above those of scripts, and below those that bash uses itself."""
+"""The shell's descriptor for answers. Scripts use lower ones; bash moves its own to higher ones."""
 PROGRAM = 198
 """The shell's descriptor for its own program, until it has started."""
 ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
@@ -28,6 +28,7 @@ ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
 LEAVE = b"exec %d<&-\n" % PROGRAM
 """First command of the shell: close the descriptor of its program."""
 BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
+"""First definitions in the shell."""
 TURN = rb"""
 { _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
 %s\builtin eval %s </dev/null TELL>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
@@ -35,14 +36,16 @@ TURN = rb"""
 { _flash=${_flash:-$?}; %s
 } 2>/dev/null
 """.replace(b"LINE\n", b"").replace(b"TELL", str(TELL).encode())
-"""One turn: a command, run without our descriptors, and then its answer. The shell reads these lines as its script,
+"""Lines of a turn: a command, run without our descriptors, and then its answer. The shell reads them as its script,
 since a stray `break` would end a loop of ours. The first empty line ends text that others have written there. The
 second one ends text that the parser still expects after a syntax error. Quoting a name prevents aliases. `set -v` shows
 neither these lines nor a token: it is off between commands, and on again in the line with the next command."""
 SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
 { \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
   \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
+"""Command that prints the answer, and then the state."""
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
+"""Command that restores directory and state."""
 STATE_LIMIT = 1 << 22
 """Most bytes of a shell's state. A larger state is lost when a command ends the shell."""
 ANSWER_LIMIT = 1 << 20
@@ -131,6 +134,7 @@ class StatefulBash:
         self.write()
 
     def write(self) -> None:
+        """Write as much as the shell takes."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.ask, memoryview(self.outgoing)[: 1 << 16])]

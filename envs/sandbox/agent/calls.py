@@ -131,7 +131,7 @@ def session_interrupt(agent: object, call: int, argument: dict) -> None:
 
 
 def session_close(agent: object, call: int, argument: dict) -> None:
-    """Close a session and end what it started. Does nothing if it is not open."""
+    """Close a session and end its processes. Does nothing if it is not open."""
     if argument["name"] in agent.shells:
         agent.shells[argument["name"]].close()
     agent.reply(call, RESULT, None)
@@ -222,3 +222,4 @@ OPERATIONS = {
     "credit": credit,
     "cancel": cancel,
 }
+"""Function of each operation, by the name that the host sends."""

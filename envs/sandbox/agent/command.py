@@ -1,4 +1,4 @@
-"""One command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent."""
+"""A command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent."""
 
 import _signal
 import errno
@@ -26,7 +26,7 @@ RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.2
-"""Seconds between two measurements of a command whose waits for a CPU do not count."""
+"""Seconds between two measurements of a command that has its waits for a CPU subtracted."""
 CHECK = 0.05
 """Seconds between two checks, during the grace, for processes that are left."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -94,8 +94,7 @@ class Command:
         self.connect(request, ours)
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
-        """Start the process and return its id. A missing program fails like in a shell, with a message and code 127 or
-        126."""
+        """Start the process and return its id. A missing program fails like in a shell, with an error message."""
         call = self.agent.launcher.call
         if "function" in request:
             return call(lambda: fork_call(request["function"], files))
@@ -193,8 +192,7 @@ class Command:
                 send_to_group(self.pid, number)
 
     def reaped(self, status: int, usage: object) -> None:
-        """Finish after the end of the first process. The rest of its group is killed at once, or after a stop's
-        grace."""
+        """Finish after the end of the first process. The rest of its group is killed, at once or after the grace."""
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
             send_to_group(self.pid, _signal.SIGKILL)

@@ -91,6 +91,7 @@ class Write:
         os.fchmod(self.fd, mode)
 
     def add(self, data: bytes) -> None:
+        """Write bytes. On an error the file is dropped."""
         try:
             view = memoryview(data)
             while view:

@@ -56,7 +56,7 @@ class Launcher:
             self.answered.release()
 
     def call(self, function: object) -> object:
-        """Return or raise what the function returns or raises."""
+        """Call the function; returns its result or raises its error."""
         self.be(WORST)
         try:
             if not self.restricted:

@@ -151,6 +151,7 @@ class HostChannel:
         self.close()
 
     def close(self) -> None:
+        """Close the descriptors and report the loss of the host."""
         if not self.open:
             return
         self.open = False

@@ -12,6 +12,7 @@ from envs.sandbox.agent.wire import CallRefusal
 MOST_LINKS = 40
 """Links that one path may follow, as in the kernel."""
 PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to open a folder as a place in a path, without following a link."""
 
 
 def on_proc(fd: int) -> bool:
@@ -111,6 +112,7 @@ class FolderChain:
         return self.here
 
     def find(self, path: str, start: int, make: bool) -> int:
+        """Open a folder below `start`, through links only with `follow`."""
         if self.follow:
             return locate(path + "/", True, make, start)[0]
         here = os.dup(start)

@@ -53,7 +53,7 @@ def processes() -> "list[Stat]":
 
 
 def adopted() -> "list[int]":
-    """Return our children: those that we started, and orphans."""
+    """Return our children: processes that we started, and orphans."""
     own = os.getpid()
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:

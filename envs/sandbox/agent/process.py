@@ -166,6 +166,7 @@ class Ring:
         self.total = 0
 
     def add(self, data: bytes) -> None:
+        """Add bytes of the stream."""
         self.total += len(data)
         room = self.head_limit - len(self.head)
         if room > 0:
@@ -182,6 +183,7 @@ class Ring:
         return bytes(self.head + self.tail)
 
     def truncated(self) -> bool:
+        """Return True if bytes in the middle were dropped."""
         return self.total > self.head_limit + self.tail_limit
 
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
@@ -205,6 +207,7 @@ class Pipe:
         loop.watch(fd, self.read)
 
     def read(self) -> None:
+        """Read once, and close the pipe at its end."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -223,7 +226,7 @@ class Pipe:
             self.loop.watch(self.fd, None if paused else self.read)
 
     def drain(self) -> None:
-        """Read what is in the pipe now, and no more: a writer may go on for ever."""
+        """Read the bytes that are in the pipe now, and no more: a writer may go on for ever."""
         if self.fd < 0:
             return
         # The last bytes written to a terminal may not be counted yet; only reading fetches them.
@@ -267,6 +270,7 @@ class InputFeed:
         self.write()
 
     def write(self) -> None:
+        """Write as much as the command takes, and give the host credit for it."""
         done = 0
         try:
             while self.waiting:
@@ -310,6 +314,7 @@ class OomCounter:
                 continue
 
     def read(self) -> int:
+        """Return the kernel's count; 0 if it is not known."""
         if self.fd < 0:
             return 0
         for line in os.pread(self.fd, 4096, 0).splitlines():
@@ -327,7 +332,7 @@ def signal_name(number: int) -> str:
 
 
 def now() -> float:
-    """Return seconds on a clock that never goes back."""
+    """Return seconds on a monotonic clock."""
     return time.monotonic()
 
 

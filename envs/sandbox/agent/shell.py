@@ -114,6 +114,7 @@ class Shell:
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 
     def begin(self, running: Running) -> None:
+        """Give a command to the shell."""
         end_leftovers(self.agent, self)
         self.current = running
         self.agent.loop.cancel(running.timer)
@@ -214,6 +215,7 @@ class Shell:
             self.release()
 
     def release(self) -> None:
+        """Close the pipes of a closed session."""
         for pipe in self.pipes.values():
             pipe.close()
         for fd in self.ends:

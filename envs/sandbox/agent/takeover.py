@@ -41,6 +41,7 @@ class Listener:
         got = bytearray()
 
         def prove() -> None:
+            """Compare the bytes received with the secret. A host that proves itself is connected."""
             try:
                 piece = connection.recv(len(secret) - len(got))
             except BlockingIOError:
@@ -61,6 +62,7 @@ class Listener:
                 connection.close()
 
         def give_up() -> None:
+            """Close a connection that did not send the secret in time."""
             self.strangers -= inside
             self.agent.loop.watch(connection.fileno())
             connection.close()

@@ -74,6 +74,7 @@ SIZES = {
 }  # fmt: skip
 """Struct format of the number that follows the first byte of a msgpack value, and the meaning of that number."""
 SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
+"""First bytes of values without content."""
 
 
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":

@@ -57,6 +57,7 @@ _REFUSALS: dict[str, type[SandboxError]] = {
     "gone": errors.SandboxClosedError,
     "request": SandboxRefusedError,
 }
+"""Class of error for each code with which the agent refuses a call."""
 
 
 class AgentFrameKind(IntEnum):
@@ -171,7 +172,7 @@ class AgentCall:
         raise _REFUSALS.get(code, SandboxRefusedError)(message)
 
     async def result(self, result_type: type[T]) -> tuple[T, dict[str, bytes]]:
-        """Wait for the result. Returns it with the output that came before it, by stream."""
+        """Wait for the result. Returns it with all earlier output, by stream."""
         gathered: dict[str, bytearray] = {}
         while True:
             piece = await self.next()
@@ -189,6 +190,7 @@ class AgentCall:
         await self._post_input("eof" if last else "data", view)
 
     async def _post_input(self, operation: str, piece: memoryview) -> None:
+        """Send a piece of input. While the agent has no room for it, wait until it has, or until the call has ended."""
         while self._input_window <= 0 and not self.ended:
             self._channel.check()
             self._room_for_input = anyio.Event()
@@ -288,7 +290,7 @@ class Channel:
         return call
 
     async def finish(self, call: AgentCall) -> None:
-        """End a call. If it has no result yet, tell the agent to cancel it and to end everything that runs for it."""
+        """End a call. If it has no result yet, the agent cancels it and ends everything that runs for it."""
         del self._calls[call.number]
         if not call.ended and self._broken is None:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):

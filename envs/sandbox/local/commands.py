@@ -45,7 +45,7 @@ class Ending(Result, frozen=True):
 
 
 def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
-    """Return the result of a command, with the output that came before it."""
+    """Return the result of a command, with the output that was received before it."""
     return Result(
         ending.exit_code,
         ending.signal,
@@ -232,7 +232,7 @@ async def start_job(agent: HasAgent, exec: Exec) -> AgentJob:
         raise SandboxRefusedError("a job has no input; write it to a file")
     asked = argument_of(exec, agent.spec.output_limit)
     channel = await agent.channel()
-    # The start is shielded: after a cancellation nobody would know the id of the job.
+    # The start is shielded: after a cancellation no caller would know the id of the job.
     job_id = ""
     with anyio.CancelScope(shield=True):
         job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
@@ -245,7 +245,7 @@ async def open_session(agent: HasAgent, name: str) -> AsyncGenerator[AgentSessio
     channel = await agent.channel()
     session = AgentSession(agent, name)
     try:
-        # The start is shielded: a cancellation before the answer would leave a shell behind that nobody closes.
+        # The start is shielded: a cancellation before the answer would leave a shell behind that is never closed.
         with anyio.CancelScope(shield=True):
             await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
         yield session

@@ -31,6 +31,7 @@ ARCHIVE_BYTES = 1 << 26
 _NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
 """Parts of the agent's error messages that mean that a limit was reached."""
 _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
+"""Entry of a folder as the agent sends it: name, kind, size, mode, modification time."""
 
 
 async def read_file(agent: HasAgent, path: str, offset: int, limit: int | None) -> bytes:
@@ -112,6 +113,7 @@ async def put_archive(agent: HasAgent, path: str, pieces: AsyncIterator[bytes]) 
 
 
 async def _work(agent: HasAgent, channel: Channel, function: str, path: str) -> None:
+    """Run one of the agent's functions on a path, to its end."""
     asked = _argument(agent, function, path)
     ending, _ = await channel.ask(
         "work", asked, Ending, TREE_SECONDS + ANSWER_SECONDS, room=2 * agent.spec.output_limit
@@ -167,6 +169,7 @@ async def send_tree(
 
 
 def _check(path: str, ending: Ending, transcript: bytes = b"") -> None:
+    """Raise the error of a function of the agent that failed."""
     if ending.exit_code == 0 and not ending.timed_out:
         return
     text = (transcript + ending.stderr).decode("utf-8", "replace").strip()[:500]

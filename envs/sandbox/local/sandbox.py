@@ -76,7 +76,7 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of a sandbox, in seconds."""
 
     start: float = 120.0
-    """From the request to the engine until the agent answers."""
+    """Time from the request to the engine until the agent answers."""
     heartbeat: float = 10.0
     """Silence of the agent after which it is asked whether it is alive."""
     silence: float = 30.0
@@ -176,7 +176,7 @@ class LocalSandbox(Sandbox):
         return self._channel
 
     def _over(self) -> SandboxError:
-        """Return the error of a call that comes after the end of the sandbox."""
+        """Return the error for a call after the end of the sandbox."""
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def ask(self, request: SandboxRequest[T]) -> T:
@@ -221,6 +221,7 @@ class LocalSandbox(Sandbox):
                 raise refused(opening)
 
     async def _snapshot(self) -> Snapshot:
+        """Keep the files as an image. If that fails, the image is removed."""
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
@@ -331,7 +332,7 @@ class LocalSandbox(Sandbox):
                 if self._state == "starting" and not self._container.adopted and from_snapshot(self._spec):
                     await files.restore(self, channel, self.hello.workdir)
                 if self._state == "starting":
-                    # Nobody can close the sessions of an earlier host any more, but their names would be taken.
+                    # The sessions of an earlier host have no owner any more, but their names would be taken.
                     for name in self.hello.sessions:
                         await channel.ask("session_close", {"name": name}, type(None), self._settings.start)
             except SandboxLostError as error:
@@ -374,10 +375,12 @@ class LocalSandbox(Sandbox):
                 return
 
     async def _watch_life(self, left: float) -> None:
+        """Close the sandbox at its deadline."""
         await anyio.sleep(max(0.0, left))
         self._end("closed", f"its deadline of {self._spec.deadline_s:g} s was over")
 
     async def _watch_disk(self) -> None:
+        """Close the sandbox when its layer exceeds the limits."""
         most = profiles.layer_limit(self._spec)
         use = await self._container.wait_layer_over(most, self._settings.disk_look)
         if use.size > most.size:

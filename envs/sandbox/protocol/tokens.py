@@ -1,4 +1,4 @@
-"""Bearer tokens of the service: which callers may use it, and what each of them may ask for.
+"""Bearer tokens of the service: which callers may use it, and which sandboxes each of them may order.
 
 The token file has one line `name token` for each token, followed by the token's grants. Only the owner of the file may
 be able to read it. If the file does not exist, it is created with a random token for `admin`. The token named `admin`
@@ -27,6 +27,7 @@ from flash.errors import ConfigError, SandboxRefusedError
 ADMIN = "admin"
 """Name of the token that may do everything."""
 TOKEN_BYTES = 32
+"""Random bytes of a token that the service creates."""
 MIN_TOKEN_CHARS = 22
 """Shortest token that is accepted: 22 characters of base64 hold 128 random bits. A shorter token could be guessed."""
 
@@ -136,6 +137,7 @@ def read_tokens(path: Path) -> dict[str, Token]:
 
 
 def _token(path: Path, name: str, secret: str, words: list[str]) -> Token:
+    """Return the token of a line of the file. Raises ConfigError for an unknown grant."""
     snapshots = SNAPSHOTS
     for word in words:
         if (number := _SNAPSHOTS.fullmatch(word)) is not None:
@@ -149,6 +151,7 @@ def _token(path: Path, name: str, secret: str, words: list[str]) -> Token:
 
 
 def _make(path: Path) -> None:
+    """Create the token file with a token for `admin`, unless it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -34,9 +34,11 @@ NDJSON = "application/x-ndjson"
 TAR = "application/x-tar"
 
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\x00]+$")]
+"""Path of a file in a sandbox."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """Name of a session."""
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
+"""Name of an owner of sandboxes."""
 Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds for which the service may hold an answer back while there is nothing to report."""
 Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -52,7 +54,7 @@ class SandboxOrder(Body, frozen=True):
 
     spec: Spec
     owner: Owner = ""
-    """Owner on whose behalf the sandbox is ordered. The pool shares its sandboxes fairly between owners."""
+    """Owner of the sandbox, among whom the pool shares its sandboxes fairly."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     on_lost: OnLost = "fail"
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0
@@ -197,6 +199,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 StreamLine = StreamPiece | Last | Broken | Alive
+"""A line of a stream."""
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -235,8 +238,8 @@ class Status(msgspec.Struct, frozen=True):
     failures: dict[str, int]
     """Number of failures by cause, since the start of the service."""
     recent_failures: list[PoolFailure]
-    """Latest failures; empty unless the caller is `admin`, because the messages name what other tokens use. The same
-    holds for `images_put_aside`."""
+    """Latest failures; empty unless the caller is `admin`, because their messages name images and hosts of other
+    tokens. For the same reason `images_put_aside` is empty."""
     images_put_aside: dict[str, str]
     sandboxes: list[Info]
     """Sandboxes that the caller may use."""

@@ -37,15 +37,17 @@ _log = logging.getLogger(__name__)
 JSON_BYTES = 24 << 20
 """Largest body in bytes that is decoded. The limit for files is a different one."""
 _KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Form of an idempotency key."""
 
 _T = TypeVar("_T")
 
 Handler = Callable[["ApiCall"], Awaitable[Any]]
+"""Function that answers the calls of an endpoint."""
 _Handler = TypeVar("_Handler", bound=Handler)
 
 
 class ApiCall:
-    """A call of the HTTP API: a request whose parts are checked."""
+    """A call of the HTTP API: a request with its query and body, which were checked."""
 
     def __init__(self, service: Service, request: Request, query: Any, body: Any) -> None:
         self.service = service
@@ -155,8 +157,8 @@ async def once(call: ApiCall, lease: SandboxLease, work: Callable[[], Awaitable[
         return await work()
     expected = call.request.headers.get("flash-boot", "")
     if expected and expected != call.service.boot and not call.service.work(lease).knows_call(call.key):
-        # The client has sent the call again after a restart. Nobody knows any more whether the first attempt was
-        # carried out.
+        # The client has sent the call again after a restart, and it is unknown whether the first attempt was carried
+        # out.
         raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
     asked = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], call.body))).digest()
     return await call.service.work(lease).once(call.key, asked, work)
@@ -190,6 +192,7 @@ class _Dispatcher:
             await answer(scope, receive, send)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
+        """Return the answer of an endpoint. None: the client has disconnected."""
         try:
             call = ApiCall(self._service, request, _query(endpoint, request), await _body(endpoint, request))
             if isinstance(endpoint.body, str):
@@ -214,6 +217,7 @@ class _Dispatcher:
 
 
 _LEFT = object()
+"""Stands for the result of a handler that was cancelled because its client disconnected."""
 _CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
 """Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
 
@@ -234,6 +238,7 @@ async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any
 
 
 def _query(endpoint: Endpoint, request: Request) -> Any:
+    """Return the checked query of a request. Raises ProblemError if it is not valid."""
     if endpoint.query is None:
         return None
     # Starlette's own parser is not used: it loses bytes that are not UTF-8, which file names may have.
@@ -249,6 +254,7 @@ def _query(endpoint: Endpoint, request: Request) -> Any:
 
 
 async def _body(endpoint: Endpoint, request: Request) -> Any:
+    """Return the checked body of a request; None if the handler reads it itself, or takes none."""
     if isinstance(endpoint.body, str):
         return None
     if endpoint.body is None:

@@ -43,8 +43,8 @@ from envs.sandbox.trees import TreeLimits
 from flash.errors import FlashError
 
 _TO_KEEP = {"content-disposition": "attachment"}
-"""Headers that make a browser save a file instead of showing content from a sandbox. They give no file name, because it
-would also come from the sandbox."""
+"""Headers that make a browser save a file instead of showing content from a sandbox. They have no file name, since it
+would also be chosen in the sandbox."""
 HELD_BYTES = 1 << 17
 """Bytes of an archive that are held back before the first is sent, so that an early error can be answered with its own
 status."""
@@ -200,8 +200,7 @@ async def _upload(call: ApiCall) -> None:
 
 @ENDPOINTS.add("GET", _TREE, query=PathQuery, media_type=TAR)
 async def _download(call: ApiCall) -> TreeStream:
-    """Download a tree, or one file, as a tar archive. Its content is untrusted. An answer that breaks off has
-    failed."""
+    """Download a tree, or one file, as a tar archive of untrusted content. An answer that breaks off has failed."""
     return TreeStream(call.sandbox.open(StreamTree(call.query.path, TreeLimits())))
 
 

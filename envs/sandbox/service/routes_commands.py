@@ -104,6 +104,7 @@ class LineStream(Response):
             tasks.cancel_scope.cancel()
 
     async def _pump(self, into: MemoryObjectSendStream[StreamLine]) -> None:
+        """Run the command and pass on its output, its result or its error."""
         try:
             async with self._items as items:
                 async for item in items:
@@ -112,6 +113,7 @@ class LineStream(Response):
             await into.send(Broken(problem_of(error)))
 
     async def _send(self, line: StreamLine, lines: MemoryObjectReceiveStream[StreamLine], send: Send) -> None:
+        """Send the response line by line, with an `Alive` line after each silence."""
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", NDJSON.encode())]})
         while True:
             more = not isinstance(line, Last | Broken)
@@ -162,6 +164,7 @@ async def _close_session(call: ApiCall) -> None:
 
 
 def _name(call: ApiCall) -> str:
+    """Return the session's name in the path. Raises ProblemError if it is not valid."""
     name = call.path["name"]
     if not 1 <= len(name) <= 64 or not all(each.isascii() and (each.isalnum() or each in "._-") for each in name):
         raise ProblemError(400, "a session's name has 1 to 64 letters, digits, '.', '_' or '-'", "SandboxRefusedError")

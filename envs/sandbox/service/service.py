@@ -30,7 +30,9 @@ WAITING_SHARE = 0.25
 OTHERS = "others"
 """Name that a token sees in place of the owners of other tokens."""
 _ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
+"""Beginning of an image's id, or a complete one."""
 _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
+"""Complete id of an image."""
 
 
 class Service:

@@ -1,7 +1,7 @@
 """LeaseWork: sessions, background jobs and repeated calls of one lease.
 
-All of them end with the lease. A call with an idempotency key is carried out once, in a task of the service. A client
-whose connection broke sends the call again and gets the same answer.
+All of them end with the lease. A call with an idempotency key is carried out once, in a task of the service. If the
+client's connection broke, it sends the call again and gets the same answer.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ SESSIONS_OPEN = 64
 
 
 class _Answer:
+    """Answer to a call with an idempotency key, which may still be in progress."""
+
     def __init__(self, asked: bytes) -> None:
         self.asked = asked
         self.done = anyio.Event()
@@ -114,6 +116,7 @@ class LeaseWork:
         return session
 
     def sessions(self) -> list[Session]:
+        """Return the open sessions."""
         return list(self._sessions.values())
 
     async def close_session(self, name: str) -> None:
@@ -164,6 +167,7 @@ class LeaseWork:
         return answer.result
 
     async def _carry_out(self, answer: _Answer, call: Callable[[], Awaitable[Any]]) -> None:
+        """Carry out a call in a task of the service, and store its answer."""
         try:
             with answer.scope:
                 answer.result = await call()
@@ -203,6 +207,7 @@ def _failed() -> ProblemError:
 
 
 async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
+    """Wait until the first of several waits returns, and cancel the others."""
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:
