@@ -3,8 +3,8 @@
 The first observation is the report of the bug and the names of the files. Each answer is one or more lines of shell.
 They run in the repository's folder, in a sandbox without a network, and the next observation is their output. The line
 `submit`, or the last answer that is allowed, ends the episode. The files are then copied out of the sandbox, put into a
-clean sandbox, and checked there (`envs.swe.tasks`). The reward is 1 if every check passes: the bug is fixed, and all
-other features still work.
+clean sandbox, and checked there (`envs.swe.tasks`). The reward is 1 if every check passes: the bug is fixed, and the
+features that worked before still work.
 
 Only files are judged. Processes, variables and everything else that the policy left behind stay in the policy's
 sandbox, which is returned before the check. A sandbox that fails ends the episode with its error, never with a reward.
@@ -39,7 +39,7 @@ from flash.types import Observation
 REPOSITORY = "repository"
 """Folder of the repository in the policy's sandbox, relative to the working directory."""
 VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1"}
-"""Environment variables of the policy's commands. Without byte code, because Python would run outdated byte code for a
+"""Environment variables of the policy's commands. They switch off byte code: Python would run outdated byte code for a
 file that was changed within the same second to a text of the same length."""
 PLAIN = "\n\t" + "".join(chr(code) for code in range(32, 127))
 """All characters that are shown with `template = "plain"`."""

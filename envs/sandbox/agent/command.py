@@ -26,7 +26,7 @@ RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.2
-"""Seconds between two measurements of a command that has its waits for a CPU subtracted."""
+"""Seconds between two measurements of a command for which waits for a CPU do not count."""
 CHECK = 0.05
 """Seconds between two checks, during the grace, for processes that are left."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)

@@ -41,7 +41,7 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
 
 
 def leftovers(agent: object, shell: object, system: object) -> "set[int]":
-    """Return the ids of such processes, including adopted ones that have ended and were not reaped."""
+    """Return the ids of left-behind processes, including adopted ones that have ended and were not reaped."""
     going_on = {command.number for command in agent.active}
     going_on.update(other.number for other in agent.shells.values() if other is not shell and other.current)
     found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in going_on}

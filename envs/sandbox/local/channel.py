@@ -42,7 +42,7 @@ INPUT_WINDOW = 4 * PIECE
 OUTPUT_WINDOW = 8 * PIECE
 """Bytes of streamed output that may be in transit to a caller that does not take them."""
 CLOSE_SECONDS = 5.0
-"""Seconds to send the cancellation of a call. After that the link counts as broken and the caller no longer waits."""
+"""Seconds that the end of a call waits to send its cancellation, over a link that may be broken."""
 
 T = TypeVar("T")
 

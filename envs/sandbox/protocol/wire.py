@@ -54,7 +54,7 @@ class SandboxOrder(Body, frozen=True):
 
     spec: Spec
     owner: Owner = ""
-    """Owner of the sandbox, among whom the pool shares its sandboxes fairly."""
+    """Owner of the sandbox. The pool shares its sandboxes fairly between owners."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     on_lost: OnLost = "fail"
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0

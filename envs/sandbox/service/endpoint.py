@@ -258,7 +258,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
     if isinstance(endpoint.body, str):
         return None
     if endpoint.body is None:
-        async for _ in request.stream():  # The endpoint has no body, so that this one is dropped.
+        async for _ in request.stream():  # The endpoint takes no body: this one is dropped.
             pass
         return None
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
