@@ -10,8 +10,8 @@ follows from the intervals of all responses. The times of single steps are not r
 where fewer sequences run, and this density depends on the constants. So density and constants are fitted in turns. The
 cost of context cannot be separated from `sequence_s`.
 
-All other values are measured directly: pauses and publishing from the timeline; training from the tokens and times of the steps;
-lengths, latencies and success rates from the samples. Units are seconds and tokens.
+All other values are measured directly: pauses and publishing from the timeline; training from the tokens and times of
+the steps; lengths, latencies and success rates from the samples. Units are seconds and tokens.
 """
 
 from __future__ import annotations
