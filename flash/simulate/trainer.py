@@ -91,7 +91,7 @@ class SimTrainer:
         await anyio.sleep(seconds)
 
     async def committed(self) -> None:
-        """Do nothing. Called after a commit, before its version is published: a real rank may save a checkpoint here."""
+        """Do nothing. Called after a commit, before its version is published, where a real rank saves checkpoints."""
 
     def _seconds(self, shard: Shard) -> float:
         tokens = sum(sample.trajectory.length for sample in shard.samples)
