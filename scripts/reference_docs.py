@@ -152,7 +152,7 @@ def _resuming() -> Iterator[str]:
     yield ""
 
 
-# -- docs/commands.md: it reads the parsers, because the text of --help differs between versions of Python --------------
+# -- docs/commands.md: it reads the parsers, because the text of --help differs between versions of Python -------------
 
 COMMANDS = """\
 # Commands
