@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "flash-installed"
+"""File with the fingerprint of a finished environment."""
 LOG = VENV / "flash-install.log"
+"""File with the output of all commands."""
 
 SCRATCH = VENV / "tmp"
 """Temporary folder of pip, which is removed at the end. /tmp may be small or in memory."""

@@ -54,8 +54,8 @@ def is_current() -> bool:
 def made_elsewhere() -> Path | None:
     """Return the folder in which the environment was made, from its `bin/activate`; None if that is this folder.
 
-    An environment does not work in another folder: each program in its `bin` begins with the old path, and the editable
-    install refers to the sources beside the old folder, so that a copy would run the code of the original.
+    An environment does not work in another folder. Each program in its `bin` begins with the old path. The editable
+    install refers to the sources beside the old folder, so a copy would run the code of the original.
     """
     try:
         lines = (commands.VENV / "bin" / "activate").read_text(errors="surrogateescape").splitlines()

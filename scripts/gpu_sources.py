@@ -1,7 +1,7 @@
 """Check Flash's uses of vLLM and torch against the sources of other builds: `python scripts/gpu_sources.py FOLDER`.
 
-FOLDER contains a package `vllm` or `torch`, or both, such as the unpacked wheels for CUDA, which a machine without a
-GPU cannot import (=== selects the build of torch whose version does not end in +cpu):
+FOLDER contains a package `vllm` or `torch`, or both. They may be the unpacked wheels for CUDA, which a machine without
+a GPU cannot import (=== selects the build of torch whose version does not end in +cpu):
 
     pip download --no-deps vllm==VERSION torch===VERSION
     for WHEEL in *.whl; do unzip $WHEEL '*.py' '*.pyi' -d FOLDER; done

@@ -1,7 +1,7 @@
 """Write the parts of docs/ that are generated from the code: `make docs`.
 
-The page of the configuration comes from its tree, the page of the commands from the parsers, the tables in the page of
-the metrics from the table of columns, and Grafana's dashboard from the charts.
+The page of the configuration is made from its tree, and the page of the commands from the parsers. The tables in the
+page of the metrics are made from the table of columns, and Grafana's dashboard from the charts.
 """
 
 from __future__ import annotations

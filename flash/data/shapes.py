@@ -72,7 +72,7 @@ FORMS = (
 MARK = "####"
 """Mark before the final answer in the last line of GSM8K's solutions."""
 EXACT = 2**53
-"""Magnitude from which a double cannot hold every whole number. Larger numbers are written with an exponent."""
+"""Magnitude from which a double cannot hold every whole number. Larger numbers are written as Python shows them."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -81,6 +81,7 @@ class Conversation(msgspec.Struct, frozen=True):
     shape: str
     """Columns of the row that hold the messages, for people."""
     messages: list[Given]
+    """All messages, the first one first."""
     shown: int = 0
     """Number of messages at the beginning that are not trained."""
     tools: list[Given] = []
@@ -95,7 +96,9 @@ class Text(msgspec.Struct, frozen=True):
     shape: str
     """Columns of the row that hold the text, for people."""
     prompt: str
+    """Text that is not trained; may be empty."""
     completion: str
+    """Text that is trained."""
 
 
 def example_of(row: Row) -> Conversation | Text:
@@ -260,7 +263,11 @@ def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: l
 
 
 def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, completion: str) -> Text:
-    """Return a row of plain text. Raises ConfigError if `system`, tools or `history` are not part of the text."""
+    """Return a row of plain text.
+
+    Raises:
+        ConfigError: the row has a `history`, or the text does not contain the row's `system` text or its tools.
+    """
     whole = prompt + completion
     system = values.get("system") or values.get("system_prompt")
     unseen = ["`system`"] if system and not (isinstance(system, str) and system.strip() in whole) else []

@@ -7,6 +7,6 @@ Usage: call `server.open_socket`, then `server.serving` with the application and
 bodies with `server.read_body`. A refusal is a `starlette.exceptions.HTTPException`, which each application answers in
 the format of its own errors.
 
-Law: no client keeps the event loop busy longer than one small piece of its bytes takes, and no client makes the process
+Law: no client keeps the event loop busy longer than one small piece of its bytes takes. No client makes the process
 hold more memory than the limits allow.
 """

@@ -1,8 +1,8 @@
 """HTTP connections that end when their client is too slow, or when there are too many of them.
 
 Law: a connection stays open only as long as its client makes progress, and each token has a bounded number of them.
-- A timer runs while a request's head is incomplete, while the rest of a body arrives after the answer was sent, and
-  while the client does not take the bytes that are sent to it.
+- A timer runs while a request's head is incomplete, and while the rest of a body arrives after the answer was sent.
+- A timer runs while bytes of an answer wait for the client to read them.
 - A connection that has not shown a valid token yet can be ended at any time, to make room for a newer one.
 - A token has at most its share of all connections.
 
@@ -276,7 +276,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         self._by_token.mark_idle(self)
         super().on_response_complete()
-        if self.conn.their_state is not h11.IDLE:  # else the client has `idle_s` for its next request
+        if self.conn.their_state is not h11.IDLE:  # In the state IDLE, uvicorn gives the next request `idle_s`.
             self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -41,9 +41,11 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """A request for one or more answers of the policy, from any of the APIs."""
 
     messages: list[Message]
+    """Whole conversation, including earlier answers."""
     max_tokens: int | None
     """Most tokens of the answer; None: the agent gives no limit."""
     stream: bool = False
+    """True if the answer is streamed."""
     with_usage: bool = False
     """True if a stream ends with the token counts."""
     tools: tuple[Tool, ...] = ()
@@ -102,6 +104,7 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
     """An answer of the policy."""
 
     message: Message
+    """Content, reasoning and calls of the answer."""
     cut: bool
     """True if the answer was cut off at a limit of tokens."""
     prompt_tokens: int
@@ -120,14 +123,18 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
+    """Reasoning of an assistant."""
     reasoning: str | None = None
     """Reasoning, under the newer name of the field."""
     thinking: str | None = None
     """Reasoning, under the name in the chat template of GPT-OSS."""
     tool_calls: list[tools.GivenCall] | None = None
     tool_call_id: str | None = None
+    """Id of the call whose result the message has."""
     name: str | None = None
+    """Name of the function whose result the message has."""
     function_call: Any = None
+    """Call in the API's older form, which is refused."""
     refusal: str | None = None
     """Text of an assistant's message that refuses, instead of a content."""
     weight: float | None = None

@@ -35,6 +35,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """A request for the continuation of a text."""
 
     asked: AgentRequest
+    """The request, whose messages are the parts of `text`."""
     text: str
     """Whole text of the request, with the earlier answers in it."""
 

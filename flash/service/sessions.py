@@ -5,9 +5,9 @@ environment's side uses `next_call`, then `answer` or `refuse`, and `end` at las
 
 A call is open until it has an answer. Several calls may be open; they are answered one after the other, in the order of
 their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is not there yet.
-A request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls; a
-request then repeats an equal call only if the client of that call left without the answer, or if the header of the
-request says that it is a retry, as OpenAI's clients do.
+A request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls, with
+two exceptions: the client of the earlier call left without the answer, or a header of the request marks it as a retry
+(OpenAI's clients set this header).
 
 Law: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open calls.
 """
@@ -141,6 +141,7 @@ class PendingCall(NamedTuple):
 
     call: Call
     place: Continuation
+    """Branch and place of the call in the history."""
 
     @property
     def shown(self) -> Observation:

@@ -1,7 +1,7 @@
 """Theoretical bounds on the time of a step, and the quantities that they are computed from.
 
-For a step of N samples on K workers, with μ and L the mean and the longest generation time, μ_tr the training time per
-sample, E epochs and Q samples in flight (ROLL Flash, propositions 1 and 2):
+The bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
+μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
 
     queue scheduling   mean completion per sample ≤ μ/K + L/Q
     synchronous        T ≤ N·μ/K + L + E·N·μ_tr/K
@@ -94,7 +94,7 @@ class Episodes(NamedTuple):
 
 
 def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int) -> Episodes:
-    """Draw episodes of the workload. Environments that fail slowly or stop are left out: bounds assume none."""
+    """Draw episodes of the workload. Slow and dead environments (`fail_slow`, `fail_stop`) are not drawn."""
     prompt, response, observation, turns, reset, env, reward = (
         parse_spread(text)
         for text in (
@@ -148,7 +148,8 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
     generate_s: float
     """μ: GPU seconds to generate a sample, with the configured split of the GPUs."""
     generate_all_s: float
-    """μ if all GPUs serve engines. It is larger with few samples in flight, since each engine then runs fewer."""
+    """μ if all GPUs serve engines. With few samples in flight it is larger than `generate_s`, since each engine
+    then runs fewer sequences."""
     least_s: float
     """GPU seconds to generate a sample if prompts are cached, which is the shortest possible time."""
     longest_s: float
@@ -215,7 +216,9 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """Bound on the time of a step."""
 
     name: str
+    """Name of the bound for people."""
     formula: str
+    """Formula of the bound, as text."""
     plugged: str
     """Quantities in the formula and their values, as text."""
     step_s: float

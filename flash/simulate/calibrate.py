@@ -67,6 +67,7 @@ class Calibration(msgspec.Struct, frozen=True):
     table: dict[str, Any]
     """The fitted `[simulate]` table."""
     parts: list[FittedPart]
+    """Fits of the constants, for the report to the user."""
     step_s: float
     """Measured mean seconds of a step, without the first step."""
 
@@ -167,7 +168,8 @@ def gather(
         samples: trained samples of the run.
         swaps: swaps of all engines on the timeline.
         engines: number of engines.
-        places: number of sequences that all engines together can run, as far as recorded responses took them.
+        places: most sequences of all engines together, divided by `unseen` (see `fit_engine`): the places that are left
+            for recorded responses.
         first_step: step whose samples count as load only, since they include the warm-up.
     """
     swapped = np.sort(np.array([swap.start for swap in swaps]))

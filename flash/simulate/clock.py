@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def refuse(self, what: str) -> ContractError:
         """Return the error for a task that would wait for `what`."""
-        # The loop raises the error at its next jump too, because user code may have caught it.
+        # The loop raises the error at its next jump too, because the caller may not raise it, or other code catch it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
             "the real clock"

@@ -4,16 +4,16 @@ A decoding step gives each of the b running sequences one token and takes
 
     step_s + sequence_s · b + context_s · C + prefill_s · P        seconds,
 
-where C is the context of all running sequences before the step, and P is the number of tokens of joining sequences that
-are not in the KV cache. The time of several steps has a closed form, `Stretch`, so only arrivals, ends, aborts, swaps
-and deliveries are events.
+where C is the context of all running sequences before the step. P is the number of tokens of joining sequences that are
+not in the KV cache. The time of several steps has a closed form, `Stretch`, so only arrivals, ends, aborts, swaps and
+deliveries are events.
 
 Admission: requests wait in order of arrival for one of `max_sequences` places. Arrivals, aborts and `load` take effect
 at the end of the running step; `load` then pauses the engine for `swap_s`.
-Cache: it holds the prompt of a problem as soon as one of its requests has joined, and the context of an episode between
-two responses on this engine. It evicts the least recently used contexts when `kv_tokens` are used up. A swap that
-recomputes clears the cache and prefills the running sequences again. If the running sequences need more than
-`kv_tokens`, the one that joined last returns to the wait queue, and its context is cached as far as there is room.
+Cache: it holds the prompt of a problem as soon as one of its requests has joined. It holds the context of an episode
+between two responses on this engine. It evicts the least recently used contexts when `kv_tokens` are used up. A swap
+that recomputes clears the cache and prefills the running sequences again. If the running sequences need more than
+`kv_tokens`, the one that joined last returns to the wait queue. Its context is cached as far as there is room.
 
 Lifecycle: the engine has no task. `generate` and `load` set timers of the loop, and `close` cancels the last one.
 """

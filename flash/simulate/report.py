@@ -20,7 +20,9 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     """Samples that were trained."""
     trained_tokens: int
+    """Response tokens that entered the loss."""
     generated_tokens: int
+    """Response tokens that engines sampled, including discarded ones."""
     step_s: float
     """Seconds per step. If there are more than 2 steps, the first is left out, since it waits for the first samples."""
     samples_per_s: float

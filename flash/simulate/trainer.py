@@ -27,6 +27,7 @@ class Trained(NamedTuple):
     samples: int
     """Samples with at least one token in the loss."""
     tokens: int
+    """Tokens in the loss."""
 
     @staticmethod
     def of(shard: Shard) -> Trained:
