@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ("flash", "algorithms", "envs")
 """Folders with the code that users run. Tests, benchmarks and scripts are not counted."""
 SMALL = 60
-"""Lines below which a file counts as small. A package's `__init__.py` never does."""
+"""Number of lines below which a file counts as small. A package's `__init__.py` never counts as small."""
 POINTERS = (
     *("What", "Who", "Whose", "Whom", "Whether", "Which", "Where", "How", "Why"),
     *("Of", "Those", "These", "That", "As", "By", "With", "From", "Its", "Their", "It", "They"),

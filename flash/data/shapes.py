@@ -46,14 +46,14 @@ PAIRS = (
     ("query", "response"),
     ("input", "output"),
 )
-"""Columns that hold a text of the user and the answer to it, which go through the chat template."""
+"""Pairs of columns with a text of the user and the answer to it. The chat template is applied to both."""
 INPUTS = {
     "instruction": ("input", "context"),
     **dict.fromkeys(("question", "problem", "query"), ("context",)),
 }
 """Columns whose text is appended to a prompt, by the name of the prompt's column."""
 CHOICES = ("choices", "options")
-"""Columns with the answers to choose from, which the prompt must show."""
+"""Columns with the options of a multiple-choice question, which the prompt must show."""
 MASKS = ("train", "trainable", "loss", "loss_mask", "loss_scale")
 """Names of a message's `weight` in axolotl, verl and ms-swift."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -61,9 +61,9 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 MEDIA_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".mp4", ".webm", ".mp3", ".wav", ".flac")
 """Suffixes of media files. Any other text in a column of `MEDIA`, such as the name of a container image, is allowed."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations")
-"""Usual names of the column with the prompt, the most certain first."""
+"""Usual names of the column with the prompt, the most reliable first."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "output")
-"""Usual names of the column with the answer, the most certain first."""
+"""Usual names of the column with the answer, the most reliable first."""
 FORMS = (
     "`messages` (or ShareGPT's `conversations`), `prompt` and `completion`, `instruction` and `output`, `question` and "
     "`answer`, or `text`"
@@ -87,7 +87,7 @@ class Conversation(msgspec.Struct, frozen=True):
     tools: list[Given] = []
     """Functions that the assistant may call."""
     template: dict[str, Any] = {}
-    """Arguments for the chat template: the row's own `chat_template_kwargs`."""
+    """Arguments for the chat template, from the row (see `template_of`)."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -340,7 +340,7 @@ def _asked(values: Mapping[str, Any], value: Any, column: str, place: str) -> li
 
 
 def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: str) -> None:
-    """Raise ConfigError if a row has answers to choose from that no message shows."""
+    """Raise ConfigError if a row has options of a multiple-choice question that no message shows."""
     for name in CHOICES:
         given = values.get(name)
         texts = list(_texts_in(json_of(given) or given if isinstance(given, str) else given))
@@ -353,7 +353,7 @@ def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: 
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in lists and objects."""
+    """Yield all texts in a value, including those in nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -26,15 +26,15 @@ import msgspec
 from flash.errors import ConfigError
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Usual beginnings of the file names of a data set's splits. A folder that mixes several is not read as one table."""
+"""Usual beginnings of the file names of a data set's splits. A folder with files of several splits is refused."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Suffixes of files with JSON lines or a JSON list."""
 GZIP = b"\x1f\x8b"
-"""First bytes of a file that gzip has written."""
+"""First bytes of a file that is compressed by gzip."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separator of the cells, by the suffix of the file."""
 READ_TOGETHER = 128
-"""Rows of a Parquet file that are decoded at once."""
+"""Number of rows of a Parquet file that are decoded at once."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of metadata files in the folder of a data set, which contain no rows."""
 LFS = b"version https://git-lfs.github.com/spec/"

@@ -38,27 +38,27 @@ from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)
-"""Logger for failures of the server. Faults of clients are answered and not logged: strangers could fill the log."""
+"""Logger for failures of the server. Faults of clients are answered and not logged, since clients could fill the log."""
 
 PIECE = 2 << 10
-"""Bytes that are read from a client at once. If they are chunks of one byte each, they keep the loop for 7 ms."""
+"""Most bytes that are read from a client at once. If they are chunks of one byte each, they block the loop for 7 ms."""
 SIZED_PIECE = 256 << 10
-"""Bytes that are read at once of a body with a content-length, because h11 does not parse such a body byte by byte."""
+"""Most bytes that are read at once of a body with a content-length, which h11 does not parse byte by byte."""
 ACCEPTED = 64
-"""Connections that the loop accepts in one turn."""
+"""Most connections that the loop accepts in one turn."""
 BACKLOG = 2048
-"""Connections that may wait in the kernel to be accepted."""
+"""Most connections that wait in the kernel to be accepted."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds on requests and connections. The defaults suit the internet; tests make them small."""
+    """Bounds on requests and connections. The defaults are meant for clients on the internet."""
 
     head_bytes: int = 32 << 10
-    """Largest head of a request."""
+    """Largest head of a request, in bytes."""
     head_s: float = 10.0
     """Seconds for the head of a request to arrive, and for the rest of a body that is still sent after the answer."""
     body_bytes: int = 64 << 20
-    """Largest request body."""
+    """Largest request body, in bytes."""
     held_bytes: int = 2 << 30
     """Most bytes of the bodies of all requests that are not answered yet. Further requests get 503."""
     receive_s: float = 15.0
@@ -201,7 +201,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().__init__(*args, **options)
         # uvicorn copies this into each request's `scope["state"]`, where applications find the connection.
         self.app_state = {**self.app_state, "connection": self}
-        # uvicorn writes a warning for each request that is not HTTP. Strangers could fill the log with them.
+        # uvicorn logs a warning for each request that is not HTTP. Clients without a token could fill the log with them.
         self.logger = _log
         self._by_token = by_token
         self.holder = ""

@@ -36,8 +36,8 @@ from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protoco
 SHUTDOWN_S = 3
 """Seconds that requests in progress have to finish when the service ends."""
 MAX_JSON_VALUES = 400_000
-"""Most lists, objects and keys of a JSON body, counted by their characters `[`, `{` and `:`, also inside texts. Each
-value takes memory, and time in which the process does nothing else."""
+"""Most lists, objects and keys of a JSON body. The characters `[`, `{` and `:` are counted, also inside texts. Decoding
+each value takes memory, and time in which the process does nothing else."""
 
 
 class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     """Port to listen at; 0: any free port."""
     unix: Path | None = None
-    """Name of a unix socket, which is used instead of a port."""
+    """Path of a unix socket, which is used instead of a port."""
     certificate: Path | None = None
     """PEM file of the certificate. With `key` it turns TLS on."""
     key: Path | None = None

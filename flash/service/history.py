@@ -97,7 +97,7 @@ class _Branch:
 
 
 class History:
-    """The branches of one episode."""
+    """Messages and answers of one episode, in branches. The module's docstring has the rules."""
 
     def __init__(self) -> None:
         self._branches = [_Branch([], [], [])]

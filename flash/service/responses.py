@@ -198,7 +198,7 @@ class ResponseEvents:
         return self._events([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning is not sent."""
+        """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event."""
         events: list[Event] = []
         if piece.reasoning and MESSAGE not in self._told:
             events += self._more(thought(self._name, piece.reasoning, "completed"), piece.reasoning)

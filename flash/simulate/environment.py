@@ -19,7 +19,7 @@ from flash.types import Observation, Tool
 
 
 class SimTokenizer(Tokenizer):
-    """Renders the observations of `SimEnvironment`."""
+    """A tokenizer that renders the observations of `SimEnvironment`."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of an observation, as many as its text gives."""
