@@ -38,7 +38,7 @@ from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)
-"""Logger for failures of the server. Faults of clients are answered and not logged, since clients could fill the log."""
+"""Logger for failures of the server. Faults of clients are answered and not logged, or they could fill the log."""
 
 PIECE = 2 << 10
 """Most bytes that are read from a client at once. If they are chunks of one byte each, they block the loop for 7 ms."""
@@ -201,7 +201,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().__init__(*args, **options)
         # uvicorn copies this into each request's `scope["state"]`, where applications find the connection.
         self.app_state = {**self.app_state, "connection": self}
-        # uvicorn logs a warning for each request that is not HTTP. Clients without a token could fill the log with them.
+        # uvicorn logs a warning for each request that is not HTTP. Clients without a token could fill the log.
         self.logger = _log
         self._by_token = by_token
         self.holder = ""
