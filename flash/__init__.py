@@ -1,6 +1,6 @@
 """Flash: asynchronous reinforcement-learning post-training for language models.
 
-What a user imports stands here. Everything is imported on first use, so that `import flash` needs no torch:
+This module has the public names for users. Each is imported on first use, so that `import flash` does not need torch:
 
     import flash
 
@@ -53,7 +53,7 @@ _HOMES = {
     "algorithms.base": ("Objective", "ObjectiveOutput", "PackedTokens"),
     "flash.errors": ("FlashError", "ConfigError", "EnvError", "RewardError"),
 }
-"""Where each public name is defined."""
+"""Public names, by the module that defines them."""
 
 __all__ = [
     # a run
@@ -86,7 +86,7 @@ __all__ = [
     "Objective",
     "ObjectiveOutput",
     "PackedTokens",
-    # what may go wrong
+    # errors
     "FlashError",
     "ConfigError",
     "EnvError",

@@ -9,16 +9,18 @@ import threading
 from collections.abc import Callable
 
 GRACE_S = 1.0
-"""For threads that are about to end."""
+"""Seconds that each remaining thread has to end after the command has ended."""
 
 
 def run(command: Callable[[], int] | None = None) -> None:
-    """Run the command and end the process, whatever a blocking environment or agent still does.
+    """Run the command and end the process, even if a blocking environment or agent still runs in a thread.
 
-    Python waits for its threads. One that was given up, since its deadline had passed, may never come back.
-    Before the command heeds it and after its end, an interrupt ends the process without a word.
+    At exit, Python waits for all threads. A thread that was abandoned at its deadline may never end, so the process
+    then ends without it. While the command is imported and after it has ended, an interrupt (SIGINT) ends the process
+    without a traceback.
     """
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not in the background of a script
+    # False if the process ignores SIGINT, like a background process of a shell script.
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if command is None:
@@ -29,7 +31,7 @@ def run(command: Callable[[], int] | None = None) -> None:
         code = command()
         if heeded:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-    except KeyboardInterrupt:  # a second one, while the first ended the command
+    except KeyboardInterrupt:  # A second interrupt, while the command was ending because of the first one.
         code = 128 + signal.SIGINT
     others = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
     for thread in others:

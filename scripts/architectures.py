@@ -1,10 +1,11 @@
-"""How each kind of model is trained, and how exactly: a tiny one of every causal language model of transformers.
+"""Check how the trainer runs a tiny model of every causal language model of transformers, and with which error.
 
-`PYTHONPATH=. python scripts/architectures.py [KIND …]` gives each the sequences of a small tree, as the trainer would:
-packed in a row where its check allows that, else one at a time. Log-probs and gradients are held to those of the model
-as transformers made it, in float32. Without KINDs, rows go to benchmarks/results/architectures.json.
+`PYTHONPATH=. python scripts/architectures.py [KIND …]` runs each model on the sequences of a small tree, like the
+trainer: packed in a row if the trainer's check allows it, else one at a time. It compares log-probs and gradients with
+those of the unchanged model of transformers, in float32. Without KIND, it writes the rows to
+benchmarks/results/architectures.json.
 
-    way: packed, alone, refused (the trainer does not take it), none (no tiny one could be made, or run at all)
+    way: packed, alone, refused (by the trainer), none (no tiny model could be made, or it could not run)
 """
 
 from __future__ import annotations
@@ -40,16 +41,21 @@ from tests.trainer.trainer_cases import make_config
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "architectures.json"
 LENGTHS = (9, 5, 21)
-"""Of the sequences; the last is longer than `WINDOW`, and another begins as it does."""
+"""Lengths of the sequences, in tokens. The last is longer than `WINDOW`; one more sequence shares its beginning."""
 WINDOW = 8
+"""Tokens of the sliding window, in models that have one."""
 SECONDS = 120
-"""Longest time for a kind."""
+"""Most seconds for one kind of model."""
 MOST_BYTES = 12 * 2**30
-"""Of this process's addresses: of some kinds no tiny model can be made, and such a row is to end nothing else."""
+"""Largest address space of this process, in bytes. Some kinds have no tiny model: with this limit their row fails, and
+not the whole machine."""
 
 
 def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, Any]:
-    """A row of the table. `compiled`: with layers that torch.compile has traced, as on a GPU, but without kernels."""
+    """Return the row of one kind of model.
+
+    If `compiled` is True, the layers are traced by torch.compile, like on a GPU, but without generated kernels.
+    """
     row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
     try:
         plain = tiny(kind, **_windows(kind) | OPTIONS.get(kind, {}) | options).eval()
@@ -59,7 +65,7 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
         sequences.append(torch.cat([sequences[-1][:12], sequences[0]]))
         model = deepcopy(plain)
         expected_T, expected = _learned(plain, one_by_one(plain, sequences)[0])
-    except Exception as error:  # whatever other people's code stops with is what the row says
+    except Exception as error:  # Code of transformers may fail with any error. The row reports it.
         return row | {"way": "none", "why": _said(error)}
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, max_length=64))
@@ -84,13 +90,13 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
 
 
 def _windows(kind: str) -> dict[str, int]:
-    """Short ones, where the kind has any."""
+    """Return options that make the sliding windows of a kind short; empty if it has none."""
     known = CONFIG_MAPPING[kind]()
     return {name: WINDOW for name in ("sliding_window", "attention_chunk_size") if getattr(known, name, None)}
 
 
 def _learned(model: PreTrainedModel, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The log-probs, and the gradient of a loss that weighs each of them."""
+    """Return the log-probs, and the gradient of a loss that is a weighted sum of them, by parameter."""
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
     grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return logp_T.detach(), {
@@ -107,7 +113,7 @@ def _late(*_: Any) -> None:
 
 
 def main() -> int:
-    """Print the rows; 1 where a model that is trained is not exact."""
+    """Print the rows. Returns 1 if a model that the trainer accepts has an inexact gradient, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="as in config.json's model_type; all by default")
     parser.add_argument("--compiled", action="store_true", help="trace layers as on a GPU; rows are not kept")

@@ -1,4 +1,4 @@
-"""The folder of the environment, and commands in it with their output in a log."""
+"""Paths of the environment, and functions that run commands and pip in it, with their output in a log."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "flash-installed"
+"""File with the fingerprint of a finished environment."""
 LOG = VENV / "flash-install.log"
+"""File with the output of all commands."""
 
 SCRATCH = VENV / "tmp"
-"""Where pip unpacks: /tmp may be small, or be memory. Removed at the end."""
+"""Temporary folder of pip, which is removed at the end. /tmp may be small or in memory."""
 
 MISLEADING = {"PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"} | {
     *("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_REQUIREMENT")
 }
-"""Variables that pip does not get: other packages would count as installed, or ours would land elsewhere. Where Python
-is told not to write byte code, every start of an engine would compile vLLM again."""
+"""Environment variables that commands do not get. With them, other packages would count as installed, or pip would
+install into another folder. Without byte code, every start of an engine would compile vLLM's modules again."""
 
 SWITCHED_OFF = ("PIP_USER", "PIP_REQUIRE_HASHES", "PIP_NO_DEPS", "PIP_DRY_RUN", "PIP_IGNORE_INSTALLED")
-"""Options of pip that a user may have switched on for all calls, here or in pip's files, and that fail ours."""
+"""Options of pip that make this installation fail. A user may have set them for all calls, by variables or in files."""
 
 ELSEWHERE = re.compile(r"^(\w+\.(?:target|prefix|root|python))=", re.MULTILINE)
-"""The options in pip's files for which there is no such switch, as `pip config list` shows them."""
+"""Pattern of options in the output of `pip config list` that install elsewhere and that no variable can switch off."""
 
 
 NO_CONNECTION = re.compile(
@@ -38,22 +40,23 @@ NO_CONNECTION = re.compile(
     "Network is unreachable|No route to host|Connection refused|Connection timed out|Cannot connect to proxy|"
     "ConnectTimeoutError|NewConnectionError|NameResolutionError|ProxyError"
 )
-"""What pip writes of an index that it cannot reach; in its last lines it only says that there is no such version."""
+"""Messages of pip about an index that it cannot reach. They are searched because the last lines of pip's output only
+report that there is no such version."""
 
 NETWORK = (
     "the packages are fetched over the network. Check that there is one; behind a proxy set https_proxy, and name a "
     "mirror by PIP_INDEX_URL or `pip config set global.index-url`"
 )
-"""What to do about it."""
+"""Advice for a user without a connection, as part of an error message."""
 
 
 class InstallError(Exception):
-    """The environment cannot be made; the message says why."""
+    """The environment cannot be made. The message gives the reason."""
 
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Name what is going on, and say how long it took."""
+    """Print the name of a phase before the block, and its seconds after the block."""
     sys.stdout.write(f"  {name} … ")
     sys.stdout.flush()
     start = time.monotonic()
@@ -62,13 +65,13 @@ def phase(name: str) -> Generator[None]:
 
 
 def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a command: the caller's, less what would make pip do something else."""
+    """Return the environment variables of a command: those of the caller without misleading ones, and `more`."""
     kept = {key: value for key, value in os.environ.items() if key not in MISLEADING}
     return kept | dict.fromkeys(SWITCHED_OFF, "0") | dict(more or {})
 
 
 def output(*command: str | Path, more: Mapping[str, str] | None = None, timeout: float | None = None) -> str | None:
-    """What a command prints; None where it fails or takes too long."""
+    """Run a command and return its output; None if it fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=variables(more), timeout=timeout, cwd=ROOT
@@ -79,10 +82,10 @@ def output(*command: str | Path, more: Mapping[str, str] | None = None, timeout:
 
 
 def run(*command: str | Path, more: Mapping[str, str] | None = None) -> None:
-    """Run one command with its output in `LOG`.
+    """Run a command with its output in `LOG`.
 
     Raises:
-        InstallError: it failed; carries the end of its output.
+        InstallError: the command failed. The message has the end of its output.
     """
     with LOG.open("a+") as log:
         start = log.tell()
@@ -98,6 +101,6 @@ def run(*command: str | Path, more: Mapping[str, str] | None = None) -> None:
 
 
 def pip(*arguments: str | Path, more: Mapping[str, str] | None = None) -> None:
-    """Run the environment's own pip."""
+    """Run the pip of the environment. Raises InstallError if it fails."""
     scratch = {"TMPDIR": str(SCRATCH)}
     run(PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments, more=scratch | dict(more or {}))

@@ -1,4 +1,4 @@
-"""How `.venv`, the environment that Flash runs in, is made: see install.py, which starts this."""
+"""Steps that make `.venv`, the environment that Flash runs in. install.py calls `main`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ from commands import ELSEWHERE, ROOT, InstallError, output, phase, run, variable
 FIRST_IMPORTS = (
     "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, vllm.v1.engine.async_llm, matplotlib.pyplot"
 )
-"""Imported once at the end: a broken set shows here, and what a run imports, a few of 22,000 files, is compiled."""
+"""Modules that are imported once at the end. This reveals packages that do not fit together, and compiles the modules
+that a run imports, which are few of the 22,000 files."""
 
 FIRST_IMPORTS_CPU = "vllm.v1.worker.cpu_worker, vllm.v1.engine.core, vllm.model_executor.models.qwen3"
-"""The same for the engine's processes on the CPU."""
+"""Modules of the engine's processes on the CPU, which are imported too on a machine without a GPU."""
 
 
 RECIPE = [Path(__file__).with_name(f"{name}.py") for name in ("install", "environment", "packages", "commands")]
-"""Files whose change makes an environment out of date."""
+"""Scripts that make the environment. After a change of one of them, an environment is out of date."""
 
 
 def fingerprint() -> str:
-    """What the environment depends on: requirements, the recipe, its folder, the Python and the kind of machine."""
+    """Return a digest of everything that the environment depends on.
+
+    It covers the requirements, the scripts in `RECIPE`, the folder, the version of Python, and whether the machine has
+    an NVIDIA GPU and a compiler.
+    """
     digest = hashlib.sha256()
     for path in (ROOT / "pyproject.toml", *RECIPE, packages.LOCK, packages.ENGINE_LOCK, packages.COMPILED_LOCK):
         digest.update(path.read_bytes())
@@ -42,15 +47,15 @@ def fingerprint() -> str:
 
 
 def is_current() -> bool:
-    """Whether a finished environment of this fingerprint exists."""
+    """Return True if a finished environment with the present fingerprint exists."""
     return commands.PYTHON.exists() and commands.STAMP.exists() and commands.STAMP.read_text() == fingerprint()
 
 
 def made_elsewhere() -> Path | None:
-    """Where the environment was made, as its own `bin/activate` has it, if that is another folder.
+    """Return the folder in which the environment was made, from its `bin/activate`; None if that is this folder.
 
-    Each program in its `bin` begins with that path, and the editable install leads to the sources beside it: moved, it
-    is dead, and a copy of it would run the code of the original.
+    An environment does not work in another folder. Each program in its `bin` begins with the old path. The editable
+    install refers to the sources beside the old folder, so a copy would run the code of the original.
     """
     try:
         lines = (commands.VENV / "bin" / "activate").read_text(errors="surrogateescape").splitlines()
@@ -58,14 +63,15 @@ def made_elsewhere() -> Path | None:
         return None
     for line in lines:
         value = line.strip().removeprefix("export ")
-        if value.startswith("VIRTUAL_ENV=") and "$" not in value:  # some have another one that is computed, for Windows
+        # Some versions of `activate` have a second assignment, for Windows, with a computed value.
+        if value.startswith("VIRTUAL_ENV=") and "$" not in value:
             place = Path("".join(shlex.split(value)).removeprefix("VIRTUAL_ENV="))
             return None if place.resolve() == commands.VENV.resolve() else place
     return None
 
 
 def create_venv(*, anew: bool = False) -> None:
-    """Make an empty environment of this Python, unless there is one that works, or in its place.
+    """Make an empty environment with this Python. An environment that works is kept, unless `anew` is True.
 
     Raises:
         InstallError: Python has no `venv`, or the folder cannot be written.
@@ -73,7 +79,7 @@ def create_venv(*, anew: bool = False) -> None:
     commands.STAMP.unlink(missing_ok=True)
     version = None if anew else output(commands.PYTHON, "-c", "import sys; print(*sys.version_info[:2])")
     if version is not None and tuple(map(int, version.split())) == sys.version_info[:2]:
-        # uv makes environments without pip.
+        # An environment that uv has made has no pip.
         if output(commands.PYTHON, "-m", "pip", "--version") or output(commands.PYTHON, "-m", "ensurepip"):
             return
     command = [sys.executable, "-m", "venv", "--clear", commands.VENV]
@@ -87,7 +93,7 @@ def create_venv(*, anew: bool = False) -> None:
 
 
 def refuse_other_folders() -> None:
-    """Stop where pip's files send every package to a folder that is not the environment's.
+    """Check that pip's configuration files do not make it install into another folder.
 
     Raises:
         InstallError: they do.
@@ -101,7 +107,7 @@ def refuse_other_folders() -> None:
 
 
 def why_torch_fails() -> str | None:
-    """The last line of what torch says when it is imported; None where it can be."""
+    """Import torch in the environment, and return the last line of the error; None if the import succeeds."""
     command = [commands.PYTHON, "-c", "import torch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables(), cwd=commands.VENV)
     if done.returncode == 0:
@@ -110,7 +116,7 @@ def why_torch_fails() -> str | None:
 
 
 def import_once(modules: str) -> None:
-    """Import what a run imports.
+    """Import modules, separated by commas, in the environment.
 
     Raises:
         InstallError: the installed packages do not fit together.
@@ -131,10 +137,10 @@ def import_once(modules: str) -> None:
 
 @contextmanager
 def alone() -> Generator[None]:
-    """Wait for other calls to end, and make them wait.
+    """Hold a lock during the block, so that only one call at a time makes the environment.
 
     Raises:
-        InstallError: nothing can be written here.
+        InstallError: the folder cannot be written.
     """
     try:
         descriptor = os.open(__file__, os.O_RDWR)
@@ -153,7 +159,7 @@ def alone() -> Generator[None]:
 
 
 def install() -> None:
-    """Fill the empty environment, and try whether it works."""
+    """Install all packages into the empty environment, and check that they can be imported."""
     if packages.has_nvidia_gpu():
         packages.install_for_gpu()
         import_once(FIRST_IMPORTS)
@@ -163,7 +169,7 @@ def install() -> None:
 
 
 def make(install: Callable[[], None] = install) -> None:
-    """Make the environment, or what is missing of it."""
+    """Make the environment, or complete one whose installation was interrupted."""
     start = time.monotonic()
     sys.stdout.write(f"Making {commands.VENV} (once), with Python {'.'.join(map(str, sys.version_info[:3]))}:\n")
     if elsewhere := made_elsewhere():
@@ -180,8 +186,8 @@ def make(install: Callable[[], None] = install) -> None:
 
 
 def main(make: Callable[[], None] = make) -> int:
-    """Make the environment, or leave it as it is when it is current."""
-    if is_current():  # also where nothing may be written
+    """Make the environment, unless it is up to date. Returns the exit code 0."""
+    if is_current():  # Checked before the lock, which fails in a folder that cannot be written.
         return 0
     with alone():
         if not is_current():

@@ -1,16 +1,17 @@
-"""Holds what Flash uses of vLLM and torch against the sources of other builds: `python scripts/gpu_sources.py FOLDER`.
+"""Check Flash's uses of vLLM and torch against the sources of other builds: `python scripts/gpu_sources.py FOLDER`.
 
-FOLDER has a package `vllm` or `torch` in it, or both, such as the unpacked wheels for CUDA, which no machine without a
-GPU can import (=== names the build of torch that has no +cpu behind its version):
+FOLDER contains a package `vllm` or `torch`, or both. They may be the unpacked wheels for CUDA, which a machine without
+a GPU cannot import (=== selects the build of torch whose version does not end in +cpu):
 
     pip download --no-deps vllm==VERSION torch===VERSION
     for WHEEL in *.whl; do unzip $WHEEL '*.py' '*.pyi' -d FOLDER; done
 
-Everything is read, nothing imported: each attribute that `flash/foreign` lists is there; what is called has the
-parameters that the installed build has, and takes the arguments that our calls give; methods that we override take what
-theirs do; the arguments of engines and the fields of messages to workers exist. Of torch all sources and stubs of what
-is compiled are those of the installed build, whose tests then hold for both; what that build lacks takes our calls. A
-table; 1 where something is amiss.
+The script reads the sources and does not import them. It checks that each attribute in the lists of `flash/foreign`
+exists; that functions have the parameters of the installed build and accept the arguments of Flash's calls; that
+methods which Flash overrides have the same parameters; and that the arguments of engines and the fields of messages to
+workers exist. The Python files and stubs of torch must be equal to those of the installed build, whose tests then hold
+for both; functions that only the CUDA build has must accept Flash's calls. The script prints a table, and exits with 1
+if a check fails.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CALLERS = ("flash/foreign/vllm.py", "flash/foreign/vllm_worker.py", "flash/foreign/vllm_parsers.py")
-"""Where all calls into vLLM are."""
+"""Files that contain all calls of vLLM."""
 COMMON = ("get", "parse", "record")
-"""Names of methods that others have too: their calls are told apart by nothing that can be read."""
+"""Names of methods that other classes have too. The source alone does not show which method a call means, so calls of
+these names are not checked."""
 OVERRIDING = (*CALLERS, "flash/weights/worker.py")
+"""Files whose classes override methods of vLLM."""
 FIELDS = {
     "vllm.distributed.weight_transfer.nccl_common:NCCLWeightTransferInitInfo": (
         *("master_address", "master_port", "rank_offset", "world_size", "packed"),
@@ -41,28 +44,32 @@ FIELDS = {
         *("names", "dtype_names", "shapes", "ipc_handles_pickled"),
     ),
 }
-"""What `flash/weights` sends to vLLM's own receivers, by the class that it becomes there."""
+"""Fields of the messages that `flash/weights` sends to vLLM's own receivers, by vLLM's class of the message."""
 
 NCCL = "torch._C._distributed_c10d:ProcessGroupNCCL"
 COMPILED = (NCCL, f"{NCCL}.abort", f"{NCCL}.Options", f"{NCCL}.Options._timeout")
-"""What torch has in its builds for CUDA alone, beside `torch.cuda`."""
+"""Attributes that only torch's builds for CUDA have, beside `torch.cuda`."""
 NAMES = ("vllm", "torch")
+"""Packages that the folder may contain."""
 OWN_VERSION = "version.py"
-"""The file of torch that says which build it is."""
+"""File of torch with the name of the build, which therefore differs between builds."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Row(NamedTuple):
-    """One thing that is used, and what is wrong with it."""
+    """Use of vLLM or torch, and the result of its check."""
 
     what: str
+    """Path of the used attribute, as `module:Class.attribute`."""
     how: str
+    """Kind and place of the use."""
     fault: str = ""
+    """Description of the fault; empty if there is none."""
 
 
 class Sources:
-    """The modules of a package below a folder."""
+    """Parsed sources of the packages in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,8 +81,8 @@ class Sources:
         return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
 
     def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """What a module calls by a name, and the module that defines it; also what it has from another one."""
-        for node in ast.walk(self.module(module)):  # what stands in the module itself comes first
+        """Return the definition of a name in a module, and the module that defines it; imports are followed."""
+        for node in ast.walk(self.module(module)):  # Top-level statements of the module are visited first.
             match node:
                 case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found):
                     pass
@@ -104,7 +111,7 @@ class Sources:
         return ".".join([*package[: len(package) - level + is_package], other])
 
     def member(self, owner: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """An attribute of a class or of its instances, also of those that it derives from."""
+        """Return the definition of an attribute of a class, its instances or its base classes, and its module."""
         if not isinstance(owner, ast.ClassDef):
             return None
         for node in ast.walk(owner):
@@ -128,7 +135,7 @@ class Sources:
         return None
 
     def touched(self, path: str) -> tuple[ast.AST, str] | None:
-        """What `module:Class.attribute` names."""
+        """Return the definition that a path `module:Class.attribute` names, and its module."""
         module, _, names = path.partition(":")
         first, *rest = names.split(".")
         found = self.find(module, first)
@@ -137,7 +144,7 @@ class Sources:
         return found
 
     def signature(self, found: tuple[ast.AST, str]) -> inspect.Signature | None:
-        """Of a function, or of what makes an instance of a class with a written `__init__`."""
+        """Return the signature of a function, or of the `__init__` of a class; None if there is none in the sources."""
         node, module = found
         if isinstance(node, ast.ClassDef):
             made = self.member(node, module, "__init__")
@@ -158,7 +165,7 @@ def _base(node: ast.expr) -> str:
 
 
 def _signature(node: Definition) -> inspect.Signature:
-    """Without defaults' values and annotations."""
+    """Return the signature of a function, without annotations and values of defaults."""
     kinds, arguments = inspect.Parameter, node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     static = any(_name(one) == "staticmethod" for one in node.decorator_list)
@@ -178,7 +185,7 @@ def _signature(node: Definition) -> inspect.Signature:
 
 
 def _calls(name: str, files: Sequence[str] = CALLERS) -> Iterator[tuple[str, ast.Call]]:
-    """Ours of a function or a method of this name."""
+    """Yield the place and the node of each call in Flash of a function or method with this name."""
     for file in files:
         for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _name(node.func) == name:
@@ -186,7 +193,10 @@ def _calls(name: str, files: Sequence[str] = CALLERS) -> Iterator[tuple[str, ast
 
 
 def _misfit(call: ast.Call, signature: inspect.Signature) -> str:
-    """Why a function does not take the arguments of a call; those that are unpacked are not known."""
+    """Return the reason why a function does not accept the arguments of a call; empty if it does.
+
+    The values of unpacked arguments (`*args`, `**options`) are unknown, so missing arguments are not a fault then.
+    """
     unpacked = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
     named = {one.arg: None for one in call.keywords if one.arg is not None}
     bind = signature.bind_partial if unpacked else signature.bind
@@ -198,7 +208,7 @@ def _misfit(call: ast.Call, signature: inspect.Signature) -> str:
 
 
 def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iterator[Row]:
-    """What is listed as touched, and our calls of it."""
+    """Yield a row for each listed attribute, and for each call of it in Flash."""
     for path in paths:
         there, here = build.touched(path), installed.touched(path)
         if there is None:
@@ -214,7 +224,7 @@ def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iter
 
 
 def overridden(build: Sources, paths: Sequence[str]) -> Iterator[Row]:
-    """Methods of ours in classes that derive from vLLM's."""
+    """Yield a row for each method of Flash in a class that derives from a class of vLLM."""
     modules = {path.partition(":")[2].partition(".")[0]: path.partition(":")[0] for path in paths}
     ours = [
         (file, node, base)
@@ -232,7 +242,7 @@ def overridden(build: Sources, paths: Sequence[str]) -> Iterator[Row]:
 
 
 def _other(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
-    """Why whoever calls their method cannot call ours."""
+    """Return the reason why a caller of vLLM's method could not call Flash's override; empty if it could."""
     if theirs is None or not isinstance(theirs[0], Definition):
         return "is not there"
     names = [list(_signature(one).parameters) for one in (ours, theirs[0])]
@@ -240,7 +250,7 @@ def _other(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
 
 
 def fields(build: Sources) -> Iterator[Row]:
-    """What messages and engines are made with."""
+    """Yield a row for each field of a message to workers, and for each argument of an engine."""
     for path, names in FIELDS.items():
         found = build.touched(path)
         for name in names:
@@ -253,7 +263,7 @@ def fields(build: Sources) -> Iterator[Row]:
 
 
 def engine_arguments() -> list[str]:
-    """What engines on GPUs and on the CPU are given."""
+    """Return the names of all arguments that Flash gives to engines on GPUs and on the CPU."""
     import msgspec
 
     from flash.config.tree import Config
@@ -265,7 +275,7 @@ def engine_arguments() -> list[str]:
 
 
 def sources_of_torch(folder: Path) -> Iterator[Row]:
-    """That they are the installed ones, as far as Python reads them, and our calls of what these lack."""
+    """Yield a row for the comparison of torch's Python files, and rows for uses of the parts that only CUDA has."""
     installed = Path(str(distribution("torch").locate_file("torch")))
     names = [{file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed)]
     read = {name for name in names[0] | names[1] if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
@@ -301,13 +311,13 @@ def _calls_of_cuda() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def rows(folder: Path) -> list[Row]:
-    """All of them, of what there is of both in a folder."""
+    """Return all rows for the packages that a folder contains."""
     torch = [*sources_of_torch(folder)] if (folder / "torch").is_dir() else []
     return [*uses_of_vllm(folder), *torch] if (folder / "vllm").is_dir() else torch
 
 
 def uses_of_vllm(folder: Path) -> list[Row]:
-    """All of them, of the `vllm` in a folder."""
+    """Return all rows for the package `vllm` in a folder."""
     from flash.foreign import vllm, vllm_parsers
 
     touched = (*vllm.TOUCHED, *vllm.TOUCHED_BY_WORKERS, *vllm_parsers.TOUCHED)
@@ -317,7 +327,7 @@ def uses_of_vllm(folder: Path) -> list[Row]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table."""
+    """Print the table. Returns the exit code: 0, 1 if a check fails, or 2 if the argument is wrong."""
     if len(arguments) != 1 or not any((Path(arguments[0]) / name / "__init__.py").is_file() for name in NAMES):
         sys.stderr.write(f"{__doc__}\nexpected a folder with a package vllm or torch in it\n")
         return 2

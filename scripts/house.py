@@ -1,7 +1,7 @@
-"""Print how large the code is and how readable its docstrings are, so that a change for the worse is seen.
+"""Print how large the code is and how readable its docstrings are, so that a change for the worse is noticed.
 
 `python scripts/house.py` prints one row for each folder, then the road of a sample, then the totals. `--list` adds each
-docstring whose first word points to something outside it. tests/test_house.py holds the limits.
+docstring whose first word points to something outside it. tests/test_house.py checks the limits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ("flash", "algorithms", "envs")
-"""Folders of what runs; tests, benchmarks and scripts are not counted."""
+"""Folders with the code that users run. Tests, benchmarks and scripts are not counted."""
 SMALL = 60
-"""Lines below which a file counts as small. A package's `__init__.py` never does."""
+"""Number of lines below which a file counts as small. A package's `__init__.py` never counts as small."""
 POINTERS = (
     *("What", "Who", "Whose", "Whom", "Whether", "Which", "Where", "How", "Why"),
     *("Of", "Those", "These", "That", "As", "By", "With", "From", "Its", "Their", "It", "They"),
     *("None", "One", "Ones", "Other", "Others", "Another", "The same", "Nobody", "Somebody", "So", "Such"),
 )
-"""First words of docstrings that are understood only with something else in view. They find a form, not the sense."""
+"""First words of docstrings that can be understood only together with other text. They detect a form, not the sense."""
 POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
 
 ROAD = (
@@ -81,8 +81,8 @@ ROAD = (
 )
 """Files of `flash` through which the task, the requests and the tokens of one sample pass, from lease to gradient.
 
-They stand in the order in which a sample reaches them. Environments, configuration and objectives are left out. So are
-files that every room uses, such as `types.py`, and those that only watch or count, such as metrics.
+They are in the order in which a sample reaches them. Environments, configuration and objectives are left out. So are
+files that every folder uses, such as `types.py`, and files that only observe or count, such as metrics.
 """
 
 
@@ -95,12 +95,12 @@ class Docstring(NamedTuple):
 
     @property
     def points_outside(self) -> bool:
-        """True if the first word can only be understood with something else in view."""
+        """True if the first word can be understood only together with other text."""
         return POINTER.match(self.text) is not None
 
 
 class Folder(NamedTuple):
-    """The size and the docstrings of one folder, without the folders inside it."""
+    """Size and docstrings of one folder, without the folders inside it."""
 
     files: int
     small: int
@@ -111,7 +111,7 @@ class Folder(NamedTuple):
 
     @property
     def pointing(self) -> list[Docstring]:
-        """The docstrings whose first word points outside them."""
+        """Docstrings whose first word points outside them."""
         return [one for one in self.docstrings if one.points_outside]
 
     @property
@@ -173,7 +173,7 @@ def namesakes() -> dict[str, list[str]]:
 
 
 def report(*, every: bool) -> Iterator[str]:
-    """Yield the lines to print; `every`: with each docstring whose first word points outside it."""
+    """Yield the lines to print. If `every` is True, include each docstring whose first word points outside it."""
     rooms = folders()
     yield f"{'folder':40}{'files':>6}{'small':>6}{'lines':>7}{'classes':>8}{'pointing':>9}"
     for name, room in rooms.items():

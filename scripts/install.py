@@ -1,9 +1,9 @@
 """Make `.venv`, the environment that Flash runs in: `python3 scripts/install.py`, or `make env`.
 
-Needs nothing but Python's standard library. A second call returns at once while what the environment depends on is
-unchanged (`environment.fingerprint`); after a call that was interrupted the next one continues.
+This script needs only Python's standard library. A later call returns at once if everything that the environment
+depends on is unchanged (`environment.fingerprint`). After an interrupted call, the next one continues.
 
-This file is read by any Python, also by those that are too old for the others: it has to say so.
+Unlike the other scripts, this file must also work with a Python that is too old for Flash, to report that as an error.
 """
 
 import sys
@@ -12,7 +12,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def too_old(oldest):
-    """Why this Python is not taken; empty: it is."""
+    """Return an error message if this Python is older than `oldest`, else an empty text."""
     if sys.version_info >= oldest:
         return ""
     found, wanted = (".".join(map(str, version[:2])) for version in (sys.version_info, oldest))
@@ -23,7 +23,7 @@ def too_old(oldest):
 
 
 def start(oldest=OLDEST_PYTHON):
-    """Make the environment, or leave it as it is when it is current; the exit code."""
+    """Make the environment, unless it is up to date. Returns the exit code."""
     if too_old(oldest):
         sys.stderr.write("error: " + too_old(oldest) + "\n")
         return 1

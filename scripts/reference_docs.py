@@ -1,7 +1,7 @@
-"""Write what of docs/ is made from the code: `make docs`.
+"""Write the parts of docs/ that are generated from the code: `make docs`.
 
-The configuration's page from its tree, that of the commands from the parsers, the tables of the metrics' page from the
-table of columns, and Grafana's dashboard from the charts.
+The page of the configuration is made from its tree, and the page of the commands from the parsers. The tables in the
+page of the metrics are made from the table of columns, and Grafana's dashboard from the charts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ table away. Where tables have kinds, `kind` chooses: `algorithm.corrections=[{ki
 
 
 def configuration_page() -> str:
-    """The whole reference, one table per section."""
+    """Return the page of the configuration, with one table for each section."""
     return "\n".join([CONFIGURATION, *_sections(), *_resuming()])
 
 
@@ -65,7 +65,7 @@ def _sections() -> Iterator[str]:
 
 
 def _kinds(key: str, annotation: Any) -> Iterator[str]:
-    """What may stand in a key that holds a table or a list of tables."""
+    """Yield the lines about a key that holds a table or a list of tables: one part for each kind of table."""
     in_list = get_origin(annotation) is list
     kinds = tables_in(get_args(annotation)[0] if in_list else annotation)
     if not kinds:
@@ -97,7 +97,8 @@ def _field_rows(section: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _value(annotation: Any) -> str:
-    """A type in few words, with a pattern set apart: its brackets would be read as a link."""
+    """Return the description of a type in few words."""
+    # A pattern is marked as code, because Markdown would read its brackets as a link.
     words = re.sub(r"(?<=text matching )\S+", r"`\g<0>`", describe(annotation))
     for long, short in SHORT.items():
         words = re.sub(long, short, words)
@@ -116,11 +117,11 @@ SHORT = {
     r'"age", .* or "trainer_waits"': "alarms",
     r"number 0\.1 to 1e\+08": "seconds",
 }
-"""How the page shortens what errors say in whole words."""
+"""Abbreviations, by regular expression, of the descriptions that error messages have in whole words."""
 
 
 def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:
-    """The docstring under each field of a section, on one line."""
+    """Return the docstring of each field of a section, on one line."""
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -137,7 +138,7 @@ def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _resuming() -> Iterator[str]:
-    """The tables, for the reference."""
+    """Yield the lines about the keys that `--resume` may change only in part or not at all."""
     yield "## What `--resume` may change\n"
     yield (
         "A changed key takes effect in all that is still to be done; schedules count from the run's first step. What "
@@ -151,7 +152,7 @@ def _resuming() -> Iterator[str]:
     yield ""
 
 
-# -- docs/commands.md: argparse shows what a parser holds in a form that differs from one Python to the next -----------
+# -- docs/commands.md: it reads the parsers, because the text of --help differs between versions of Python -------------
 
 COMMANDS = """\
 # Commands
@@ -164,11 +165,11 @@ an output that nobody reads. `KEY=VALUE`: [configuration](configuration.md). `fl
 
 
 SEVERAL = 3
-"""Arguments that a command has in common with one before it from which on these are only named."""
+"""Number of arguments that a command must share with an earlier command so that they are listed by name only."""
 
 
 def commands_page(parser: argparse.ArgumentParser) -> str:
-    """The whole reference, one section per command."""
+    """Return the page of the commands, with one section for each command."""
     return "\n".join([COMMANDS, *_commands(parser)])
 
 
@@ -203,7 +204,7 @@ def _argument_rows(command: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _shown(action: argparse.Action) -> str:
-    """How it is written: `--port PORT`, `RUN_DIR…`."""
+    """Return the form in which a user writes an argument, such as `--port PORT` or `RUN_DIR…`."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
     if action.choices is not None:
         name = ", ".join(map(str, action.choices))
@@ -221,11 +222,11 @@ def _sentence(text: str | None) -> str:
 # -- docs/metrics.md ---------------------------------------------------------------------------------------------------
 
 MARKED = re.compile(r"(?s)(<!-- made: (\w+) -->\n).*?(<!-- end -->)")
-"""What is made anew, between its marks."""
+"""Generated part of the page, between its marks."""
 
 
 def metrics_page(text: str) -> str:
-    """The page, with its tables as they are now."""
+    """Return the page with its tables generated again."""
     return MARKED.sub(lambda found: "\n".join([found[1], *TABLES[found[2]](), found[3]]), text)
 
 
@@ -277,11 +278,11 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "evaluations": lambda: _described(GROUPS["evaluation"]),
     "engines": lambda: _described(GROUPS["engine"]),
 }
-"""By their marks."""
+"""Functions that generate the tables of the metrics' page, by the name in the table's mark."""
 
 
 def main() -> None:
-    """Write them all."""
+    """Write all generated files."""
     (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")
     (DOCS / "commands.md").write_text(commands_page(parsers()[0]), encoding="utf-8")
     metrics = DOCS / "metrics.md"

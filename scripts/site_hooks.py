@@ -1,6 +1,6 @@
-"""What the site has beside docs/: a page for each file outside of it that the documents link to.
+"""Hooks of mkdocs that add a page to the site for each file outside docs/ that the documents link to.
 
-mkdocs calls the two hooks by their names. The pages exist in the site only: nothing is copied into the tree.
+mkdocs calls the two hooks by their names. The pages exist in the site only: no file is copied into the repository.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 from algorithms import OBJECTIVES  # noqa: E402 - the path has to be there first
 
 EXAMPLES = ("toml", "py", "yaml")
-"""Endings of what stands in examples/, which are also the names of their languages."""
+"""Suffixes of the files in examples/ that get a page. They are also the names of the languages for highlighting."""
 CONTRIBUTING = "CONTRIBUTING.md"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages."""
+    """Add the pages to the files of the site. Called by mkdocs."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for path in sorted((ROOT / "examples").rglob("*")):
@@ -39,8 +39,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links out of docs/ to these pages, and list names from their docstrings."""
-    # GitHub wants a bar in the code of a table escaped, mkdocs shows what escapes it.
+    """Point links out of docs/ to the added pages, and replace `api` marks by directives. Called by mkdocs."""
+    # In a table, GitHub requires that a bar inside code is escaped, but mkdocs would show the backslash.
     markdown = re.sub(r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), markdown)
     markdown = re.sub(rf"\]\(\.\./(examples/[\w/-]+\.(?:{'|'.join(EXAMPLES)}))\)", r"](\1.md)", markdown)
     markdown = markdown.replace(f"](../{CONTRIBUTING})", f"]({CONTRIBUTING})")
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _listed(module: str, names: str | None) -> str:
-    """Directives of mkdocstrings, for all public names of a module or for those that are given."""
+    """Return directives of mkdocstrings for the given names of a module; None: for all its public names."""
     if module == "algorithms.OBJECTIVES":
         paths = [path.replace(":", ".") for path in OBJECTIVES.values()]
     elif names:

@@ -1,12 +1,12 @@
-"""Try the two commands as a stranger has them: each Python of this machine, a fresh clone, pip without any settings.
+"""Try the installation and a dry run like a new user: each Python of this machine, a fresh clone, pip without settings.
 
     python3 scripts/try_install.py                    # each Python found, with a compiler and without; an hour
     python3 scripts/try_install.py --other            # only the newest Python that is not this one
     python3 scripts/try_install.py --short            # a few unit tests instead of `make check`; minutes
     sudo python3 scripts/try_install.py --user nobody # as an ordinary user, whom root can become
 
-The trial uses the last commit. Of pip's settings only those stay that say how the registry is reached. Everything is
-made in a temporary folder, 10 GB at most, and removed. The script exits with 1 where something failed.
+The trial uses the last commit. It keeps only the settings of pip that are needed to reach the registry. All files are
+made in a temporary folder, at most 10 GB, and removed at the end. The script exits with 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from install import OLDEST_PYTHON
 from packages import gigabytes
 
 REGISTRY = ("index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout", "retries")
-"""The settings of pip that are kept: they say how the registry is reached, and nothing of what is taken from it."""
+"""Settings of pip that are kept. They determine how the registry is reached, but not which packages are taken."""
 
 KEPT = re.compile(r"(?i)(.*_proxy|ssl_cert_.*|requests_ca_bundle|user|logname|lang|lc_.*|term|tz)")
-"""The variables that are kept beside them."""
+"""Pattern of the environment variables that are kept."""
 
 COMPILERS = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|c89|c99|clang|clang\+\+|tcc)(-[0-9.]+)?")
-"""Programs that are hidden for a try without a compiler."""
+"""Pattern of the programs that are hidden in a trial without a compiler."""
 
 PLACES = (
     "~/.pyenv/versions/*/bin",
@@ -44,13 +44,13 @@ PLACES = (
     "/usr/local/bin",
     "/usr/bin",
 )
-"""Where Pythons lie that are not on PATH."""
+"""Patterns of the folders that are searched for Pythons, beside PATH."""
 
 SHORT_TESTS = (
     *("tests/test_imports.py", "tests/test_lock.py", "tests/algorithms", "tests/transport", "tests/simulate"),
     *("tests/trainer/test_model.py", "tests/trainer/test_checkpoint.py"),
 )
-"""What `--short` runs of the unit tests: some that torch and the interpreter matter to."""
+"""Unit tests that `--short` runs: a few that depend on torch and on the interpreter."""
 
 
 class Python(NamedTuple):
@@ -61,21 +61,22 @@ class Python(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One command of a try."""
+    """A command of a trial."""
 
     name: str
     command: list[str]
 
 
 class Row(NamedTuple):
-    """What came of a try: its columns, and whether all of it went well."""
+    """The result of a trial, as a row of the table."""
 
     columns: list[str]
     good: bool
+    """True if all steps succeeded."""
 
 
 def folders() -> Iterator[Path]:
-    """Where to look, PATH first."""
+    """Yield the folders to search for Pythons, those on PATH first."""
     yield from map(Path, os.environ.get("PATH", "").split(os.pathsep))
     for place in PLACES:
         pattern = Path(place).expanduser()
@@ -83,7 +84,7 @@ def folders() -> Iterator[Path]:
 
 
 def probe(path: Path) -> Python | None:
-    """The interpreter at `path`; None where it is too old, broken, or cannot make environments."""
+    """Return the interpreter at `path`; None if it is too old, broken, a virtual environment, or cannot make one."""
     code = "import sys, venv, ensurepip; print(*sys.version_info[:3], sys.prefix == sys.base_prefix)"
     told = (output(path, "-c", code, timeout=30) or "").split()
     if told[-1:] != ["True"]:
@@ -93,7 +94,7 @@ def probe(path: Path) -> Python | None:
 
 
 def pythons() -> list[Python]:
-    """One interpreter for each minor version, oldest first."""
+    """Return an interpreter for each minor version, the oldest first."""
     found: dict[tuple[int, ...], Python] = {}
     for folder in folders():
         for path in sorted(folder.glob("python3.*")) if folder.is_dir() else ():
@@ -103,7 +104,7 @@ def pythons() -> list[Python]:
 
 
 def variables(home: Path, path: str) -> dict[str, str]:
-    """The environment of a stranger who reaches the registry as this machine does."""
+    """Return the environment variables of a new user who reaches the registry in the way of this machine."""
     seen = {key: value for key, value in os.environ.items() if KEPT.fullmatch(key)}
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
@@ -115,7 +116,7 @@ def variables(home: Path, path: str) -> dict[str, str]:
 
 
 def without_compilers(folder: Path) -> str:
-    """A PATH that has everything that this one has, but no compiler."""
+    """Return a PATH with all programs of the present one except compilers. `folder` gets links to them."""
     folder.mkdir(exist_ok=True)
     for place in map(Path, os.environ.get("PATH", "").split(os.pathsep)):
         for program in place.iterdir() if place.is_dir() else ():
@@ -126,7 +127,7 @@ def without_compilers(folder: Path) -> str:
 
 
 def steps(python: Python, short: bool) -> list[Step]:
-    """What is run, in order."""
+    """Return the commands of a trial, in order."""
     tests = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-m", "not integration", *SHORT_TESTS]
     return [
         Step("env", ["make", "env", f"PYTHON={python.path}"]),
@@ -137,7 +138,7 @@ def steps(python: Python, short: bool) -> list[Step]:
 
 
 def can_run(python: Python, user: str | None) -> bool:
-    """Return True if `user` may start this interpreter; it may lie in a folder that is closed to others."""
+    """Return True if `user` may start this interpreter, which may be in a folder that is closed to other users."""
     command = [python.path, "-c", ""]
     try:
         return subprocess.run(command, check=False, cwd="/", **identity(user)).returncode == 0
@@ -146,7 +147,7 @@ def can_run(python: Python, user: str | None) -> bool:
 
 
 def identity(user: str | None) -> dict[str, Any]:
-    """Return the arguments by which `subprocess.run` becomes `user`, without any group of the caller's."""
+    """Return the arguments that make `subprocess.run` run a command as `user`, without the caller's groups."""
     return {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
 
 
@@ -158,7 +159,7 @@ def give(folder: Path, user: str) -> None:
 
 
 def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str | None) -> Row:
-    """Clone, run every step until one fails, and return a row of how long each step took."""
+    """Clone the repository, run the steps until one fails, and return a row with the seconds of each step."""
     clone, home = work / "clone", work / "home"
     home.mkdir(exist_ok=True)
     path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
@@ -202,7 +203,7 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
 
 
 def main() -> int:
-    """Try what the arguments say, and print a table."""
+    """Run the trials that the arguments select, and print a table. Returns 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", type=Path, action="append", help="try this one (may be repeated), not all found")
     parser.add_argument("--other", action="store_true", help="only the newest whose version is not this Python's")
@@ -224,7 +225,7 @@ def main() -> int:
     if options.other:
         forms = forms[:1]
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # the space is a part of the trial
+    with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # Paths with a space are part of the trial.
         for python in found:
             rows += [attempt(python, compiler, options.short, Path(work), options.user) for compiler in forms]
     sys.stdout.write("\n" + "\n".join(" | ".join(row.columns) for row in rows) + "\n")

@@ -1,4 +1,5 @@
-"""Rows of data sets, for `flash sft` and for environments: files become rows (`tables`), and rows of all common shapes
-become conversations, prompts and answers of one form (`shapes`). Errors name the file, the row, counted from 1, and the
-cure.
+"""Rows of data sets, for `flash sft` and for environments.
+
+`tables` reads files as rows. `shapes` converts rows of all common shapes to conversations, prompts and answers of one
+form. Error messages name the file, the row, counted from 1, and the remedy.
 """

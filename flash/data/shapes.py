@@ -1,12 +1,12 @@
-"""Rows of all common shapes as conversations, prompts and answers of one form.
+"""Conversion of rows of all common shapes to conversations, prompts and answers of one form.
 
-Messages are in the form of OpenAI's API, as plain objects: roles `system`, `developer`, `user`, `assistant` and `tool`;
-`content` as text or text parts; `tool_calls` with arguments as JSON text. Null fields are left out; fields that are
-unknown here (`reasoning_content`, `thinking`, `weight`, …) stay as they are.
+Messages have the form of OpenAI's API, as plain dictionaries: roles `system`, `developer`, `user`, `assistant` and
+`tool`; `content` as text or text parts; `tool_calls` with arguments as JSON text. Null fields are removed. Fields that
+this module does not know (`reasoning_content`, `thinking`, `weight`, …) are kept unchanged.
 
-Shapes that are read: TRL's language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT,
-Alpaca, pairs of question and answer, and verl's prompts and answers. Preference rows are refused by name, and so are
-images: nothing of a row is left out in silence.
+Supported shapes: TRL's language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT,
+Alpaca, pairs of question and answer, and verl's prompts and answers. Preference rows and rows with images are refused
+with an error, because no part of a row may be ignored silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flash.service.errors import ApiError
 from flash.types import ASSISTANT, TOOL, Message
 
 Given = dict[str, Any]
-"""A message, a call or a tool as OpenAI's API has it."""
+"""A message, a call or a tool in the form of OpenAI's API."""
 
 ALIASES = {
     **dict.fromkeys(("human",), "user"),
@@ -36,6 +36,7 @@ ALIASES = {
 CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is a call as JSON text."""
 CONVERSATIONS = ("messages", "conversations", "conversation")
+"""Columns that hold a list of messages."""
 PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
@@ -45,61 +46,66 @@ PAIRS = (
     ("query", "response"),
     ("input", "output"),
 )
-"""Columns that hold a text of the user and the answer to it, which go through the chat template."""
+"""Pairs of columns with a text of the user and the answer to it. The chat template is applied to both."""
 INPUTS = {
     "instruction": ("input", "context"),
     **dict.fromkeys(("question", "problem", "query"), ("context",)),
 }
-"""Columns whose text follows the one of a prompt, by the name of that."""
+"""Columns whose text is appended to a prompt, by the name of the prompt's column."""
 CHOICES = ("choices", "options")
-"""Columns with the answers to choose from, which the prompt must show."""
+"""Columns with the options of a multiple-choice question, which the prompt must show."""
 MASKS = ("train", "trainable", "loss", "loss_mask", "loss_scale")
-"""Names that axolotl, verl and ms-swift have for the `weight` of a message."""
+"""Names of a message's `weight` in axolotl, verl and ms-swift."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns of what is no text."""
+"""Columns of images, videos and audio."""
 MEDIA_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".mp4", ".webm", ".mp3", ".wav", ".flac")
-"""Suffixes of files in such a column; another text, such as the name of a container image, is no medium."""
+"""Suffixes of media files. Any other text in a column of `MEDIA`, such as the name of a container image, is allowed."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations")
-"""Usual names of the column with the prompt, the most certain first."""
+"""Usual names of the column with the prompt, the most reliable first."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "output")
-"""Usual names of the column with the answer, the most certain first."""
+"""Usual names of the column with the answer, the most reliable first."""
 FORMS = (
     "`messages` (or ShareGPT's `conversations`), `prompt` and `completion`, `instruction` and `output`, `question` and "
     "`answer`, or `text`"
 )
+"""Supported shapes, as part of error messages."""
 MARK = "####"
-"""Stands before the final answer of GSM8K's solutions, in their last line."""
+"""Mark before the final answer in the last line of GSM8K's solutions."""
 EXACT = 2**53
-"""Magnitude from which doubles skip whole numbers, so that they are shown with their exponent."""
+"""Magnitude from which a double cannot hold every whole number. Larger numbers are written as Python shows them."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages, of which those of the assistant are learned."""
+    """A conversation, in which the messages of the assistant are trained."""
 
     shape: str
-    """Columns that the messages come from, for people."""
+    """Columns of the row that hold the messages, for people."""
     messages: list[Given]
+    """All messages, the first one first."""
     shown: int = 0
-    """Messages at the beginning that are shown and not learned."""
+    """Number of messages at the beginning that are not trained."""
     tools: list[Given] = []
-    """Functions that may be called."""
+    """Functions that the assistant may call."""
     template: dict[str, Any] = {}
-    """Arguments for the chat template: the row's own `chat_template_kwargs`."""
+    """Arguments for the chat template, from the row (see `template_of`)."""
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A text and its continuation, without a chat template; the continuation is learned."""
+    """A text and its continuation, without a chat template. The continuation is trained."""
 
     shape: str
+    """Columns of the row that hold the text, for people."""
     prompt: str
+    """Text that is not trained; may be empty."""
     completion: str
+    """Text that is trained."""
 
 
 def example_of(row: Row) -> Conversation | Text:
-    """Return what a row teaches.
+    """Return the conversation or the text that a row trains.
 
     Raises:
-        ConfigError: the row has none of the shapes, or something in it cannot be taken.
+        ConfigError: the row has none of the shapes, or a part of it is not supported.
     """
     values = {name: value for name, value in row.values.items() if value is not None}
     place, names = row.place, values.keys()
@@ -143,7 +149,7 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
     """Return the prompt in a column: text, or the messages of a conversation that an answer may follow.
 
     Raises:
-        ConfigError: there is none, or something in it cannot be taken.
+        ConfigError: the column has no prompt, or a part of the row is not supported.
     """
     value, place = value_of(row, column), row.place
     refuse_media(row)
@@ -168,20 +174,22 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
 def answer_of(row: Row, column: str) -> str:
     """Return the answer in a column as text: a number without `.0`, a boolean, list or object as JSON text.
 
-    A list of one value counts as that value. Of a solution whose last line begins with `####`, as GSM8K has them, it
-    is the rest of that line.
+    A list of one value counts as that value. If the last line of a text begins with `####`, as in GSM8K, the answer is
+    the rest of that line.
 
     Raises:
-        ConfigError: there is none, or it is no number.
+        ConfigError: the column has no answer, or its number is infinite or NaN.
     """
     return _answer(value_of(row, column), f"{row.place}: {column!r}")
 
 
 def find_column(names: Sequence[str], given: str | None, usual: Sequence[str], option: str, file: str) -> str:
-    """Return the name of a column of a table: the `given` one, or else the first of its usual names that is there.
+    """Return the name of a column of a table: the `given` one, or else the first of its `usual` names that exists.
+
+    `option` is the name of the setting for the column, for error messages.
 
     Raises:
-        ConfigError: there is none. `option` names the setting that would name it.
+        ConfigError: the table has no such column.
     """
     listed = ", ".join(map(repr, names)) or "none"
     there = next((name for name in usual if name in names), None)
@@ -196,10 +204,10 @@ def find_column(names: Sequence[str], given: str | None, usual: Sequence[str], o
 
 
 def spoken(messages: Iterable[Given], place: str) -> list[Message]:
-    """Return messages as chat templates are given them.
+    """Return messages in the form that chat templates take.
 
     Raises:
-        ConfigError: one of them is of no known role, or has a field of a wrong type.
+        ConfigError: a message has an unknown role, or a field of a wrong type.
     """
     try:
         return messages_of(msgspec.convert(list(messages), list[ChatMessage]))
@@ -210,10 +218,10 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
 
 
 def refuse_media(row: Row) -> None:
-    """Raise ConfigError if a row has images, videos or audio, which no model here is shown."""
+    """Raise ConfigError if a row has images, videos or audio, because models get text only."""
     for name in MEDIA:
         value = row.values.get(name)
-        named = isinstance(value, str) and json_of(value) is None  # perhaps a container image
+        named = isinstance(value, str) and json_of(value) is None  # It may be the name of a container image.
         if named and not str(value).startswith("data:") and not str(value).lower().endswith(MEDIA_FILES):
             continue
         if value not in (None, "", "[]", [], {}):
@@ -224,7 +232,7 @@ def refuse_media(row: Row) -> None:
 
 
 def _refuse_preferences(values: Mapping[str, Any], place: str) -> None:
-    """Raise ConfigError for rows that say which of several answers is the better one."""
+    """Raise ConfigError for rows that rate answers or compare them with each other."""
     names = values.keys()
     if {"chosen", "rejected"} & names and not {*CONVERSATIONS} & names:
         whole = "prompt" not in names and not isinstance(values.get("chosen"), str)
@@ -255,7 +263,11 @@ def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: l
 
 
 def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, completion: str) -> Text:
-    """Return a row of plain text. Raises ConfigError if another column holds something that the text does not show."""
+    """Return a row of plain text.
+
+    Raises:
+        ConfigError: the row has a `history`, or the text does not contain the row's `system` text or its tools.
+    """
     whole = prompt + completion
     system = values.get("system") or values.get("system_prompt")
     unseen = ["`system`"] if system and not (isinstance(system, str) and system.strip() in whole) else []
@@ -272,7 +284,7 @@ def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, comple
 
 
 def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -> list[Given]:
-    """Put the text of a column `system` in front."""
+    """Return the messages with the text of the `system` column as first message, if the row has that column."""
     system = values.get("system") or values.get("system_prompt")
     if not system:
         return messages
@@ -286,7 +298,7 @@ def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -
 
 
 def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], place: str) -> None:
-    """Raise ConfigError if a row has a prompt beside its messages, as ultrachat has, that is not part of them."""
+    """Raise ConfigError if a row has messages and also a prompt, as in ultrachat, that is not among the messages."""
     prompt = values.get("prompt")
     if not prompt:
         return
@@ -304,12 +316,12 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
 
 
 def _asked(values: Mapping[str, Any], value: Any, column: str, place: str) -> list[Given]:
-    """Return the message of the user in a value of a column.
+    """Return the messages of the user in the value of a column.
 
-    The texts of the columns in `INPUTS` follow, each on a line of its own, unless the message shows them.
+    The texts of the columns in `INPUTS` are appended on new lines, unless the message contains them already.
 
     Raises:
-        ConfigError: one of these is no text, or the row has choices that the message does not show.
+        ConfigError: a value is not text, or the row has choices that the messages do not show.
     """
     messages = _messages(value, place, column, "user")
     for name in INPUTS.get(column, ()):
@@ -328,7 +340,7 @@ def _asked(values: Mapping[str, Any], value: Any, column: str, place: str) -> li
 
 
 def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: str) -> None:
-    """Raise ConfigError if a row has answers to choose from that no message shows."""
+    """Raise ConfigError if a row has options of a multiple-choice question that no message shows."""
     for name in CHOICES:
         given = values.get(name)
         texts = list(_texts_in(json_of(given) or given if isinstance(given, str) else given))
@@ -341,7 +353,7 @@ def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: 
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in lists and objects."""
+    """Yield all texts in a value, including those in nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -352,7 +364,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _history(values: Mapping[str, Any], place: str) -> list[Given]:
-    """Return the earlier rounds of Alpaca's `history`: pairs of what was asked and answered."""
+    """Return the messages of Alpaca's `history`, which is a list of pairs of a question and its answer."""
     rounds = values.get("history") or []
     rounds = (json_of(rounds) or [rounds]) if isinstance(rounds, str) else rounds
     messages: list[Given] = []
@@ -365,7 +377,7 @@ def _history(values: Mapping[str, Any], place: str) -> list[Given]:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """Return the messages that a text lists in JSON. None: it is a text like others, even if it is JSON."""
+    """Return the messages if a text is a JSON list of messages; None for any other text, including other JSON."""
     listed = json_of(text)
     if not isinstance(listed, list) or not listed:
         return None
@@ -374,13 +386,13 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 def _messages(value: Any, place: str, column: str, role: str) -> list[Given]:
-    """Return the messages of a column; a text that is no list of messages in JSON is one message of this role."""
+    """Return the messages of a column. A text that is not a JSON list of messages becomes one message of this role."""
     if isinstance(value, str):
         parsed = _messages_in(value)
         if parsed is None:
             return [{"role": role, "content": value}]
         value = parsed
-    if isinstance(value, dict):  # one message
+    if isinstance(value, dict):  # A single message.
         value = [value]
     if not isinstance(value, list):
         raise ConfigError(f"{place}: {column!r} must be text or a list of messages, but is {value!r:.100}")
@@ -396,9 +408,9 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
 
     Args:
         given: the message of the row.
-        place: of the message, for errors.
-        number: of the message, which names calls that have no name.
-        open_calls: names of calls of older forms that no message has answered yet. Is changed.
+        place: place of the message in the data, for errors.
+        number: number of the message, from which ids of calls without an id are made.
+        open_calls: ids of calls in an older form that no message has answered yet. This function changes it.
     """
     if not isinstance(given, dict):
         raise ConfigError(f"{place} must be an object with `role` and `content`, but is {given!r:.100}")
@@ -412,7 +424,7 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
     role = role.lower()
     message["role"] = role = ALIASES.get(role, role)
     for mask in MASKS:
-        if mask in message:  # a value that is no weight is refused where weights are
+        if mask in message:  # Invalid weights are refused later, with those of the `weight` field itself.
             message.setdefault("weight", message.pop(mask))
     if isinstance(message.get("weight"), bool):
         message["weight"] = int(message["weight"])
@@ -446,7 +458,7 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
 
 
 def _content(content: Any, place: str, role: str) -> Any:
-    """Return text, or text parts; what a tool returned as an object becomes JSON text."""
+    """Return a content as text or text parts. An object or list that a tool returned becomes JSON text."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and not (role == TOOL and not _are_parts(cast("list[Any]", content))):
@@ -476,7 +488,7 @@ def _part(part: Any, place: str) -> Given:
 
 
 def _call(given: Any, place: str, name: str) -> Given:
-    """Return a call in OpenAI's form: a bare `{name, arguments}` becomes its function."""
+    """Return a call in OpenAI's form. A bare `{name, arguments}` becomes the `function` of a call."""
     call = _object(given, place, "a call")
     function = _object(call.get("function", call), place, "the function of a call")
     if not isinstance(function.get("name"), str):
@@ -491,7 +503,7 @@ def _call(given: Any, place: str, name: str) -> Given:
 
 
 def _object(value: Any, place: str, what: str) -> Given:
-    """Return the fields of an object, or of a text that is one in JSON, that are not null."""
+    """Return the fields of an object that are not null. `value` may be the object or its JSON text."""
     parsed = json_of(value) if isinstance(value, str) else value
     if not isinstance(parsed, dict):
         raise ConfigError(f"{place}: {what} must be an object, but is {value!r:.100}")
@@ -499,7 +511,10 @@ def _object(value: Any, place: str, what: str) -> Given:
 
 
 def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
-    """Return the functions that a row offers: a list or JSON text, of functions with or without OpenAI's wrapper."""
+    """Return the functions that a row offers, in OpenAI's form.
+
+    The row has them as a list or as JSON text. Each is a function alone or the object of OpenAI's API around it.
+    """
     given = values.get("tools") or values.get("functions") or []
     if isinstance(given, str):
         parsed = json_of(given)
@@ -508,7 +523,7 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
         given = parsed or []
     tools: list[Given] = []
     for one in cast("list[Any]", given) if isinstance(given, list) else [given]:
-        # Also of JSON: what was written from an Arrow table is padded as the table was.
+        # Nulls are removed in JSON rows too: JSON that was written from an Arrow table is padded with nulls as well.
         tool = cast("Given", without_nulls(_object(one, place, "a tool")))
         function = _object(tool.get("function", tool), place, "the function of a tool")
         if isinstance(function.get("parameters"), str):
@@ -522,11 +537,11 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
 
 
 def template_of(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the arguments for the chat template that a row gives; verl has a column for one of them."""
+    """Return the arguments for the chat template in a row, including verl's column `enable_thinking`."""
     given = values.get("chat_template_kwargs") or {}
     arguments = _object(given, place, "`chat_template_kwargs`") if given else {}
     thinking = str(values.get("enable_thinking", "")).lower()
-    if thinking in ("true", "false"):  # in CSV it is text
+    if thinking in ("true", "false"):  # CSV files have it as text.
         arguments.setdefault("enable_thinking", thinking == "true")
     return arguments
 
@@ -554,6 +569,6 @@ def _answer(value: Any, place: str) -> str:
     if value is None or value in ([], {}):
         raise ConfigError(f"{place} is empty; expected an answer, or leave the row out")
     try:
-        return msgspec.json.encode(value).decode().strip('"')  # of a date the text alone
+        return msgspec.json.encode(value).decode().strip('"')  # A date becomes its text without quotes.
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{place} cannot be an answer: {error}") from None

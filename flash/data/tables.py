@@ -1,8 +1,8 @@
-"""Tables on disk, row by row: JSON lines, a JSON list, CSV, each also compressed by gzip, Parquet, Arrow, and folders
-written by the Hugging Face `datasets` library.
+"""Reading of tables on disk, row by row.
 
-Rows are counted from 1 in each file, in every message. Text may be UTF-8, with or without a byte-order mark, UTF-16 or
-UTF-32. Everything is read with the standard library or pyarrow; `datasets` itself is not needed.
+Formats: JSON lines, a JSON list, CSV (each also compressed by gzip), Parquet, Arrow, and folders that the Hugging Face
+`datasets` library has written. Error messages count the rows of each file from 1. Text may be UTF-8, with or without a
+byte-order mark, UTF-16 or UTF-32. Files are read with the standard library or pyarrow; `datasets` is not needed.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ import msgspec
 from flash.errors import ConfigError
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Usual beginnings of the file names of a data set's splits. A folder that mixes several is not read as one table."""
+"""Usual beginnings of the file names of a data set's splits. A folder with files of several splits is refused."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Suffixes of files with JSON lines or a JSON list."""
 GZIP = b"\x1f\x8b"
-"""First bytes of a file that gzip has written."""
+"""First bytes of a file that is compressed by gzip."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separator of the cells, by the suffix of the file."""
 READ_TOGETHER = 128
-"""Rows of a Parquet file that are decoded at once."""
+"""Number of rows of a Parquet file that are decoded at once."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files beside a data set that hold no rows."""
+"""Names of metadata files in the folder of a data set, which contain no rows."""
 LFS = b"version https://git-lfs.github.com/spec/"
-"""Beginning of a file that stands for data which Git LFS keeps elsewhere."""
+"""Beginning of a Git LFS pointer, a small file in the place of data that Git LFS stores elsewhere."""
 FAULTS = 5
-"""Faults of rows that one message lists."""
+"""Most faulty rows that one error message lists."""
 NEAR = 0.8
-"""Similarity from which a name is suggested for another: `question` is none for `solution`."""
+"""Lowest similarity, from 0 to 1, of a name that is suggested for another. With this value, `question` is not suggested
+for `solution`."""
 
 
 class Row(NamedTuple):
-    """One row of a table."""
+    """Row of a table."""
 
     place: str
     """File and number of the row, counted from 1, for error messages."""
     values: dict[str, Any]
-    """Column names with values. Fields that Parquet or Arrow have padded with null are left out of nested values."""
+    """Values by column name. Fields that Parquet or Arrow have padded with null are removed from nested values."""
 
 
 def column_names(path: str, needed: Sequence[str] = ()) -> list[str]:
-    """Return the columns of the table's first file, nested ones by dotted names. Reads only the head of the file.
+    """Return the columns of the table's first file; nested columns have dotted names. Reads only the head of the file.
 
     Raises:
         ConfigError: the table does not exist, is empty, cannot be read, or lacks a needed column.
@@ -76,7 +78,7 @@ def column_names(path: str, needed: Sequence[str] = ()) -> list[str]:
 
 
 def suggested(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean …?` if one of the names is nearly this one, else an empty text."""
+    """Return `; did you mean …?` with the most similar of the names, or an empty text if none is similar enough."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -92,7 +94,7 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def value_of(row: Row, column: str) -> Any:
-    """Return the value of a column; a dotted name leads into nested values, also into those that are JSON text.
+    """Return the value of a column. A dotted name selects a nested value, also inside JSON text.
 
     Raises:
         ConfigError: the row has no such column, or no value in it.
@@ -112,14 +114,14 @@ def value_of(row: Row, column: str) -> Any:
 
 
 def refuse_rows(faults: Sequence[str]) -> None:
-    """Raise ConfigError with the first of these faults of rows and the number of the others, if there are any."""
+    """Raise ConfigError if rows have faults. The message has the first faults and the number of the others."""
     if faults:
         more = f"\n… and {len(faults) - FAULTS} more rows" if len(faults) > FAULTS else ""
         raise ConfigError("\n".join(faults[:FAULTS]) + more)
 
 
 def json_of(text: str) -> Any:
-    """Return the list or object that a text is in JSON; None if it is neither."""
+    """Return the list or object that a JSON text encodes; None if the text encodes neither."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -148,14 +150,15 @@ def _files(path: str) -> list[Path]:
 
 
 def _refuse_pointer(file: Path) -> None:
-    """Raise ConfigError for a file whose data Git LFS has not fetched, as in a clone made without it."""
-    with contextlib.suppress(OSError), file.open("rb") as data:  # another function says why it cannot be read
+    """Raise ConfigError if a file is a Git LFS pointer, because the repository was cloned without Git LFS."""
+    # An unreadable file is reported later, by the function that reads its rows.
+    with contextlib.suppress(OSError), file.open("rb") as data:
         if data.read(len(LFS)) == LFS:
             raise ConfigError(f"{file} is a pointer of Git LFS and not the data; fetch that with `git lfs pull`")
 
 
 def _kind(file: Path) -> str:
-    """Return the suffix that tells the form of a file: of `rows.jsonl.gz` it is `.jsonl`."""
+    """Return the suffix that names the format of a file; for `rows.jsonl.gz` this is `.jsonl`."""
     suffixes = file.suffixes
     if suffixes[-1:] == [".gz"] and suffixes[-2:-1] and suffixes[-2] in (*JSON_LINES, *SEPARATORS):
         return suffixes[-2]
@@ -179,7 +182,7 @@ def _files_of_folder(folder: Path) -> list[Path]:
 
 
 def _nearest(place: Path) -> str:
-    """Return `; did you mean …?` if a neighbour has nearly that name."""
+    """Return `; did you mean …?` with a similar name in the same folder, or an empty text if there is none."""
     if not place.parent.is_dir():
         return f": there is no folder {place.parent}"
     near = difflib.get_close_matches(place.name, [entry.name for entry in place.parent.iterdir()], n=1)
@@ -198,13 +201,16 @@ def _rows(file: Path) -> Generator[Row]:
 
 
 def _place(file: Path, number: int, line: int | None = None) -> str:
-    """Name a row; also its line in the file, where blank lines or line breaks in cells make that another number."""
+    """Return the place of a row for error messages.
+
+    It includes the line in the file if that number differs, because of blank lines or line breaks in cells.
+    """
     return f"{file}, row {number}" + ("" if line in (None, number) else f" (line {line})")
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, str]]:
-    """Open a file of text, decompressed, and find its encoding. A byte-order mark of UTF-8 is passed over."""
+    """Open a text file, decompress it if needed, and detect its encoding. A byte-order mark of UTF-8 is skipped."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as data:
             head = data.peek(4)[:4]
@@ -226,7 +232,7 @@ def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: st
     try:
         yield text
     finally:
-        text.detach()  # or it closes the file, and warns that nobody else has
+        text.detach()  # Else the wrapper closes the file, which `_opened` owns.
 
 
 def _json_rows(file: Path) -> Generator[Row]:
@@ -243,7 +249,7 @@ def _json_rows(file: Path) -> Generator[Row]:
                     return
                 number += 1
                 yield Row(_place(file, number, line_number), _decoded(line, _place(file, number, line_number)))
-        except UnicodeDecodeError as error:  # of another encoding than UTF-8
+        except UnicodeDecodeError as error:  # Only for other encodings; UTF-8 is decoded by `_decoded`.
             raise ConfigError(f"{_place(file, number + 1, line_number + 1)} is not {encoding} text: {error}") from error
 
 
@@ -275,7 +281,8 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
         byte = error.object[error.start]
         raise ConfigError(f"{place} is not UTF-8 text (byte {byte:#04x}); save the file as UTF-8") from error
     except (msgspec.MsgspecError, RecursionError) as error:
-        # Python writes NaN and Infinity, which are no JSON. They hurt only in a column that is used.
+        # Python writes NaN and Infinity, which are not JSON. They are accepted here, because they are harmless unless
+        # their column is used.
         if b"NaN" in bytes(line) or b"Infinity" in bytes(line):
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(bytes(line))
@@ -312,7 +319,7 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
 
 @contextlib.contextmanager
 def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
-    """Open a Parquet or Arrow file: its schema and an iterator of its record batches."""
+    """Open a Parquet or Arrow file. Yields its schema and an iterator of its record batches."""
     pyarrow = _module("pyarrow", file)
     try:
         if file.suffix == ".parquet":
@@ -320,7 +327,8 @@ def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
                 yield table.schema_arrow, table.iter_batches(batch_size=READ_TOGETHER)
             return
         with file.open("rb") as head:
-            is_file = head.read(6) == b"ARROW1"  # `datasets` writes streams, other programs files with a footer
+            # `datasets` writes Arrow streams. Other programs write Arrow files, which have this mark and a footer.
+            is_file = head.read(6) == b"ARROW1"
         ipc = _module("pyarrow.ipc", file)
         if is_file:
             with ipc.open_file(file) as reader:
@@ -342,7 +350,7 @@ def _arrow_rows(file: Path) -> Generator[Row]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without fields that are null: Arrow gives every object of a column the fields of all others."""
+    """Return a value without null fields in its objects. Arrow pads each object with the fields of all others."""
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value).items()
         return {name: without_nulls(inner) for name, inner in fields if inner is not None}
@@ -352,7 +360,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _names_of_fields(fields: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the names of an Arrow schema, or of a struct in it."""
+    """Yield the names of the fields in an Arrow schema or struct; nested fields have dotted names."""
     for field in fields:
         yield prefix + field.name
         if hasattr(field.type, "num_fields") and str(field.type).startswith("struct<"):

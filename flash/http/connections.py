@@ -1,18 +1,18 @@
 """HTTP connections that end when their client is too slow, or when there are too many of them.
 
 Law: a connection stays open only as long as its client makes progress, and each token has a bounded number of them.
-- A timer runs while a request's head is incomplete, while the rest of a body arrives after the answer was sent, and
-  while the client does not take the bytes that are sent to it.
+- A timer runs while a request's head is incomplete, and while the rest of a body arrives after the answer was sent.
+- A timer runs while bytes of an answer wait for the client to read them.
 - A connection that has not shown a valid token yet can be ended at any time, to make room for a newer one.
 - A token has at most its share of all connections.
 
-Everything of uvicorn that is used here is not part of what uvicorn promises. No other module touches it, and
-tests/http/test_uvicorn.py names each part that a new version lacks:
+This module uses internals of uvicorn that are not part of its public API. No other module uses them, and
+tests/http/test_uvicorn.py reports each of them that a new version lacks:
 
     H11Protocol              made with config, server_state, app_state, _loop; app_state, conn (of h11), scope, loop,
                              transport; on_response_complete, send_400_response, logger; cycle, with
                              disconnected, message_event, response_complete
-    Config                   http, ws: may be any callable that makes a protocol
+    Config                   http, ws: any callable that makes a protocol
     Server                   capture_signals, startup, should_exit, serve(sockets)
 """
 
@@ -38,60 +38,60 @@ from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)
-"""Logger for failures of the server. Faults of clients are answered and not logged: strangers could fill the log."""
+"""Logger for failures of the server. Faults of clients are answered and not logged, or they could fill the log."""
 
 PIECE = 2 << 10
-"""Bytes that are read from a client at once. If they are chunks of one byte each, they keep the loop for 7 ms."""
+"""Most bytes that are read from a client at once. If they are chunks of one byte each, they block the loop for 7 ms."""
 SIZED_PIECE = 256 << 10
-"""Bytes that are read at once of a body with a content-length, because h11 does not parse such a body byte by byte."""
+"""Most bytes that are read at once of a body with a content-length, which h11 does not parse byte by byte."""
 ACCEPTED = 64
-"""Connections that the loop accepts in one turn."""
+"""Most connections that the loop accepts in one turn."""
 BACKLOG = 2048
-"""Connections that may wait in the kernel to be accepted."""
+"""Most connections that wait in the kernel to be accepted."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds on requests and connections. The defaults suit the internet; tests make them small."""
+    """Bounds on requests and connections. The defaults are meant for clients on the internet."""
 
     head_bytes: int = 32 << 10
-    """Largest head of a request."""
+    """Largest head of a request, in bytes."""
     head_s: float = 10.0
     """Seconds for the head of a request to arrive, and for the rest of a body that is still sent after the answer."""
     body_bytes: int = 64 << 20
-    """Largest request body."""
+    """Largest request body, in bytes."""
     held_bytes: int = 2 << 30
     """Most bytes of the bodies of all requests that are not answered yet. Further requests get 503."""
     receive_s: float = 15.0
     """Most seconds between two pieces of a request body."""
     bytes_per_s: int = 4096
-    """Slowest average rate at which a body may arrive, or an answer be taken. A byte now and then keeps nothing
-    open."""
+    """Slowest average rate at which a client may send a body or read an answer. A client that sends one byte now and
+    then cannot keep a connection open."""
     stall_s: float = 30.0
-    """Seconds over which the rate is measured at which an answer is taken."""
+    """Seconds over which the rate is measured at which a client reads an answer."""
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
     connections: int = 4096
     """Most open connections, or half of the files that the process may open if that is less. Further ones get 503."""
     strangers: int = 512
-    """Most of these connections that have not shown a valid token yet. One more ends the oldest of them."""
+    """Most connections that have not shown a valid token yet. One more ends the oldest of them."""
     token_share: float = 0.25
     """Share of `connections` and of `held_bytes` that one bounded token may have (`HttpConnection.hold`)."""
 
 
 class StrangerConnections:
-    """The connections that have shown no valid token yet, oldest first; at most `most` of them."""
+    """Connections that have not shown a valid token yet, the oldest first; at most `most` of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._waiting: dict[HttpConnection, None] = {}
 
     def add(self, connection: HttpConnection) -> None:
-        """Add a new connection. If that is one too many, end the oldest."""
+        """Add a new connection. If there are too many then, end the oldest."""
         self._waiting[connection] = None
         while len(self._waiting) > self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            # A connection is not removed when it shows a token: only then is it looked at.
+            # A connection stays in this list when it shows a token, so that is checked here, before it is ended.
             if not oldest.known:
                 oldest.transport.abort()
 
@@ -101,13 +101,13 @@ class StrangerConnections:
 
 
 class TokenConnections:
-    """The connections of each bounded token, at most `most` of each, so that one token cannot have all of them."""
+    """Connections of each bounded token, at most `most` for each, so that one token cannot use all connections."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: Counter[str] = Counter()
         self._idle: dict[str, dict[HttpConnection, None]] = {}
-        """Connections without a request in progress, by token. The one that is idle for longest comes first."""
+        """Connections without a request in progress, by token. The connection that is idle for longest is first."""
 
     def claim(self, connection: HttpConnection, token: str) -> bool:
         """Count a connection, whose request has begun, as one of `token`.
@@ -128,12 +128,12 @@ class TokenConnections:
         return True
 
     def mark_idle(self, connection: HttpConnection) -> None:
-        """Note that a connection has answered its request: it can be ended to make room for another one."""
+        """Record that a connection has answered its request, so that it can be ended to make room for another one."""
         if connection.holder:
             self._idle.setdefault(connection.holder, {})[connection] = None
 
     def remove(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended, or that shows another token."""
+        """Forget a connection that has ended, or that now shows another token."""
         token, connection.holder = connection.holder, ""
         if not token:
             return
@@ -147,16 +147,16 @@ class TokenConnections:
 
 
 class SendTimer:
-    """Ends a connection whose client takes the bytes that are sent to it too slowly.
+    """A timer that ends a connection whose client reads an answer too slowly.
 
-    Measures from the first byte that waits until none does.
+    It measures as long as bytes wait to be sent.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
         self._transport = transport
         self._limits = limits
         self._waiting = 0
-        """Bytes that waited when the current measurement began."""
+        """Bytes that waited to be sent when the current measurement began."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -172,7 +172,7 @@ class SendTimer:
             self._timer = None
 
     def _check(self) -> None:
-        """End the connection if the client took less than `bytes_per_s`, else measure again."""
+        """End the connection if the client has read less than `bytes_per_s`, else measure again."""
         taken = self._waiting - self._transport.get_write_buffer_size()
         if taken < self._limits.bytes_per_s * self._limits.stall_s:
             self._transport.abort()
@@ -181,9 +181,9 @@ class SendTimer:
 
 
 class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
-    """HTTP/1.1 for one client, in the place of uvicorn's own connection.
+    """An HTTP/1.1 connection with limits, which replaces uvicorn's own connection.
 
-    asyncio's streams read a quarter of a megabyte at once. A `BufferedProtocol` chooses the size of its pieces.
+    asyncio's streams read a quarter of a megabyte at once. A `BufferedProtocol` chooses the size of its pieces itself.
     """
 
     _send_timer: SendTimer
@@ -199,9 +199,9 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     ) -> None:
         """`into` is the buffer of one piece. Connections share it, because it is empty before the next read."""
         super().__init__(*args, **options)
-        # Copied into each request's `scope["state"]`: applications reach the connection by it.
+        # uvicorn copies this into each request's `scope["state"]`, where applications find the connection.
         self.app_state = {**self.app_state, "connection": self}
-        # uvicorn writes a warning for each request that is not HTTP. Strangers could fill the log with them.
+        # uvicorn logs a warning for each request that is not HTTP. Clients without a token could fill the log.
         self.logger = _log
         self._by_token = by_token
         self.holder = ""
@@ -209,7 +209,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._limits = limits
         self._into = into
         self._body_left = 0
-        """Bytes of the current request's body that have not come yet, if its length is known; else 0 or less."""
+        """Bytes of the current request's body that have not arrived yet, if its length is known; else 0 or less."""
         self._body_of: Any = None
         """Scope of the request that `_body_left` belongs to."""
         self._strangers = strangers
@@ -242,8 +242,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._send_timer = SendTimer(transport, self._limits)
-        # asyncio calls `pause_writing` only if more bytes than this wait, and may do so at once. With the usual 64 KiB
-        # a smaller answer that is never taken would never be noticed.
+        # asyncio calls `pause_writing` only if more bytes than this wait, and may do so at once. With the usual 64 KiB,
+        # a client that never reads a smaller answer would not be noticed.
         transport.set_write_buffer_limits(high=1, low=0)
         self._strangers.add(self)
         self._set_timer()
@@ -260,7 +260,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         return self._into[: max(PIECE, min(self._body_left, SIZED_PIECE))]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass on a piece of `nbytes` that has been read into the buffer."""
+        """Handle a piece of `nbytes` that was read into the buffer."""
         self._body_left -= nbytes
         self.data_received(bytes(self._into[:nbytes]))
         self._set_timer()
@@ -276,7 +276,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         self._by_token.mark_idle(self)
         super().on_response_complete()
-        if self.conn.their_state is not h11.IDLE:  # else the client has `idle_s` for its next request
+        if self.conn.their_state is not h11.IDLE:  # In the state IDLE, uvicorn gives the next request `idle_s`.
             self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -288,10 +288,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP.
+        """Answer bytes that are not HTTP with an error.
 
-        If the application is still answering the request before them, it is told that the client has left: that answer
-        is replaced by this one, unless it has begun.
+        If the application is still answering an earlier request, it is notified that the client has left. This error
+        replaces that answer, unless a part of the answer was sent already; then the connection is aborted.
         """
         cycle: Any = self.cycle  # None before the first request.
         if cycle is not None and not cycle.response_complete:
@@ -303,7 +303,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _set_timer(self) -> None:
-        """Run a timer while a head is incomplete, and while the body of an answered request still arrives."""
+        """Start or stop the timer, which runs while a head is incomplete or the body of an answered request arrives."""
         awaited = None
         if self.conn.their_state is h11.IDLE:
             awaited = "head"
@@ -320,13 +320,13 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
 
 def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the length of a body by its headers, which h11 has checked; 0 for a body in chunks."""
+    """Return the length of a body from its headers, which h11 has checked; 0 for a body in chunks."""
     values = dict(headers)
     return 0 if b"transfer-encoding" in values else int(values.get(b"content-length", b"0"))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves the process's signals to their owner and tells when it listens."""
+    """A server of uvicorn that installs no signal handlers, and sets `listening` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -342,10 +342,10 @@ class _Server(uvicorn.Server):
 
 
 def http_protocol(limits: HttpLimits, connections: int) -> Any:
-    """Return the maker of connections that `uvicorn.Config` takes as `http`.
+    """Return the factory of connections that `uvicorn.Config` takes as `http`.
 
     Args:
-        limits: bounds on each of them.
+        limits: bounds on the connections.
         connections: most connections that are open at a time.
     """
     return partial(
@@ -359,16 +359,16 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
 
 @asynccontextmanager
 async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
-    """Accept connections at a bound socket during the block, from its first moment on.
+    """Accept connections at a bound socket during the block; the block begins when the socket listens.
 
-    When the block ends, requests in progress have the time that `config` gives them; uvicorn cancels the rest.
+    When the block ends, requests in progress have a time to finish, which `config` gives. Then uvicorn cancels them.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:
         tasks.start_soon(server.serve, [bound])
         await server.listening.wait()
-        # `config.backlog` is the number that asyncio accepts in one turn as well as that which may wait. A large one
-        # would keep the loop for half a second, so only the kernel's is made larger.
+        # `config.backlog` is both the number of connections that asyncio accepts in one turn and the number that may
+        # wait in the kernel. A large number would block the loop for half a second, so only the second one is raised.
         bound.listen(BACKLOG)
         yield
         server.should_exit = True

@@ -1,11 +1,11 @@
-"""The listening end: sockets and TLS, bounded request bodies, and an application that is served during a block.
+"""Serving of an application: sockets and TLS, bounded request bodies, and an application served during a block.
 
 Limits on connections are in `flash.http.connections`. The default address is loopback. A public address needs TLS,
-since anyone on the way could read a token that travels in the clear. A unix socket can be used by its owner only.
+because on the network anyone could read a token that is not encrypted. Only its owner can use a unix socket.
 
-Law of bodies: each is bounded in bytes and in time, all that are held together are bounded in bytes (for the server,
-and for each bounded token), and a JSON body is bounded in the number of values that decoding would make. What is
-refused is an `HTTPException`, raised where the application reads the body.
+Law of bodies: each body is bounded in bytes and in time. All bodies that are held at the same time are bounded in bytes
+together, for the server and for each bounded token. A JSON body is bounded in the number of values that decoding would
+make. A refusal is an `HTTPException`, which is raised where the application reads the body.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from flash.errors import ConfigError
 from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protocol
 
 SHUTDOWN_S = 3
-"""Seconds for requests in progress when the service ends."""
+"""Seconds that requests in progress have to finish when the service ends."""
 MAX_JSON_VALUES = 400_000
-"""Most lists, objects and keys of a JSON body, counted by their characters `[`, `{` and `:`, also inside texts. Each
-value takes memory, and time in which the process does nothing else."""
+"""Most lists, objects and keys of a JSON body. The characters `[`, `{` and `:` are counted, also inside texts. Decoding
+each value takes memory, and time in which the process does nothing else."""
 
 
 class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +45,9 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 0
-    """Port to listen at; 0 takes any free one."""
+    """Port to listen at; 0: any free port."""
     unix: Path | None = None
-    """Name of a unix socket, which is used instead of a port."""
+    """Path of a unix socket, which is used instead of a port."""
     certificate: Path | None = None
     """PEM file of the certificate. With `key` it turns TLS on."""
     key: Path | None = None
@@ -58,7 +58,7 @@ def open_socket(address: HttpAddress) -> socket.socket:
     """Return a socket that is bound to `address`.
 
     Raises:
-        ConfigError: it cannot be bound, or a public address has no TLS.
+        ConfigError: the address cannot be bound, or a public address has no TLS.
     """
     if (address.certificate is None) != (address.key is None):
         raise ConfigError("TLS needs both a certificate and its key")
@@ -89,9 +89,9 @@ def open_socket(address: HttpAddress) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches a numeric address."""
+    """Return True if a numeric address can be reached from this machine only."""
     found = ipaddress.ip_address(host.partition("%")[0])
-    # Before Python 3.13 ::ffff:127.0.0.1, which is IPv4's own loopback written as IPv6, does not count as one.
+    # Before Python 3.13, `is_loopback` is False for ::ffff:127.0.0.1, the loopback of IPv4 written as IPv6.
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return (mapped or found).is_loopback
 
@@ -103,9 +103,9 @@ def _open_unix(path: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise ConfigError(f"a service listens at {path} already")
-        path.unlink()  # left by a service that was killed
+        path.unlink()  # A service that was killed has left it.
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The umask, and not a chmod afterwards: others could connect in between.
+    # This sets the umask and does not use chmod afterwards, because other users could connect before the chmod.
     before = os.umask(0o177)
     try:
         bound.bind(str(path))
@@ -124,7 +124,7 @@ async def serving(
     address: HttpAddress,
     limits: HttpLimits | None = None,
 ) -> AsyncGenerator[str]:
-    """Serve an application during the block, from its first moment on. Yields the URL.
+    """Serve an application during the block, which begins when the socket listens. Yields the URL.
 
     Args:
         app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, and answers each
@@ -198,7 +198,7 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
     Args:
         request: the request.
         most_bytes: largest body that is accepted.
-        json: whether the body is also limited to `MAX_JSON_VALUES`.
+        json: True if the body may have at most `MAX_JSON_VALUES` lists, objects and keys.
 
     Raises:
         HTTPException: the body is too large.
@@ -218,7 +218,7 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
 
 
 class BoundedBodies:
-    """ASGI middleware for all requests of a server: bounds each body, and the bytes of all bodies that are held."""
+    """ASGI middleware that bounds each request body, and the bytes of all bodies that are held at the same time."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
@@ -229,7 +229,7 @@ class BoundedBodies:
         """Bytes in `_held` by holder: the name of a bounded token, or empty for all other callers together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request with bounds on its body."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body, holder = _Body(receive, self._limits), ""
@@ -239,7 +239,7 @@ class BoundedBodies:
             before = body.size
             message = await body.receive()
             if not before:
-                # Not before the first piece: the application has checked the token by then.
+                # The holder is known only now: the application has checked the token before it reads the first piece.
                 holder = scope["state"]["connection"].holder
             self._held += body.size - before
             self._held_by[holder] += body.size - before
@@ -267,12 +267,12 @@ class _Body:
         self._begun = anyio.current_time()
         self._complete = False
         self.size = 0
-        """Bytes that have come."""
+        """Bytes that have arrived."""
 
     async def receive(self) -> Message:
         """Return the next ASGI message. Raises HTTPException if the body is too large or too slow."""
         if self._complete:
-            return await self._receive()  # Waits for the client to leave, for as long as the answer takes.
+            return await self._receive()  # Returns when the client leaves or the answer is complete, without a timeout.
         now, pause = anyio.current_time(), self._limits.receive_s
         due = self._begun + pause + self.size / self._limits.bytes_per_s
         try:

@@ -1,16 +1,18 @@
-"""The model service: what an agent that is not ours takes for an endpoint of the OpenAI API.
+"""The model service: an HTTP endpoint that looks like the OpenAI API to an agent whose code is not part of Flash.
 
-    chat        chat completions as the API has them
+    chat        chat completions
     responses   responses
+    items       the items that responses consist of
     completions completions of a text
-    fields      what the bodies of all of them have in common
+    fields      request fields that all of these have in common
     tools       functions that the policy may call
-    errors      what is answered to a request that is refused
-    history     what was said in one episode so far, and where a request goes on; pure
-    deltas      what an agent is told of an answer, while it is sampled and at its end; pure
-    sessions    one episode's calls, between the agent that makes them and the environment that takes them
-    sse         an answer that is sent as it comes, in server-sent events
-    app         all of it over HTTP
+    errors      error responses
+    history     the messages of an episode so far, and the branch in which a request continues; pure
+    deltas      the pieces of an answer that an agent receives while it is sampled and at its end; pure
+    sessions    the calls of one episode, between the agent that makes them and the environment that answers them
+    sse         an answer that is streamed while it is sampled, as server-sent events
+    app         the HTTP application
 
-The service knows text only. Tokens are the episode's, which appends to what was sampled and never tokenizes it again.
+The service handles text only. The episode owns the tokens: it appends to the sampled tokens and never tokenizes their
+text again.
 """

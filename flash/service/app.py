@@ -1,8 +1,8 @@
-"""The service over HTTP, for who has the key of an episode: chat completions, completions, responses, models, and the
-reward that an agent gives itself.
+"""The HTTP application of the service: chat completions, completions, responses, models, and the agent's own reward.
 
-Nothing is read of a request without a key. How many connections there are, and how slowly they may send their requests
-and take their answers, is for the server to bound: see `flash.http`.
+Each request carries the key of an episode as its bearer token. The body of a request without a valid key is not read.
+The server bounds the number of connections, and how slowly clients may send requests and read answers: see
+`flash.http`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from flash.service.sse import EventFormat, EventStream
 from flash.waiting import unwrapped_group
 
 BODY_BYTES = 16 << 20
-"""Largest request: far longer than any context."""
+"""Largest body of a request, in bytes: far longer than any context."""
 
 READ_BYTES = 1 << 16
-"""Longest body that is read on the event loop, in some milliseconds where it is all messages of one letter."""
+"""Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one letter each,
+which takes some milliseconds. Longer bodies are decoded in a thread."""
 
 RETRIES = "x-stainless-retry-count"
-"""In which OpenAI's clients say how often they have sent a request before."""
+"""Header in which OpenAI's clients send how often they have sent a request before."""
 
 _T = TypeVar("_T")
 _Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
 
 
 def make_app(sessions: EpisodeSessions) -> Starlette:
-    """The ASGI application of a node's sessions."""
+    """Return the ASGI application that serves the sessions of a node."""
 
     def known(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
@@ -56,7 +57,7 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
             except HTTPException as error:
                 return _refusal(ApiError(error.status_code, f"The request is refused: {error.detail}."))
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
+                return Response(status_code=400)  # The client has left, so nobody reads this response.
 
         return handle
 
@@ -76,7 +77,7 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 
 
 async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
-    """Read the body of a request, in a thread if it is long. Raises ApiError."""
+    """Read the body of a request and decode it with `read`, in a thread if it is long. Raises ApiError."""
     body = await _body(request)
     if len(body) <= READ_BYTES:
         return read(body)
@@ -122,22 +123,24 @@ async def _respond(request: Request, session: EpisodeSession) -> Response:
 
 
 class _Form(NamedTuple):
-    """How the answer to a request is written."""
+    """Functions that encode the answers to one request in the format of its API."""
 
     events: EventFormat
+    """Encodes a stream of server-sent events."""
     whole: Callable[[Sequence[PolicyAnswer]], bytes]
+    """Encodes all answers as one body."""
     keep: Callable[[PolicyAnswer], None]
-    """Told each answer before the client has all of it."""
+    """Called with each answer before the client has all of it, so that the next request can refer to the answer."""
 
 
 async def _answered(
     request: Request, session: EpisodeSession, asked: AgentRequest, form: Callable[[str], _Form]
 ) -> Response:
-    """The answer to a request, in one piece or as it comes.
+    """Make the calls of a request and return its HTTP response, as one body or as a stream.
 
     Raises:
-        ApiError: it is refused, or the episode ends before the answer has begun.
-        ClientDisconnect: nobody waits for it any more.
+        ApiError: the request is refused, or the episode ends before the answer has begun.
+        ClientDisconnect: the client left before the response began.
     """
     key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
     again = None if retries is None else retries != "0"
@@ -146,7 +149,8 @@ async def _answered(
         for one in asked.each():
             calls.append(session.call(one, key and f"{key} {one.choice}", again=again))
             waits.enter_context(calls[-1].waited_for())
-            await anyio.lowlevel.checkpoint()  # a request may ask for many answers to something long
+            # A request may ask for many answers to a long conversation: other requests run in between.
+            await anyio.lowlevel.checkpoint()
         events, whole, keep = form(calls[0].name)
         if asked.stream:
             await _here(request, calls[0].begun)
@@ -160,7 +164,7 @@ async def _answered(
 
 
 async def _here(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
-    """Wait, as long as the client does. Raises ClientDisconnect."""
+    """Run `wait` until it returns. Raises ClientDisconnect if the client leaves before."""
 
     async def watch(scope: anyio.CancelScope) -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -197,7 +201,7 @@ async def _model(request: Request, _: EpisodeSession) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Starlette's own errors, such as an unknown path, in the form of the API."""
+    """Return an error of Starlette, such as an unknown path, in the format of the API."""
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
@@ -206,14 +210,14 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A bug of ours, whose traceback the server logs."""
+    """Return the response to a request that failed by a bug of Flash. The server logs the traceback."""
     return _refusal(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))
 
 
 def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
-    # The server keeps connections apart from strangers' by it.
+    # The server treats connections without a valid token differently (`flash.http.connections`).
     request.scope.setdefault("state", {})["token"] = True
     return session
 

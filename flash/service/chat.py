@@ -1,7 +1,7 @@
-"""Chat completions as the OpenAI API has them: a request that is read, an answer that is written, an error.
+"""Chat completions of the OpenAI API: requests are decoded, and answers are encoded as one body or as a stream.
 
-What of a request would change how tokens are sampled is refused when we do not do it; `temperature` and its like may
-say what the run does, which alone says how its policy is sampled.
+The run's configuration alone decides how tokens are sampled. Sampling settings that a request may name, such as
+`temperature`, do not change it (`fields.heed_drawn`). A field that would forbid or force tokens is refused.
 """
 
 from __future__ import annotations
@@ -34,48 +34,52 @@ from flash.service.fields import (
 from flash.types import ASSISTANT, TOOL, Message, Piece, Tool
 
 ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
-"""Who may speak, and what chat templates call it."""
+"""Roles that a message of a request may have, and the role in chat templates for each."""
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
-    """One request for an answer."""
+    """A request for one or more answers of the policy, from any of the APIs."""
 
     messages: list[Message]
+    """Whole conversation, including earlier answers."""
     max_tokens: int | None
-    """Most tokens of the answer, where the agent says so."""
+    """Most tokens of the answer; None: the agent gives no limit."""
     stream: bool = False
+    """True if the answer is streamed."""
     with_usage: bool = False
-    """Whether a stream ends with the count of tokens."""
+    """True if a stream ends with the token counts."""
     tools: tuple[Tool, ...] = ()
-    """Functions that the policy is shown."""
+    """Functions that the prompt offers to the policy."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
     calling: bool = True
-    """Whether its calls are looked for."""
+    """True if the answer is searched for calls."""
     parallel: bool = True
-    """Whether it may make several at once."""
+    """True if the answer may have more than one call."""
     logprobs: bool = False
-    """Whether the log-probs of the answer's tokens are wanted."""
+    """True if the agent wants the log-probs of the answer's tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that the answer ends at, and does not show."""
+    """Stop texts: the answer ends before the first of them."""
     choices: int = 1
-    """Answers that are wanted."""
+    """Number of answers that the agent wants."""
     drawn: tuple[tuple[str, float], ...] = ()
-    """What it takes for how answers are drawn, by the names of `flash.sampling.Sampling` and more."""
+    """Sampling settings that the agent names, and their values. They do not change how the answer is sampled."""
     choice: int = 0
-    """Which of them this one asks for."""
+    """Number of this answer among the `choices`, counted from 0."""
     common: bytes = b""
-    """What `digest` is made of beside the choice, where that is known: to read megabytes takes milliseconds."""
+    """Digest of the content that all choices share. Empty: not computed yet. `each` computes it once for all choices,
+    since to hash megabytes takes milliseconds."""
     size: int = 0
-    """Bytes that it takes, where they are known; the choices share them."""
+    """Bytes of the encoded request. `each` sets it for the first choice only, since all choices share the content; else
+    0."""
 
     @property
     def form(self) -> list[dict[str, Any]]:
-        """The tools and the arguments of the chat template, which stand before all that is said in a branch."""
+        """Tools, and the arguments of the chat template if there are any. All requests of one branch have the same."""
         return [*self.tools, self.template] if self.template else list(self.tools)
 
     def each(self) -> list[AgentRequest]:
-        """A request for each answer that is wanted."""
+        """Return one request for each answer that the agent wants."""
         shown = self._shown()
         common, size = _digest(shown), len(shown)
         return [
@@ -84,7 +88,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
         ]
 
     def digest(self) -> bytes:
-        """Equal for requests that ask the same."""
+        """Return a digest that is equal for requests with the same content and the same `choice`."""
         return (self.common or _digest(self._shown())) + bytes([self.choice])
 
     def _shown(self) -> bytes:
@@ -97,37 +101,44 @@ def _digest(shown: bytes) -> bytes:
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True):
-    """What the policy said."""
+    """An answer of the policy."""
 
     message: Message
+    """Content, reasoning and calls of the answer."""
     cut: bool
-    """The token limit ended it."""
+    """True if the answer was cut off at a limit of tokens."""
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     tokens: int
+    """Number of tokens of the answer."""
     logprobs: list[tuple[str, float]] | None = None
-    """Each token's text and log-prob, where they were wanted."""
+    """Text and log-prob of each token of the answer; None if the agent did not ask for them."""
     stop: str = ""
-    """The text at which it ended, and which the message does not show."""
+    """Stop text that ended the answer, which `message` does not contain; empty if none did."""
 
 
 class ChatMessage(msgspec.Struct):
-    """A message, as requests and data sets give it."""
+    """A chat message, in the format of requests and data sets."""
 
     role: str
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
+    """Reasoning of an assistant."""
     reasoning: str | None = None
-    """The reasoning, by its newer name."""
+    """Reasoning, under the newer name of the field."""
     thinking: str | None = None
-    """The reasoning, by the name that GPT-OSS's chat template has for it."""
+    """Reasoning, under the name in the chat template of GPT-OSS."""
     tool_calls: list[tools.GivenCall] | None = None
     tool_call_id: str | None = None
+    """Id of the call whose result the message has."""
     name: str | None = None
+    """Name of the function whose result the message has."""
     function_call: Any = None
+    """Call in the API's older form, which is refused."""
     refusal: str | None = None
-    """The text of an answer that refuses, in the place of a content."""
+    """Text of an assistant's message that refuses, instead of a content."""
     weight: float | None = None
-    """In a row of `flash sft`: 0 for an answer that is not to be learned."""
+    """Weight of an answer in a row for `flash sft`; 0: the answer is not trained."""
 
 
 class _Format(msgspec.Struct):
@@ -135,7 +146,7 @@ class _Format(msgspec.Struct):
 
 
 class _Body(AskedSampling, kw_only=True):
-    """The fields that are read; all others are none of our business."""
+    """Fields of a request's body that the service reads. All other fields are ignored."""
 
     model: str
     messages: list[ChatMessage]
@@ -159,10 +170,10 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AgentRequest:
-    """A request.
+    """Decode the body of a request.
 
     Raises:
-        ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
+        ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
     asked = decoded(_decoder, body)
     check_model(asked.model)
@@ -240,7 +251,7 @@ def _message(given: ChatMessage, place: str) -> Message:
 
 
 def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
-    """Answers in one piece. `name` is the first call's own."""
+    """Return the body of an HTTP response with all answers. `name` is the name of the first call."""
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(answers):
         message = {"role": ASSISTANT, "content": None, "refusal": None, **_said(answer.message)}
@@ -250,19 +261,24 @@ def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
 
 
 class ChoiceEvents:
-    """Answers as server-sent events with choices, each with what all of them begin with, and counts at their end."""
+    """Base of the encoders whose server-sent events have `choices`.
+
+    Args:
+        head: fields that every event has.
+        with_usage: if True, the token counts are the last event before the end.
+    """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
         self._head = head
         self._with_usage = with_usage
 
     def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
-        """All answers were."""
+        """Encode the token counts, if the client wants them, and the end of the stream."""
         counts = self._event([], usage=usage(answers)) if self._with_usage else b""
         return counts + b"data: [DONE]\n\n"
 
     def fail(self, error: ApiError) -> bytes:
-        """It ends in the middle."""
+        """Encode an error that ends the stream before the answers are complete."""
         return _event(error.said)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -270,22 +286,22 @@ class ChoiceEvents:
 
 
 class ChatEvents(ChoiceEvents):
-    """Calls and log-probs come with the end of each answer."""
+    """Encodes chat completions as server-sent events. Calls and log-probs are sent at the end of each answer."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
         super().__init__(_head(name, "chat.completion.chunk"), with_usage=with_usage)
 
     def begin(self, index: int) -> bytes:
-        """Before anything was said."""
+        """Encode the beginning of an answer."""
         return self._event(_choice(index, {"role": ASSISTANT, "content": ""}))
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """More was said."""
+        """Encode a new piece of an answer."""
         delta = {"content": piece.content} if piece.content else {}
         return self._event(_choice(index, delta | _thought(piece.reasoning)))
 
     def said(self, answer: PolicyAnswer, index: int) -> bytes:
-        """All was said."""
+        """Encode the end of an answer: its calls, its log-probs and its finish reason."""
         calls = enumerate(tools.shown(answer.message.tool_calls))
         events = [self._event(_choice(index, {"tool_calls": [{"index": place, **call}]})) for place, call in calls]
         if answer.logprobs is not None:
@@ -295,7 +311,7 @@ class ChatEvents(ChoiceEvents):
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    """A server-sent event without a name."""
+    """Encode a server-sent event without a name."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
@@ -304,7 +320,7 @@ def _choice(index: int, delta: dict[str, Any], **more: Any) -> list[dict[str, An
 
 
 def _said(message: Message) -> dict[str, Any]:
-    """What a message says, without what it does not."""
+    """Return the non-empty parts of a message: content, reasoning and calls. A message without calls has a content."""
     said: dict[str, Any] = {}
     if message.content or not message.tool_calls:
         said["content"] = message.content
@@ -315,17 +331,17 @@ def _said(message: Message) -> dict[str, Any]:
 
 
 def _thought(reasoning: str) -> dict[str, Any]:
-    """By both of the names that clients look for."""
+    """Return the reasoning, if there is any, under both names that clients read."""
     return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def models() -> bytes:
-    """The list of the one model."""
+    """Return the body of the list of models, which has one entry."""
     return msgspec.json.encode({"object": "list", "data": [_model()]})
 
 
 def model(name: str) -> bytes:
-    """A model.
+    """Return the body that describes the model `name`.
 
     Raises:
         ApiError: there is no such model.
@@ -358,6 +374,6 @@ def _finish(answer: PolicyAnswer) -> str:
 
 
 def usage(answers: Sequence[PolicyAnswer]) -> dict[str, int]:
-    """The count of tokens of the answers to one request."""
+    """Return the token counts of the answers to one request. The prompt that they share counts once."""
     prompt, said = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

@@ -1,6 +1,6 @@
-"""Completions of a text as the OpenAI API has them, for agents that write down the whole of it themselves.
+"""Completions of the OpenAI API: requests and answers of agents that write the whole text of a conversation themselves.
 
-A text that begins with an earlier one and what came after it, exactly, goes on from there; nothing is trimmed.
+A text that begins exactly with an earlier text and its answer continues the conversation there. White space counts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from flash.types import Piece
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """A request for what comes after a text."""
+    """A request for the continuation of a text."""
 
     asked: AgentRequest
+    """The request, whose messages are the parts of `text`."""
     text: str
+    """Whole text of the request, with the earlier answers in it."""
 
 
 class _Body(AskedSampling, kw_only=True):
-    """The fields that are read; all others are none of our business."""
+    """Fields of a request's body that the service reads. All other fields are ignored."""
 
     model: str
     prompt: str | list[Any]
@@ -59,10 +61,10 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes, kept: EarlierAnswers) -> CompletionRequest:
-    """A request.
+    """Decode the body of a request. `kept` holds the earlier texts and answers of the episode.
 
     Raises:
-        ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
+        ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
     given = decoded(_decoder, body)
     check_model(given.model)
@@ -92,27 +94,27 @@ def read(body: bytes, kept: EarlierAnswers) -> CompletionRequest:
 
 
 def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
-    """Answers in one piece."""
+    """Return the body of an HTTP response with all answers. `name` is the name of the first call."""
     choices = [_choice(answer, index) for index, answer in enumerate(answers)]
     return msgspec.json.encode({**_head(name), "choices": choices, "usage": usage(answers)})
 
 
 class CompletionEvents(ChoiceEvents):
-    """Log-probs come with the end of each answer."""
+    """Encodes completions as server-sent events. Log-probs are in the last event of each answer."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
         super().__init__(_head(name), with_usage=with_usage)
 
     def begin(self, index: int) -> bytes:
-        """Nothing: a text just begins."""
+        """Return no event, since the API has none for the beginning of a text."""
         return b""
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """More was said."""
+        """Encode a new piece of an answer."""
         return self._event([{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}])
 
     def said(self, answer: PolicyAnswer, index: int) -> bytes:
-        """All was said."""
+        """Encode the end of an answer: its finish reason and its log-probs."""
         return self._event([{**_choice(answer, index), "text": ""}])
 
 

@@ -1,7 +1,8 @@
-"""What an agent is told of an answer, while it is sampled and at its end. Pure.
+"""The pieces of an answer that an agent receives while the answer is sampled and at its end. Pure.
 
-Law: the pieces together are the message that the answer has, its calls apart. What was told stands: where the whole is
-read otherwise than its beginning was, which vLLM's parsers may do, the message says what was told.
+Law: the pieces together are the message of the answer, without its calls. A piece that was sent is never taken back:
+vLLM's parsers may read the whole text differently from its beginning, and then the message contains the pieces as they
+were sent.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from flash.types import Message, Piece
 
 
 class AnswerDeltas:
-    """One answer.
+    """Pieces of one answer.
 
     Args:
-        stop: texts of which the first ends it; it is not told.
+        stop: stop texts. The content ends before the first one, which the agent does not receive.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -26,17 +27,17 @@ class AnswerDeltas:
         self._reasoning = ""
         self._content = ""
         self._held = ""
-        """What may be the beginning of a text that ends the content."""
+        """End of the content that is not sent yet, since it may be the beginning of a stop text."""
         self._stopped = False
         self.pieces: list[Piece] = []
-        """What was told so far."""
+        """Pieces that were sent so far."""
 
     def add(self, piece: Piece) -> None:
-        """More of it was sampled."""
+        """Take a newly sampled piece, and send the part of it that cannot belong to a stop text."""
         self._tell(Piece(self._certain(piece.content), piece.reasoning))
 
     def _certain(self, content: str) -> str:
-        """What of the content so far no text can end before."""
+        """Return the part of the new content that can be sent, and hold back a possible beginning of a stop text."""
         if self._stopped:
             return ""
         content, found = before(self._held + content, self._stop)
@@ -49,7 +50,7 @@ class AnswerDeltas:
         return content[:at]
 
     def finish(self, message: Message) -> Message:
-        """It is this, by its end. Returns it as it was told."""
+        """Send the rest of the answer, whose message is `message`. Returns the message as it was sent."""
         rest = Piece(_rest(self._content, message.content), _rest(self._reasoning, message.reasoning))
         self._tell(rest)
         return msgspec.structs.replace(message, content=self._content, reasoning=self._reasoning)
@@ -62,13 +63,13 @@ class AnswerDeltas:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Letters at the end of a text with which this one may begin."""
-    longest = min(len(stop) - 1, len(text))  # a text to stop at may be far longer than any answer
+    """Return the number of letters at the end of `text` that may be the beginning of the stop text."""
+    longest = min(len(stop) - 1, len(text))  # A stop text may be far longer than the answer.
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _rest(told: str, whole: str) -> str:
-    """What of a text was not told yet. Parsers may strip the white space before it."""
+    """Return the end of `whole` that was not sent yet. Parsers may strip the white space at the beginning."""
     if whole.startswith(told):
         return whole[len(told) :]
     begun, stripped = told.lstrip(), whole.lstrip()

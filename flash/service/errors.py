@@ -1,4 +1,4 @@
-"""What is answered to a request that is refused."""
+"""ApiError: the response to a request that is refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SHORT = reprlib.Repr()
 
 
 class ApiError(Exception):
-    """An answer that says what was wrong, in the form of the API.
+    """An error response in the format of the OpenAI API.
 
     Args:
-        status: of HTTP. 400, 401, 404 and 413 are not tried again by the API's own clients.
-        message: for people.
-        code: for programs.
-        param: the field that is wrong, where it is one.
+        status: HTTP status. OpenAI's clients do not retry after 400, 401, 404 and 413.
+        message: error message for people.
+        code: name of the error for programs; None: it has none.
+        param: the request field that is wrong; None: no single field is wrong.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
@@ -24,21 +24,21 @@ class ApiError(Exception):
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.said = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        """The body of the answer."""
+        """Body of the response, before it is encoded as JSON."""
 
     @property
     def body(self) -> bytes:
-        """As JSON."""
+        """Body of the response, as JSON."""
         return msgspec.json.encode(self.said)
 
 
 def in_short(value: object) -> str:
-    """A value that a client sent, short: however large it is, no more of it is read."""
+    """Return a short representation of a value from a client. The time does not grow with the size of the value."""
     return repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value)
 
 
 def unsupported(name: str, why: str = "leave it out") -> ApiError:
-    """A field that is not done here."""
+    """Return the error for a request field that the service does not support. `why` is the reason or the remedy."""
     return ApiError(400, f"`{name}` is not supported here: {why}.", "unsupported_parameter", name)
 
 
@@ -47,7 +47,7 @@ MASKED = (
     "probabilities of the others wrongly (docs/agents.md, 'Nothing is sampled under a grammar'); leave it out, "
     "ask for the form in words, check what comes, and ask again or reward it so"
 )
-"""Why nothing is sampled under a grammar."""
+"""Reason why nothing is sampled under a grammar, as part of an error message."""
 
 TOP = "the run keeps the log-probs of sampled tokens, and of no others"
-"""Why nobody is told what might have been sampled."""
+"""Reason why an answer has no log-probs of tokens that were not sampled, as part of an error message."""

@@ -1,4 +1,4 @@
-"""What the bodies of all requests have in common."""
+"""Fields that the requests of all APIs have in common, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ log = logging.getLogger("flash")
 _T = TypeVar("_T")
 
 MODEL = "policy"
-"""The name of the one model there is."""
+"""Name of the only model of the service."""
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a content."""
+    """Part of the content of a message."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    """The text of a part that refuses."""
+    """Text of a part of type `refusal`."""
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream is to have."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
+    """True if the stream ends with the token counts."""
 
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"})
-"""Parts that are text."""
+"""Types of content parts that are text."""
 
 
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
-    """A body.
+    """Decode the body of a request.
 
     Raises:
-        ApiError: it is no JSON, or not what is asked for here.
+        ApiError: the body is not JSON, or does not have the type that `decoder` expects.
     """
     try:
         return decoder.decode(body)
@@ -54,36 +55,36 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 
 
 def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
-    """What is answered to a body, or to what stands at a place in it, that is not what it should be."""
+    """Return the error response to a body that has the wrong type, in whole or at `place`."""
     message, _, within = str(error).partition(" - at ")
     return ApiError(400, f"Invalid request: {error}.", None, place or within.strip("`$.") or _missing(message))
 
 
 def _missing(message: str) -> str | None:
-    """The field that an error says is missing."""
+    """Return the name of the missing field if the error message is about one."""
     parts = message.split("`")
     return parts[1] if "missing required field" in message else None
 
 
 def check_model(name: str) -> None:
-    """Raise ApiError for another model than the one."""
+    """Raise ApiError unless `name` is the service's model."""
     if name != MODEL:
         raise ApiError(404, f"The model {name[:100]!r} does not exist: there is {MODEL!r}.", "model_not_found", "model")
 
 
 def check_limit(limit: int | None, name: str) -> None:
-    """Raise ApiError for an answer without tokens."""
+    """Raise ApiError if the limit of an answer's tokens is less than 1. `name` is the field of the limit."""
     if limit is not None and limit < 1:
         raise ApiError(400, "An answer has at least 1 token.", None, name)
 
 
 MOST_PIECES = 16_384
-"""Most messages, parts, calls and tools of a request, together. Each takes some 4 microseconds to read and 40 to
-render: requests of so many are read and rendered in threads, one at a time."""
+"""Most messages, parts, calls and tools of one request, all together. Each takes about 4 microseconds to decode and 40
+to render. Requests with many of them are decoded and rendered in threads, one at a time."""
 
 
 def check_pieces(pieces: Iterable[Sequence[Any]], name: str) -> None:
-    """Raise ApiError for a request that has too many of them in all; they are counted until they are."""
+    """Raise ApiError if the sequences have more than `MOST_PIECES` elements together. Counting stops at that number."""
     count = 0
     for some in pieces:
         count += len(some)
@@ -93,24 +94,25 @@ def check_pieces(pieces: Iterable[Sequence[Any]], name: str) -> None:
 
 
 MOST_CHOICES = 128
-"""Answers to one request, as in the API."""
+"""Most answers to one request, as in the API."""
 
 
 def choices(n: int | None) -> int:
-    """How many answers are wanted. Raises ApiError."""
+    """Return the number of answers that the request wants. Raises ApiError if it is not supported."""
     if n is not None and not 1 <= n <= MOST_CHOICES:
         raise ApiError(400, f"`n` is from 1 to {MOST_CHOICES}.", None, "n")
     return n or 1
 
 
 MOST_STOPS = 4
-"""Texts that an answer may end at, as in the API."""
+"""Most stop texts of a request, as in the API."""
 STOP_LETTERS = 1000
-"""Of each: engines look for them after every token."""
+"""Most characters of one stop text. The limit bounds the time of engines, which look for the texts after every
+token."""
 
 
 def stops(given: str | list[str] | None) -> tuple[str, ...]:
-    """Texts that an answer ends at. Raises ApiError."""
+    """Return the stop texts of a request. Raises ApiError if there are too many, or one is empty or too long."""
     texts = tuple([given] if isinstance(given, str) else given or ())
     if len(texts) > MOST_STOPS or not all(0 < len(text) <= STOP_LETTERS for text in texts):
         message = f"`stop` has up to {MOST_STOPS} texts, of 1 to {STOP_LETTERS} characters each."
@@ -119,13 +121,19 @@ def stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def before(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """What stands before the first of these texts, and which that is."""
+    """Return the part of `text` before the first stop text in it, and that stop text.
+
+    A text without a stop text is returned whole, with an empty stop text.
+    """
     at, first = min(((at, one) for one in stop if (at := text.find(one)) >= 0), default=(len(text), ""))
     return text[:at], first
 
 
 class Unserved(msgspec.Struct, kw_only=True):
-    """What would change how an answer is sampled, shown or cut, and is not done here; of vLLM's and SGLang's too."""
+    """Fields that would change how an answer is sampled, shown or cut, and that the service does not support.
+
+    Fields that only vLLM or SGLang know are among them. A request that sets one is refused.
+    """
 
     audio: Any = None
     bad_words: Any = None
@@ -150,10 +158,13 @@ class Unserved(msgspec.Struct, kw_only=True):
 
 
 class AskedSampling(Unserved, kw_only=True):
-    """And what says how an answer is drawn: the run says it, whatever a request asks for."""
+    """Unsupported fields, arguments of the chat template, and fields for the sampling of an answer.
+
+    The run's configuration decides how answers are sampled, whatever values a request gives.
+    """
 
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template."""
+    """Arguments of the chat template, which are used."""
     frequency_penalty: float | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -164,17 +175,18 @@ class AskedSampling(Unserved, kw_only=True):
 
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-"""Of what no run does."""
+"""Values of the sampling settings that no run can change."""
 
 
 def drawn(body: AskedSampling) -> tuple[tuple[str, float], ...]:
-    """What a request says of the distribution that its answer is to be drawn from."""
+    """Return names and values of the sampling settings that a request gives."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *NEUTRAL)
     return tuple((name, value) for name in names if (value := getattr(body, name)) is not None)
 
 
 def heed_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
-    """Say what of a request holds no sway: answers are drawn as the run says, and agents are other people's code."""
+    """Log a warning for each sampling setting of a request that differs from the run's and so has no effect."""
+    # This is a warning and not an error: agents are other people's code, and they may set these fields anyway.
     for name, value in asked:
         own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
         if value != own and not (name == "top_k" and value < own == 0):
@@ -183,7 +195,7 @@ def heed_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
 
 @lru_cache(1024)
 def _tell(name: str, value: float, own: float) -> None:
-    """Once for each value."""
+    """Log one warning. The cache makes sure that each value is reported only once."""
     where = (
         "" if name in NEUTRAL else f" (rollout.{name}{', in evaluations eval.temperature' * (name == 'temperature')})"
     )
@@ -191,19 +203,22 @@ def _tell(name: str, value: float, own: float) -> None:
 
 
 def refuse_unserved(body: Unserved) -> None:
-    """Raise ApiError for the first of these that a request has."""
+    """Raise ApiError if a request sets an unsupported field."""
     refuse_given({name: getattr(body, name) for name in Unserved.__struct_fields__})
 
 
 def refuse_given(fields: dict[str, Any]) -> None:
-    """Raise ApiError for the first of these fields that a request has."""
+    """Raise ApiError for the first field with a value that is true. `fields` maps names to values."""
     for name, value in fields.items():
         if value:
             raise unsupported(name)
 
 
 def text_of(content: str | list[ContentPart] | None, place: str) -> str:
-    """A content, or its parts as one text. Raises ApiError where one is no text."""
+    """Return a content, or the joined texts of its parts. Raises ApiError if a part is not text.
+
+    `place` is the place of the message in the request, for the error message.
+    """
     if isinstance(content, list):
         if any(part.type not in TEXT_PARTS for part in content):
             raise ApiError(400, "Only text is supported here.", "unsupported_parameter", place)

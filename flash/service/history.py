@@ -1,13 +1,13 @@
-"""What was said in one episode so far, and where a request goes on. Pure.
+"""History: the messages of an episode so far, and the branch in which a request continues. Pure.
 
-Law: what a request adds is all of it that the policy has not seen where it goes on. A request that begins with all that
-was said in a branch goes on in it, in the branch of which most was said. Any other request begins a new branch, after
-the last answer that it shares with a branch, or from nothing. The policy's sampled tokens stay as they are: a message
-that says the same as an answer stands for it. The tools stand before all messages, so that a branch has the same tools
-throughout.
+Law: a request adds exactly those of its messages that the policy has not seen at the place where the request continues.
+A request that begins with all messages of a branch continues that branch; if several qualify, the one with the most
+messages. Any other request begins a new branch after the last answer that it shares with a branch, or an empty branch.
+The policy's sampled tokens never change: a message of the request that says the same as an answer is replaced by the
+answer. The prompt shows the tools before all messages, so all requests of a branch have the same tools.
 
-Clients write a history down again in ways that change nothing: `by_place` names calls by their places, `in_order`
-sorts their results, `says_the_same` compares two messages.
+Clients may repeat the history in another form with the same meaning. `by_place` therefore renames calls by their
+places, `in_order` sorts the results of calls, and `says_the_same` compares two messages.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import msgspec
 from flash.types import ASSISTANT, TOOL, Message, Tool, ToolCall
 
 TEXT = "text"
-"""Role of a text that is gone on with, where nobody speaks."""
+"""Role of a text in the completions API, which has no speakers."""
 
 READ_LETTERS = 1 << 18
-"""Longest arguments of a call that are parsed. Parsing megabytes takes seconds, in which a node does nothing else."""
+"""Most characters of a call's arguments that are parsed. Parsing megabytes takes seconds, during which the node does
+nothing else."""
 
 THINK, THOUGHT = "<think>", "</think>"
-"""Marks around reasoning in a content, as models and clients write it."""
+"""Marks before and after reasoning inside a content, as models and clients write them."""
 
 
 class Continuation(NamedTuple):
-    """Where a request goes on."""
+    """The branch and the place in it at which a request continues."""
 
     branch: int
     """Number of the branch, counted from 0 in the order in which branches began."""
@@ -40,29 +41,31 @@ class Continuation(NamedTuple):
     begins: bool
     """True if a new branch begins there."""
     added: list[Message]
-    """Messages that the request shows beyond what was said up to there. Results bear the ids that the policy knows."""
+    """Messages of the request after that place. Results of calls have the ids that the policy has seen."""
 
 
 class _Branch:
-    """Messages that were shown and answers that were given, in order."""
+    """Branch of an episode: the messages that the policy has seen and the answers that it gave, in order."""
 
     def __init__(self, said: Sequence[Message], answers: Sequence[int], tools: Sequence[Tool]) -> None:
         self.said = list(said)
-        """Messages with the ids that the policy has seen."""
+        """Messages and answers, with the ids of calls that the policy has seen."""
         self.tools = list(tools)
         self.answers = list(answers)
-        """Places of our answers in `said`, ascending."""
+        """Places of the policy's answers in `said`, ascending."""
         self._placed: list[Message] | None = None
+        """Result of `by_place(said)`; None if it is not computed yet."""
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Append messages."""
+        """Append messages to the branch."""
         self.said += messages
         self._placed = None
 
     def shared(self, placed: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return where a request stands behind each message of this branch that it repeats, from the first on.
+        """Return the places in a request after each message of this branch that the request repeats.
 
-        The first place is 0, behind none. With other tools nothing is repeated.
+        The first place is 0, before any message; the number of repeated messages is one less than that of places. A
+        request with other tools repeats nothing.
         """
         places = [0]
         if not _same_tools(tools, self.tools):
@@ -80,7 +83,10 @@ class _Branch:
         return places
 
     def shown_after(self, kept: int, messages: Sequence[Message], placed: Sequence[Message]) -> list[Message]:
-        """Return messages that follow the first `kept` here, with results named by the ids that the policy has seen."""
+        """Return messages that follow the first `kept` messages of this branch.
+
+        The results of calls get the ids that the policy has seen. `placed` is the result of `by_place` for `messages`.
+        """
         ids = [call.id for message in self.said[:kept] for call in message.tool_calls]
         shown = list(messages)
         for index, message in enumerate(placed):
@@ -91,13 +97,13 @@ class _Branch:
 
 
 class History:
-    """The branches of one episode."""
+    """Messages and answers of one episode, in branches. The module's docstring has the rules."""
 
     def __init__(self) -> None:
         self._branches = [_Branch([], [], [])]
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Continuation:
-        """Return where a request goes on."""
+        """Return the place at which a request continues. `tools` is the `form` of the request."""
         messages = in_order(messages)
         placed = by_place(messages)
         places = [branch.shared(placed, tools) for branch in self._branches]
@@ -119,7 +125,7 @@ class History:
         return Continuation(number, answers, not whole, added)
 
     def answer(self, place: Continuation, message: Message, tools: Sequence[Tool] = ()) -> None:
-        """Record that the messages a request adds were shown, and what the policy answered."""
+        """Record the messages that a request has added at `place`, and the policy's answer to them."""
         branch = self._branches[place.branch]
         if place.begins:
             until = branch.answers[place.answers - 1] + 1 if place.answers else 0
@@ -135,14 +141,16 @@ class EarlierAnswers:
 
     def __init__(self) -> None:
         self.responses: dict[str, list[Message]] = {}
-        """Messages by the names of responses, without their instructions."""
+        """Messages of the conversation up to each response, without instructions, by the id of the response."""
         self._texts: dict[str, tuple[list[Message], str]] = {"": ([], "")}
-        """Messages by their whole text, and the text that ended the last answer, which was sampled and not shown."""
+        """For each text up to the end of an answer: its messages, and the stop text that ended the answer. The policy
+        has sampled the stop text, but the agent has not received it."""
 
     def parts(self, text: str) -> list[Message]:
-        """Return a text as the messages that it begins with, and what it adds.
+        """Split a text into the messages of the longest earlier text that it begins with, and a message with the rest.
 
-        An agent writes down the text that ended an answer as what comes next: it is not shown a second time.
+        Agents often write the stop text of an answer behind it. It is removed from the rest, because the policy has
+        sampled it already.
         """
         known = max(
             (said for said in list(self._texts) if len(said) < len(text) and text.startswith(said)), key=len, default=""
@@ -151,15 +159,13 @@ class EarlierAnswers:
         return [*said, Message(TEXT, text[len(known) :].removeprefix(stop))]
 
     def answered(self, text: str, parts: list[Message], answer: Message, stop: str) -> None:
-        """Record the answer that goes on with a text, and the text that ended it, if one did."""
+        """Record the answer to a text, whose messages are `parts`. `stop` is the stop text that ended it, or empty."""
         self._texts[text + answer.content] = [*parts, answer], stop
 
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the results of parallel calls in the order of the calls.
-
-    A chat template that shows no ids tells results apart by their order alone.
-    """
+    """Return messages with the results of parallel calls in the order of the calls."""
+    # Chat templates that do not show the ids of calls identify a result by its position alone.
     ordered, start = list(messages), 0
     if not any(message.role == TOOL for message in messages):
         return ordered
@@ -176,11 +182,11 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
 
 
 def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
-    """Return how many messages from `start` on say together what `known` did; 0 if they say something else."""
+    """Return the number of messages from `start` on that together say the same as `known`; 0 if they do not."""
     message = messages[start]
     if known == message or says_the_same(known, message):
         return 1
-    # Some clients write thoughts, words and calls of one answer as messages of their own.
+    # Some clients send the reasoning, the content and the calls of one answer as separate messages.
     for stop in range(start + 1, len(messages)):
         more = messages[stop]
         if not (message.role == more.role == ASSISTANT and _follows(message, more)):
@@ -195,7 +201,7 @@ def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
 
 
 def _follows(last: Message, more: Message) -> bool:
-    """Return True if `more` goes on with an assistant's message: thoughts come before words, and words before calls."""
+    """Return True if `more` can continue the message `last`: reasoning precedes content, and content precedes calls."""
     if more.tool_calls:
         return not (more.content or more.reasoning)
     if more.reasoning:
@@ -204,10 +210,11 @@ def _follows(last: Message, more: Message) -> bool:
 
 
 def by_place(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with calls named by their places in the conversation, counted from 0, and results likewise.
+    """Return messages in which the id of each call is its number in the conversation, counted from 0.
 
-    A result belongs to the newest call of its id; of calls with one id in a message, to the first without a result. A
-    result of an unknown id keeps it behind a question mark.
+    A result gets the number of its call. A result belongs to the newest message with calls of its id; if that message
+    has several such calls, to the first one without a result. A result of an unknown id keeps the id, after a question
+    mark.
     """
     if not any(message.tool_calls or message.role == TOOL for message in messages):
         return list(messages)
@@ -235,12 +242,12 @@ def by_place(messages: Sequence[Message]) -> list[Message]:
 
 
 def says_the_same(known: Message, message: Message) -> bool:
-    """Return True if a message of a request says what a message that was said before did.
+    """Return True if a message of a request says the same as the earlier message `known`.
 
-    White space at the ends of texts does not count. An assistant's reasoning may be left out, or stand in the content
-    between `<think>` and `</think>`. The arguments of a call are compared as JSON values: spaces, escapes and the order
-    of keys do not count, except in arguments of more than `READ_LETTERS`. Ids of calls do not count; results are
-    compared by the ids that `by_place` gives.
+    White space at the beginning and end of a text is ignored, except in completions. An assistant's reasoning may be
+    missing, or be part of the content between `<think>` and `</think>`. The arguments of a call are compared as JSON
+    values, so spaces, escapes and the order of keys are ignored; arguments longer than `READ_LETTERS` are compared as
+    text. The ids of calls are ignored. Results are compared by the ids that `by_place` gives.
     """
     if message.role != known.role:
         return False
@@ -266,13 +273,13 @@ def says_the_same(known: Message, message: Message) -> bool:
 
 
 def _thought_and_said(message: Message) -> tuple[str, str]:
-    """Return an assistant's reasoning, wherever it stands, and the rest of the content."""
+    """Return an assistant's reasoning, from its own field and from the content, and the rest of the content."""
     content = message.content.strip()
     before, mark, after = content.partition(THOUGHT)
     reasoning = message.reasoning.strip()
     if not mark and not content.startswith(THINK):
         return reasoning, content
-    # A chat template may have begun the reasoning: then the answer has only the second mark.
+    # Some chat templates write the first mark into the prompt. The answer then contains only the second mark.
     inside = before.strip().removeprefix(THINK).strip()
     return inside if reasoning in ("", inside) else f"{reasoning}\n{inside}".strip(), after.strip()
 
@@ -299,7 +306,7 @@ def _same_call(one: ToolCall, other: ToolCall) -> bool:
 
 
 def _value(arguments: str) -> Any:
-    """Return the parsed JSON; no arguments are an empty object. Text that is not JSON is returned unchanged."""
+    """Return the parsed JSON. Empty arguments are an empty object. Text that is not JSON is returned unchanged."""
     if not arguments.strip():
         return _typed({})
     try:
@@ -310,7 +317,7 @@ def _value(arguments: str) -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """Return a JSON value with booleans apart from numbers: to Python 1 is True. 1 and 1.0 stay one number."""
+    """Return a JSON value in which no boolean equals a number; in Python, 1 == True. 1 and 1.0 stay equal."""
     match value:
         case bool():
             return (value,)

@@ -1,4 +1,4 @@
-"""Items as the Responses API has them: what of a conversation each of them is, and how a stream tells it."""
+"""Items of the Responses API: how items become messages, and how an answer becomes items and events."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flash.service.tools import as_json
 from flash.types import ASSISTANT, TOOL, Message, ToolCall
 
 THOUGHT, MESSAGE = "reasoning", "message"
-"""Types of items."""
+"""Item types of reasoning and of a message's content."""
 
 Event = tuple[str, dict[str, Any]]
-"""Its type, and what it says."""
+"""Type of a server-sent event, and the other fields of its body."""
 
 
 # -- read ------------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class _Called(msgspec.Struct):
     call_id: str
     name: str
     arguments: str | dict[str, Any] | None = ""
-    """JSON; some clients give the object itself."""
+    """Arguments as JSON text. Some clients send the JSON object itself."""
 
 
 class _Returned(msgspec.Struct):
@@ -55,10 +55,10 @@ _ITEMS: dict[str, type[_Item]] = {
 
 
 def messages_of(given: Sequence[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
-    """The messages that items are, after those that were said `before`.
+    """Return the items of a request as messages. `before` holds the messages of the conversation before them.
 
     Raises:
-        ApiError: one is no item, or of a kind that is not known here.
+        ApiError: an item has the wrong form or an unknown type.
     """
     messages = _Messages(before)
     for index, item in enumerate(given):
@@ -68,14 +68,14 @@ def messages_of(given: Sequence[dict[str, Any]], before: Sequence[Message]) -> l
 
 
 class _Messages:
-    """Messages, made of items: what an assistant thought, said and called one after the other is one message."""
+    """A builder of messages from items. Successive reasoning, content and calls of an assistant are one message."""
 
     def __init__(self, before: Sequence[Message]) -> None:
         self.made: list[Message] = []
         self._names = {call.id: call.name for message in before for call in message.tool_calls}
 
     def add(self, item: _Item, place: str) -> None:
-        """The next item."""
+        """Add the next item. `place` is the item's place in the request, for error messages."""
         match item:
             case _Spoken(role):
                 if role not in ROLES or role == TOOL:
@@ -95,7 +95,7 @@ class _Messages:
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
 
     def _assistant(self, more: Message) -> None:
-        """Goes on with the assistant's message, where what comes has its place behind what is there."""
+        """Append to the assistant's last message if the order of its parts allows it, else begin a new message."""
         last = self.made[-1] if self.made else None
         if last is None or last.role != ASSISTANT or not _follows(last, more):
             self.made.append(more)
@@ -106,7 +106,7 @@ class _Messages:
 
 
 def _follows(last: Message, more: Message) -> bool:
-    """Thoughts stand before what is said, and that before what is called."""
+    """Return True if `more` can continue the message `last`: reasoning precedes content, and content precedes calls."""
     if more.tool_calls:
         return True
     if more.reasoning:
@@ -129,7 +129,7 @@ def _item(item: dict[str, Any], place: str) -> _Item:
 
 
 def items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
-    """What was thought, said and called, an item each. `name` is the call's."""
+    """Yield an item for the reasoning, for the content and for each call of an answer. `name` is the `Call`'s name."""
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     if message.reasoning:
         yield thought(name, message.reasoning, status)
@@ -141,24 +141,24 @@ def items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
 
 
 def thought(name: str, text: str, status: str) -> dict[str, Any]:
-    """The item of what was thought."""
+    """Return the item of an answer's reasoning."""
     part = {"type": "reasoning_text", "text": text}
     return {"type": THOUGHT, "id": f"rs_{name}", "summary": [], "content": [part], "status": status}
 
 
 def spoken(name: str, text: str, status: str) -> dict[str, Any]:
-    """The item of what was said."""
+    """Return the item of an answer's content."""
     said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": MESSAGE, "id": f"msg_{name}", "role": ASSISTANT, "status": status, "content": [said]}
 
 
 def text_in(item: dict[str, Any]) -> str:
-    """What an item says."""
+    """Return the text of an item; the text of a function call is its arguments."""
     return item["arguments"] if "arguments" in item else item["content"][0]["text"]
 
 
 def begins(item: dict[str, Any], index: int) -> Iterator[Event]:
-    """The item is there, and empty. `index` is its place among the answer's."""
+    """Yield the events at the beginning of an item, which is still empty. `index` is its place among the items."""
     empty = {key: [] for key in ("content", "summary") if key in item} | (
         {"arguments": ""} if "arguments" in item else {}
     )
@@ -169,13 +169,13 @@ def begins(item: dict[str, Any], index: int) -> Iterator[Event]:
 
 
 def goes_on(item: dict[str, Any], index: int, text: str) -> Event:
-    """So much more of it."""
+    """Return the event that adds `text` to an item."""
     kind = "function_call_arguments" if "arguments" in item else item["content"][0]["type"]
     return f"response.{kind}.delta", {**_place(item, index), "delta": text, **_scores(kind)}
 
 
 def ends(item: dict[str, Any], index: int) -> Iterator[Event]:
-    """All of it was told."""
+    """Yield the events at the end of an item."""
     place = _place(item, index)
     if "arguments" in item:
         done = {"arguments": item["arguments"], "name": item["name"]}

@@ -1,6 +1,7 @@
-"""Responses as the OpenAI API has them: a request that is read, an answer that is written; both consist of items.
+"""The Responses API of OpenAI: requests are decoded, and answers are encoded. Both consist of items.
 
-Nothing is kept for them but what each response of the episode went on from, so that `previous_response_id` can name it.
+The session keeps, for each response of the episode, the conversation up to its end, so that a later request can name
+the response in `previous_response_id`. Nothing else is stored.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class ResponsesCall(msgspec.Struct, frozen=True):
 
     asked: AgentRequest
     said: list[Message]
-    """Its messages without the instructions, which the next one has again."""
+    """Messages of the request without its instructions, since each request sends its own instructions."""
     previous: str | None
+    """Id of the response that the request continues; None if it names none."""
 
 
 class _Tool(msgspec.Struct):
@@ -66,7 +68,7 @@ class _Text(msgspec.Struct):
 
 
 class _Body(AskedSampling, kw_only=True):
-    """The fields that are read; all others are none of our business."""
+    """Fields of a request's body that the service reads. All other fields are ignored."""
 
     model: str
     input: str | list[dict[str, Any]]
@@ -90,10 +92,14 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesCall:
-    """A request; `earlier` holds what was said up to each response of the episode.
+    """Decode the body of a request.
+
+    Args:
+        body: the body.
+        earlier: messages of the conversation up to each response of the episode, by the id of the response.
 
     Raises:
-        ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
+        ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
     given = decoded(_decoder, body)
     check_model(given.model)
@@ -163,35 +169,36 @@ _NOTHING = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, toke
 
 
 def name_of(name: str) -> str:
-    """What a response is called, whose call has this name."""
+    """Return the id of the response to the call with this name."""
     return f"resp_{name}"
 
 
 def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponsesCall) -> bytes:
-    """The one answer, in one piece."""
+    """Return the body of an HTTP response with the only answer."""
     (answer,) = answers
     return msgspec.json.encode(_response(answer, name, wanted))
 
 
 class ResponseEvents:
-    """A response as server-sent events. Its calls come with its end."""
+    """Encodes a response as server-sent events. Calls are sent at its end."""
 
     def __init__(self, name: str, wanted: ResponsesCall) -> None:
         self._name = name
         self._wanted = wanted
         self._number = 0
         self._told: dict[str, str] = {}
-        """What was told of the items that have begun, by their types and in their order."""
+        """Text that was sent so far, by the types of the items that have begun and in their order."""
         self._done: set[str] = set()
+        """Types of the items whose end was sent."""
 
     def begin(self, index: int) -> bytes:
-        """Before anything was said."""
+        """Encode the beginning of the response."""
         begun = _response(_NOTHING, self._name, self._wanted)
         begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         return self._events([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """More was said."""
+        """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event."""
         events: list[Event] = []
         if piece.reasoning and MESSAGE not in self._told:
             events += self._more(thought(self._name, piece.reasoning, "completed"), piece.reasoning)
@@ -202,11 +209,11 @@ class ResponseEvents:
         return self._events(events)
 
     def said(self, answer: PolicyAnswer, index: int) -> bytes:
-        """All was said, which the end tells."""
+        """Return no event, since `end` encodes the rest of the only answer."""
         return b""
 
     def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
-        """The one answer was."""
+        """Encode the rest of the answer, the ends of its items, and the whole response."""
         (answer,) = answers
         whole = _response(answer, self._name, self._wanted)
         begun = list(self._told)
@@ -215,11 +222,11 @@ class ResponseEvents:
         return self._events([*events, (f"response.{whole['status']}", {"response": whole})])
 
     def fail(self, error: ApiError) -> bytes:
-        """It ends in the middle."""
+        """Encode an error that ends the stream before the answer is complete."""
         return self._events([("error", {key: error.said["error"][key] for key in ("code", "message", "param")})])
 
     def _more(self, item: dict[str, Any], text: str) -> Iterator[Event]:
-        """More of an item, which may be its beginning."""
+        """Yield the events that add `text` to an item, and before them the events of its beginning if it is new."""
         kind = item["type"]
         if kind not in self._told:
             self._told[kind] = ""
@@ -228,7 +235,7 @@ class ResponseEvents:
         yield goes_on(item, list(self._told).index(kind), text)
 
     def _all(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
-        """The rest of an item, which may be all of it, and its end."""
+        """Yield the events for the part of an item that was not sent yet, which may be all of it, and for its end."""
         kind, told = item["type"], self._told.get(item["type"])
         if kind in self._done:
             return

@@ -1,14 +1,15 @@
-"""Sessions: one episode's calls, between the agent that makes them and the environment that takes them.
+"""EpisodeSession: the calls of one episode, between the agent that makes them and the environment that answers them.
 
-The agent's side is `call`, once per request, and what is told of it; the environment's is `next_call`, then `answer` or
-`refuse`, at last `end`.
-Any number of calls are open, that is, wait for their answers; they are taken one after the other, in the order in which
-they came. A request that repeats an earlier one gets the answer of that call, also when the answer is still to come. A
-request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls, and a
-request repeats an equal call only if the client of that call left without the answer, or says that it tries again, as
-OpenAI's clients do.
+The agent's side uses `call` once for each request, and waits for the pieces and the answer of the `Call`. The
+environment's side uses `next_call`, then `answer` or `refuse`, and `end` at last.
 
-Law: every call ends. The environment's owner bounds how long it takes, and `end` ends whatever is open.
+A call is open until it has an answer. Several calls may be open; they are answered one after the other, in the order of
+their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is not there yet.
+A request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls, with
+two exceptions: the client of the earlier call left without the answer, or a header of the request marks it as a retry
+(OpenAI's clients set this header).
+
+Law: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open calls.
 """
 
 from __future__ import annotations
@@ -34,25 +35,28 @@ from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Observation, Piece
 
 KEY_BYTES = 16
-"""128 bits: nobody guesses a key of another episode."""
+"""Random bytes of a key. An agent cannot guess 128 bits, and so not the key of another episode."""
 
 MOST_OPEN = 1024
-"""Requests of one episode that wait for their answers."""
+"""Most open calls of one episode."""
 OPEN_BYTES = 64 << 20
-"""Of these requests, together: who has left may ask again, so that they are kept without a connection, too."""
+"""Most bytes of all open calls of one episode. The bound on connections does not bound them: a call stays open when its
+client has left, since the client may send the request again."""
 
 OVER = "The episode of this key is over."
+"""Error message for a request after the end of its episode."""
 
 
 class Call:
-    """One request of the agent's, and what becomes of it."""
+    """A request of the agent, and its answer. Requests that repeat it share the call."""
 
     def __init__(self, name: str, asked: AgentRequest, key: bytes | None) -> None:
         self.name = name
-        """Its own among all calls of the service."""
+        """Name that no other call of the service has."""
         self.asked = asked
+        """The request. Its content is dropped when the call ends."""
         self.key = key
-        """By which it is known, where the request has one."""
+        """Digest of the request's idempotency key; None if it has none."""
         self.digest = asked.digest()
         self.size = asked.size
         self.waiting = 0
@@ -65,7 +69,7 @@ class Call:
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
-        """A request waits for the answer for the time of the block."""
+        """Count one request that waits for the answer during the block."""
         self.waiting += 1
         try:
             yield
@@ -73,7 +77,7 @@ class Call:
             self.waiting -= 1
 
     async def answer(self) -> PolicyAnswer:
-        """The answer, once it is there. Raises ApiError where the request is refused, or the episode has ended."""
+        """Wait for the answer and return it. Raises ApiError if the call is refused or the episode ends before."""
         while self._outcome is None:
             await self._news.wait()
         if isinstance(self._outcome, ApiError):
@@ -82,14 +86,18 @@ class Call:
         return self._outcome
 
     async def begun(self) -> None:
-        """Wait until there is something to tell. Raises ApiError as `answer` does."""
+        """Wait until there is a first piece or an answer. Raises ApiError if the call is refused before a piece."""
         while not (self._deltas.pieces or self._outcome):
             await self._news.wait()
         if isinstance(self._outcome, ApiError) and not self._deltas.pieces:
             raise self._outcome
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """What is told, from its beginning on and as it comes; ends with the answer. Raises ApiError as that does."""
+        """Yield all pieces from the first on, also future ones, until the answer is complete.
+
+        Raises:
+            ApiError: the call is refused, or the episode ends before the answer is complete.
+        """
         told, pieces = 0, self._deltas.pieces
         while True:
             while told < len(pieces):
@@ -102,23 +110,24 @@ class Call:
             raise self._outcome
 
     def add(self, piece: Piece) -> None:
-        """The answer goes on."""
+        """Add a newly sampled piece of the answer."""
         self._deltas.add(piece)
         self._tell()
 
     def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
-        """It has come to its end. Returns it as it was told."""
+        """Complete the call with its answer. Returns the answer with the message that the agent receives."""
         told = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
         self._end(told)
         return told
 
     def refused(self, error: ApiError) -> None:
-        """There is none."""
+        """End the call with an error instead of an answer."""
         self._end(error)
 
     def _end(self, outcome: PolicyAnswer | ApiError) -> None:
         self._outcome = outcome
-        # The call is kept for who asks again, what it asked is not: each request repeats all that was said.
+        # The call is kept for a client that sends the request again, but its content is not: each request of an episode
+        # repeats the whole conversation, so the contents of all requests together would grow quadratically.
         self.asked = msgspec.structs.replace(self.asked, messages=[], tools=(), template={})
         self._tell()
 
@@ -128,43 +137,47 @@ class Call:
 
 
 class PendingCall(NamedTuple):
-    """A call that is to be answered next, and where it goes on."""
+    """An open call, and the branch in which it continues the conversation."""
 
     call: Call
     place: Continuation
+    """Branch and place of the call in the history."""
 
     @property
     def shown(self) -> Observation:
-        """What it adds, as the policy is shown it."""
+        """Observation that the policy gets: the messages that the call adds, or one text for a completion."""
         added = self.place.added
         texts = [message.content for message in added if message.role == TEXT]
         return "".join(texts) if texts and len(texts) == len(added) else added
 
 
 def _ignored(pending: PendingCall) -> None:
-    """Nobody looks ahead."""
+    """Do nothing: the environment does not prepare calls in advance."""
 
 
 class EpisodeSession:
     """The calls of one episode.
 
     Args:
-        rewarding: whether the agent may say what its episode was worth.
-        sampling: how answers are drawn.
+        rewarding: True if the agent may end its episode with a reward of its own.
+        sampling: the run's sampling settings.
     """
 
     def __init__(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> None:
         self.kept = EarlierAnswers()
+        """Conversations up to earlier answers, which later requests may refer to."""
         self.reward: float | None = None
-        """What the agent says that its episode was worth, which ends it."""
+        """Reward that the agent gave itself, which ended the episode; None if it gave none."""
         self.queued: Callable[[PendingCall], None] = _ignored
-        """Told the calls that come while another one is answered, where they would go on as of now."""
+        """Called with each call that arrives while another one is open. The place of the call is the one in the present
+        history; later answers may change it."""
         self._rewarding = rewarding
         self._sampling = sampling
         self._history = History()
         self._by_key: dict[bytes, Call] = {}
         self._by_content: dict[bytes, list[Call]] = {}
-        """Of those without a key, in the order in which they came; both without those that were refused."""
+        """Calls without an idempotency key by their digest, in the order of arrival. Refused calls are in neither
+        dictionary."""
         self._open: deque[Call] = deque()
         self._pending: PendingCall | None = None
         self._agent_over = False
@@ -178,11 +191,13 @@ class EpisodeSession:
 
         Args:
             asked: the request.
-            key: idempotency key; requests of one key are one call.
-            again: True or False if the client says that it tries again or does not.
+            key: idempotency key; all requests with one key are one call. None: the request has none.
+            again: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
+                neither.
 
         Raises:
-            ApiError: it is no call, or the episode has ended.
+            ApiError: the request cannot be answered, its key belongs to a different request, too many calls are open,
+                or the episode has ended.
         """
         self._check_open()
         heed_drawn(asked.drawn, self._sampling)
@@ -209,7 +224,7 @@ class EpisodeSession:
         return known
 
     def _known(self, key: bytes, call: Call) -> Call:
-        """The call of this key, which is this one where there is none."""
+        """Return the earlier call with this idempotency key. If there is none, store `call` under the key."""
         if key not in self._by_key:
             self._check_room(call)
             self._by_key[key] = call
@@ -222,17 +237,17 @@ class EpisodeSession:
             raise ApiError(429, message, "too_many_requests")
 
     def _forget(self, call: Call) -> None:
-        """It was not answered, and may be made again."""
+        """Forget a call that was refused, so that an equal request becomes a new call."""
         if call.key is not None:
             del self._by_key[call.key]
         else:
             self._by_content[call.digest].remove(call)
 
     def reward_with(self, reward: float) -> None:
-        """The agent ends its episode with this reward.
+        """End the episode with a reward that the agent gives itself.
 
         Raises:
-            ApiError: it may not, the reward is no finite number, or the episode has ended.
+            ApiError: the run does not allow it, the reward is not a finite number, or the episode has ended.
         """
         self._check_open()
         if not self._rewarding:
@@ -247,14 +262,14 @@ class EpisodeSession:
             raise ApiError(401, OVER, "invalid_api_key")
 
     def agent_ended(self) -> None:
-        """The agent will make no more calls."""
+        """Record that the agent needs no more answers: `next_call` returns None from now on."""
         self._agent_over = True
         self._news.set()
 
     # -- the environment's side --------------------------------------------------------------------------------------
 
     async def next_call(self) -> PendingCall | None:
-        """The call that is to be answered next, once there is one; None when the agent has ended."""
+        """Wait for the oldest open call and return it; None when the agent has ended."""
         while not self._agent_over:
             if self._open:
                 call = self._open[0]
@@ -265,14 +280,14 @@ class EpisodeSession:
         return None
 
     def answer(self, answer: PolicyAnswer) -> None:
-        """Answer the call that was taken last."""
+        """Answer the call that `next_call` has returned, and add the answer to the history."""
         assert self._pending is not None, "no call was taken"
         place, form = self._pending.place, self._pending.call.asked.form
         told = self._take_first().answered(answer)
         self._history.answer(place, told.message, form)
 
     def refuse(self, error: ApiError) -> None:
-        """Refuse the first open call: nothing of it was shown, and it may be made again."""
+        """Refuse the oldest open call. The history does not change, and an equal request becomes a new call."""
         call = self._take_first()
         self._forget(call)
         call.refused(error)
@@ -282,7 +297,7 @@ class EpisodeSession:
         return self._open.popleft()
 
     def end(self) -> None:
-        """The episode is over: refuse what is open and whatever comes."""
+        """End the episode: refuse all open calls, and all requests from now on."""
         self._ended = True
         while self._open:
             self.refuse(ApiError(401, OVER, "invalid_api_key"))
@@ -293,11 +308,12 @@ def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
 
     Args:
         alike: calls of the same content, the oldest first.
-        again: True if the client says that it tries again, False if it says that it does not.
+        again: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
+            neither.
     """
     if again is False:
         return None
-    # A client that tries again has left: a call that a request waits for is somebody else's.
+    # A client that retries has left its first request, so a call that a request still waits for is from another client.
     left = [call for call in alike if not call.waiting]
     lost = [call for call in left if not call.told]
     if lost:
@@ -306,28 +322,28 @@ def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
 
 
 class EpisodeSessions:
-    """All of a node, by the keys of their episodes."""
+    """All sessions of a node, by the keys of their episodes."""
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, EpisodeSession] = {}
 
     def open(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> tuple[EpisodeSession, str]:
-        """A new one and its key; as for `EpisodeSession`."""
+        """Open a new session. Returns the session and its key. The arguments are those of `EpisodeSession`."""
         key, session = secrets.token_hex(KEY_BYTES), EpisodeSession(rewarding=rewarding, sampling=sampling)
         self._by_digest[_digest(key)] = session
         return session, key
 
     def close(self, key: str) -> None:
-        """End a session and forget its key."""
+        """End the session of a key, and forget the key."""
         session = self._by_digest.pop(_digest(key), None)
         if session is not None:
             session.end()
 
     def of_key(self, key: str) -> EpisodeSession:
-        """The session of a key.
+        """Return the session of a key.
 
         Raises:
-            ApiError: there is none, or its episode is over.
+            ApiError: no session has this key, or its episode is over.
         """
         session = self._by_digest.get(_digest(key))
         if session is None:
@@ -339,8 +355,10 @@ class EpisodeSessions:
 
 
 def _digest(key: str) -> bytes:
-    """Looked up instead of the key, so that how long a look-up takes says nothing of it."""
+    """Return the keyed digest of an episode's key."""
+    # Sessions are looked up by this digest and not by the key, so that the time of a look-up reveals nothing of a key.
     return hmac.digest(_SECRET, key.encode("utf-8", "surrogatepass"), "sha256")
 
 
 _SECRET = secrets.token_bytes(32)
+"""Key of the digests, which each process chooses at random."""

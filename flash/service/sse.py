@@ -1,4 +1,4 @@
-"""An answer that is sent as it comes, in server-sent events. Its client may leave at any time."""
+"""EventStream: answers that are sent as server-sent events while they are sampled. The client may leave early."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ from flash.types import Piece
 
 
 class EventFormat(Protocol):
-    """How the answers to a request are written: one after the other, counted from 0, and then an end."""
+    """An encoder of the events of one request.
+
+    For each answer, counted from 0: `begin`, any number of `piece`, then `said`. The last call is `end`, or `fail` if
+    an answer cannot be finished.
+    """
 
     def begin(self, index: int) -> bytes:
-        """Before anything was said."""
+        """Encode the beginning of an answer."""
         ...
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """More was said."""
+        """Encode a new piece of an answer."""
         ...
 
     def said(self, answer: PolicyAnswer, index: int) -> bytes:
-        """All was said."""
+        """Encode the end of an answer."""
         ...
 
     def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
-        """All answers were."""
+        """Encode the end of the stream, after all answers."""
         ...
 
     def fail(self, error: ApiError) -> bytes:
-        """It ends in the middle."""
+        """Encode an error that ends the stream before the answers are complete."""
         ...
 
 
 class EventStream(StreamingResponse):
-    """The answers to a request.
+    """An HTTP response that streams the answers to one request.
 
     Args:
-        calls: one for each answer; the first has begun.
-        events: how they are written.
-        ended: told each answer before its end is sent.
-        waits: closed when nobody waits for the rest any more.
+        calls: one call for each answer. The first has a piece or an outcome already.
+        events: encoder of the events.
+        ended: called with each answer before its end is sent.
+        waits: closed when the stream has ended or the client has left.
     """
 
     media_type = "text/event-stream"
@@ -59,7 +63,7 @@ class EventStream(StreamingResponse):
         self._waits = waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the stream, and close `waits` at its end."""
         with self._waits:
             async with aclosing(self._lines):
                 await super().__call__(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Functions that an agent lets the policy call: as requests give them, as messages call them."""
+"""Functions that an agent lets the policy call, as requests describe them and as messages call them."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from flash.types import Tool, ToolCall
 
 
 class Function(msgspec.Struct):
-    """A function as a request describes it."""
+    """Description of a function in a request."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """That calls follow the schema: nobody enforces it here, and what does not is counted."""
+    """True if the client wants calls that follow the schema. This is not enforced; see `is_well_formed`."""
 
 
 class GivenTool(msgspec.Struct):
-    """One of a request's tools."""
+    """Tool of a request, before its type is checked."""
 
     type: str
     function: Function | None = None
 
 
 class GivenFunction(msgspec.Struct):
-    """The function that a call names, and its arguments."""
+    """Name and arguments of the function in a call."""
 
     name: str
     arguments: str | dict[str, Any] | None = ""
-    """JSON; some clients give the object itself."""
+    """Arguments as JSON text. Some clients send the JSON object itself."""
 
 
 class GivenCall(msgspec.Struct):
-    """One call of a message."""
+    """Call in a message of a request, before its type is checked."""
 
     function: GivenFunction
     id: str | None = ""
     type: str | None = "function"
-    """Null in what some clients put together from the chunks of a stream."""
+    """Type of the call. Clients that assemble a call from the chunks of a stream may send null."""
 
 
 def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
-    """Tools as chat templates take them.
+    """Return the tools of a request in the format of chat templates.
 
     Raises:
-        ApiError: one of them is no function.
+        ApiError: one of the tools is not a function.
     """
     for tool in given:
         if tool.type == "function" and tool.function is None:
@@ -62,7 +62,7 @@ def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
 
 
 def described(function: Function) -> Tool:
-    """A function as chat templates take it."""
+    """Return a function in the format of chat templates."""
     shown: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         shown["description"] = function.description
@@ -72,10 +72,10 @@ def described(function: Function) -> Tool:
 
 
 def may_call(choice: Any) -> bool:
-    """What `tool_choice` says: whether calls are looked for.
+    """Return True if `tool_choice` lets the policy call functions, so that the answer is searched for calls.
 
     Raises:
-        ApiError: it would force a call, or is no choice.
+        ApiError: `choice` would force a call, or is not a valid choice.
     """
     if choice in (None, "auto"):
         return True
@@ -95,12 +95,12 @@ def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
 
 
 def as_json(arguments: str | dict[str, Any] | None) -> str:
-    """Return the arguments of a call as the text that they are in a conversation."""
+    """Return the arguments of a call as JSON text."""
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
 def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Calls as an answer has them."""
+    """Return calls in the format of an API's answer."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -108,7 +108,7 @@ def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
-    """Whether a call is of one of these functions, and its arguments are a JSON object."""
+    """Return True if a call names one of the functions in `tools`, and its arguments are a JSON object."""
     if all(tool["function"]["name"] != call.name for tool in tools):
         return False
     try:

@@ -1,7 +1,9 @@
-"""`flash simulate` and `flash calibrate`: the real hub and nodes around simulated hardware, on a virtual clock.
+"""`flash simulate` and `flash calibrate`: the real hub and nodes with simulated hardware, on a virtual clock.
 
-- `world`: a whole run, the way in; `clock`: on which waiting takes no time, for tests too.
-- `engine` (of `steps`), `trainer`, `environment`: the hardware; `workload`: how long all of it takes.
-- `meter`, `report`, `tables`, `plots`: what came of it; `bounds`: what it is measured against.
-- `calibrate`, with `fitting`: the constants of a measured run.
+- `world`: a whole simulated run, and the entry point; `clock`: the virtual clock, on which waiting takes no real time.
+  Tests use the clock too.
+- `engine` (built on `steps`), `trainer`, `environment`: the simulated hardware; `workload`: lengths, durations and
+  rewards.
+- `meter`, `report`, `tables`, `plots`: results of a run; `bounds`: theoretical step times to compare them with.
+- `calibrate`, with `fitting`: fits the constants of the simulation to a measured run.
 """

@@ -1,14 +1,14 @@
-"""The bounds that a simulated run is measured against, with what is plugged into them.
+"""Theoretical bounds on the time of a step, and the quantities that they are computed from.
 
-Of a step of N samples on K workers, with μ and L the mean and the longest generation time, μ_tr the training time per
-sample, E epochs and Q samples in flight (ROLL Flash, propositions 1 and 2):
+The bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
+μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
 
     queue scheduling   mean completion per sample ≤ μ/K + L/Q
     synchronous        T ≤ N·μ/K + L + E·N·μ_tr/K
     asynchronous       T ≤ (N/K)·(μ + E·μ_tr) + L/(α+1), at the share β* of trainers
 
-Here a worker is a GPU: μ is the GPU time of a sample while its engine is as full as the run can make it, L the time of
-the longest of the samples in flight at that speed, its environments included. Seconds throughout.
+A worker is a GPU here. μ is the GPU time of a sample while its engine is as full as the run can make it. L is the time
+of the longest of the samples in flight at that speed, including the time in its environment. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -24,69 +24,69 @@ from flash.config.spread import parse_spread, uniform
 from flash.config.tree import Config
 
 EPISODES = 2048
-"""Episodes drawn to know the workload; fewer where they have many turns."""
+"""Number of episodes that are drawn to estimate the workload; fewer if episodes have many turns."""
 DRAWS = 40_000
-"""Draws they may take: about a tenth of a second."""
+"""Number of random draws that bounds the number of episodes. So many draws take about 0.1 seconds."""
 
 
 def queue_bound(mean: float, longest: float, workers: float, in_flight: float) -> float:
-    """Mean completion time per sample under queue scheduling: μ/K + L/Q."""
+    """Return the bound on the mean completion time per sample under queue scheduling: μ/K + L/Q."""
     return mean / workers + longest / in_flight
 
 
 def sync_bound(samples: float, mean: float, longest: float, train: float, workers: float, epochs: int = 1) -> float:
-    """Step time when all workers first generate and then train: N·μ/K + L + E·N·μ_tr/K."""
+    """Return the bound on the step time if all workers first generate and then train: N·μ/K + L + E·N·μ_tr/K."""
     return samples * mean / workers + longest + epochs * samples * train / workers
 
 
 def async_bound(
     samples: float, mean: float, longest: float, train: float, workers: float, ratio: float, epochs: int = 1
 ) -> float:
-    """Step time at the best split: (N/K)·(μ + E·μ_tr) + L/(α+1)."""
+    """Return the bound on the step time at the best split of the workers: (N/K)·(μ + E·μ_tr) + L/(α+1)."""
     return samples / workers * (mean + epochs * train) + longest / (ratio + 1)
 
 
 def best_split(
     samples: float, mean: float, longest: float, train: float, workers: float, ratio: float, epochs: int = 1
 ) -> float:
-    """Share of the workers that should train: β* = E·N·μ_tr / (N·μ + K·L/(α+1) + E·N·μ_tr)."""
+    """Return the share of the workers that should train: β* = E·N·μ_tr / (N·μ + K·L/(α+1) + E·N·μ_tr)."""
     training = epochs * samples * train
     return training / (samples * mean + workers * longest / (ratio + 1) + training)
 
 
 class Episodes(NamedTuple):
-    """Drawn episodes, as means and, for the longest, one by one."""
+    """Statistics of randomly drawn episodes."""
 
     tokens: list[float]
-    """Response tokens of each."""
+    """Response tokens of each episode."""
     env_s: list[float]
-    """Seconds each spends in its environment."""
+    """Seconds that each episode spends in its environment."""
     prompt: float
-    """Mean tokens of the first observation."""
+    """Mean tokens of an episode's first observation."""
     observations: float
-    """Mean tokens of the later ones, per episode."""
+    """Mean tokens of all later observations of an episode."""
     context: float
-    """Mean tokens of context under a token that is being decoded."""
+    """Mean tokens of context before a token that is decoded."""
 
     @property
     def mean_tokens(self) -> float:
-        """Response tokens per episode."""
+        """Mean response tokens of an episode."""
         return sum(self.tokens) / len(self.tokens)
 
     @property
     def mean_env_s(self) -> float:
-        """Seconds per episode in its environment."""
+        """Mean seconds that an episode spends in its environment."""
         return sum(self.env_s) / len(self.env_s)
 
     @property
     def mean_length(self) -> float:
-        """Tokens per episode that are trained on, observations included."""
+        """Mean tokens of an episode that the trainer processes, including observations."""
         return self.prompt + self.observations + self.mean_tokens
 
     def longest_s(self, samples: float, step_s: float) -> float:
-        """Expected time of the longest of `samples` episodes that decode a token in `step_s`.
+        """Return the expected seconds of the longest of `samples` episodes, if a token takes `step_s` seconds.
 
-        The k-th smallest of M drawn ones is the longest with chance (k/M)^n − ((k−1)/M)^n.
+        The k-th shortest of M drawn episodes is the longest of n samples with probability (k/M)^n − ((k−1)/M)^n.
         """
         times = sorted(tokens * step_s + env for tokens, env in zip(self.tokens, self.env_s, strict=True))
         count = len(times)
@@ -94,7 +94,7 @@ class Episodes(NamedTuple):
 
 
 def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int) -> Episodes:
-    """Draw the workload. Slow and dead environments are left out: a bound holds without them."""
+    """Draw episodes of the workload. Slow and dead environments (`fail_slow`, `fail_stop`) are not drawn."""
     prompt, response, observation, turns, reset, env, reward = (
         parse_spread(text)
         for text in (
@@ -117,7 +117,8 @@ def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int)
                 shown = observation.draw(uniform(i, 4, turn))
                 observations += shown
                 seen += shown
-            # One draw in each of `count` equal parts: single-turn lengths come out with their exact tail.
+            # Stratified sampling: one draw in each of `count` equal parts, so that the lengths of single-turn episodes
+            # have the exact tail of the distribution.
             u = (i + 0.5) / count if draws == 1 else uniform(i, 5, turn)
             length = float(min(max(round(response.draw(u)), 1), max_new_tokens))
             contexts += length * (seen + length / 2)
@@ -130,38 +131,41 @@ def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int)
 
 
 class Quantities(msgspec.Struct, frozen=True, kw_only=True):
-    """What is plugged into the formulas."""
+    """Quantities that the formulas of the bounds take."""
 
     samples: float
-    """N: samples to finish per step, those that filters throw away included."""
+    """N: samples to generate per step, including samples that filters remove."""
     in_flight: float
     """Q: most samples in flight."""
     gpus: int
-    """K."""
+    """K: number of GPUs."""
     rollout_gpus: int
+    """GPUs that serve engines; the others train."""
     async_ratio: float
+    """α: `train.async_ratio`."""
     per_engine: float
-    """Sequences that an engine of this split decodes at once, at most."""
+    """Most sequences that an engine decodes at once, with the configured split of the GPUs."""
     generate_s: float
-    """μ: GPU seconds to generate a sample on the engines of this split."""
+    """μ: GPU seconds to generate a sample, with the configured split of the GPUs."""
     generate_all_s: float
-    """μ when all GPUs serve engines: with few samples in flight, more engines mean emptier ones."""
+    """μ if all GPUs serve engines. With few samples in flight it is larger than `generate_s`, since each engine
+    then runs fewer sequences."""
     least_s: float
-    """GPU seconds to generate a sample when prompts are cached: the least it can take."""
+    """GPU seconds to generate a sample if prompts are cached, which is the shortest possible time."""
     longest_s: float
-    """L."""
+    """L: seconds of the longest sample in flight."""
     latency_s: float
-    """Mean seconds of an episode on an otherwise empty engine."""
+    """Mean seconds of an episode that is alone on its engine."""
     train_s: float
     """μ_tr: GPU seconds to train on a sample."""
     pause_s: float
-    """Seconds a new version stops an engine for, prefilling again included."""
+    """Seconds for which a new version stops an engine, including the prefill of running sequences."""
     fixed_s: float
-    """Seconds of a training step that more GPUs do not shorten."""
+    """Seconds of a training step that do not depend on the number of GPUs."""
 
 
 def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
-    """Work out what a configuration's step consists of; the ledger tells how many samples filters cost."""
+    """Compute the quantities of a configuration. The ledger of a run gives the share of samples that filters remove."""
     simulate, rollout, train = config.simulate, config.rollout, config.train
     assert simulate is not None, "flash.config.check.simulated_rule"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
@@ -209,21 +213,24 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """One bound on the seconds of a step."""
+    """Bound on the time of a step."""
 
     name: str
+    """Name of the bound for people."""
     formula: str
+    """Formula of the bound, as text."""
     plugged: str
-    """The quantities, in words."""
+    """Quantities in the formula and their values, as text."""
     step_s: float
+    """Seconds of the bound."""
     lower: bool = False
-    """Whether no step can be shorter, rather than longer."""
+    """True if no step can be shorter; False if no step should be longer."""
     part: bool = False
-    """Whether it is of one phase only, so that whole steps are not measured against it."""
+    """True if the bound covers only one phase of a step, so that the time of a whole step is not compared with it."""
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
-    """Every bound, the one that the run is measured against last but one, and the capacity last."""
+    """Return all bounds. The last but one is that of the configured split; the last is the capacity."""
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     everywhere = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
@@ -259,7 +266,8 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
 
 
 def _this_split(q: Quantities, batch_size: int, plugged: str) -> Bound:
-    """Both phases on the GPUs they have. Below α = 1 a batch is not made while another trains, not whole: they add."""
+    """Return the bound for the configured split of the GPUs between engines and trainers."""
+    # Below α = 1 no whole batch can be generated while another one is trained, so the times of both phases add up.
     generation = q.samples * q.generate_s / q.rollout_gpus
     training = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     if q.async_ratio < 1:
@@ -278,7 +286,10 @@ def _this_split(q: Quantities, batch_size: int, plugged: str) -> Bound:
 
 
 def _capacity(q: Quantities, batch_size: int) -> Bound:
-    """What no schedule can beat: full slots, a trainer that never waits, as many episodes alive as may be."""
+    """Return the step time that no schedule can beat.
+
+    It assumes engines that are always full, a trainer that never waits, and the most episodes alive at all times.
+    """
     slots = q.samples * q.least_s / q.rollout_gpus
     trainer = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     alive = q.samples * q.latency_s / q.in_flight

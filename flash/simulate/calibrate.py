@@ -1,16 +1,17 @@
-"""From a measured run to the `[simulate]` table that stands for its machine and workload.
+"""Calibration: fits a `[simulate]` table to the machine and the workload of a measured run.
 
-The engine's constants come from every response's duration. While it runs, each decoding step takes
-step_s + sequence_s · (sequences running) + prefill_s · (prompt tokens that join), so that
+The constants of the engine are fitted to the durations of all responses. Each decoding step takes
+step_s + sequence_s · (running sequences) + prefill_s · (prompt tokens of joining sequences), so
 
     duration − pauses = step_s · steps + sequence_s · Σ over steps of running + prefill_s · Σ over steps of joining
 
-is linear in the constants; least squares, none of them negative. How many run at a time is known from all responses'
-intervals. Steps are not seen one by one: they are dense where few sequences run, which needs the constants, so that
-weights and constants are found in turns. Context costs are not told apart from `sequence_s`.
+is linear in the constants. They are fitted by least squares without negative constants. The number of running sequences
+follows from the intervals of all responses. The times of single steps are not recorded: there are more steps per second
+where fewer sequences run, and this density depends on the constants. So density and constants are fitted in turns. The
+cost of context cannot be separated from `sequence_s`.
 
-Everything else is read off: pauses and announcements from the timeline, training from the steps' tokens and times,
-lengths, latencies and success as they were. Seconds and tokens throughout.
+All other values are measured directly: pauses and publishing from the timeline; training from the tokens and times of
+the steps; lengths, latencies and success rates from the samples. Units are seconds and tokens.
 """
 
 from __future__ import annotations
@@ -37,55 +38,61 @@ from flash.simulate.fitting import nonnegative_fit, relative, slope_error, sprea
 from flash.types import Activity
 
 ROUNDS = 12
-"""Turns of fitting constants and weighting steps; they settle within a few."""
+"""Number of times that constants and density of steps are fitted in turns; both converge within a few."""
 LEAST_VARIATION = 0.1
-"""Standard deviation of the running sequences, relative to their mean, below which step_s and sequence_s look alike."""
+"""Standard deviation of the number of running sequences, relative to its mean, below which step_s and sequence_s cannot
+be separated."""
 LEAST_STEPS = 3
-"""Steps a run must have: the first one, which warms up, is left out where there are more."""
+"""Fewest steps that a run must have. The first step is left out, since it includes the warm-up."""
 
 
 class FittedPart(msgspec.Struct, frozen=True):
-    """One fitted piece of the table."""
+    """Constants of the table that were fitted together."""
 
     what: str
+    """Name of the part, such as `engine`."""
     constants: dict[str, float]
+    """Fitted values, by key of the table."""
     points: int
-    """Measurements behind it."""
+    """Number of measurements."""
     residual: float
-    """Root mean square of what the fit leaves over, relative to the mean."""
+    """Root mean square of the residuals, relative to the mean of the measurements."""
     note: str = ""
-    """What to beware of."""
+    """Warning for the user; empty if there is none."""
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What a measured run says about its machine and workload."""
+    """Result of the calibration with a measured run."""
 
     table: dict[str, Any]
     """The fitted `[simulate]` table."""
     parts: list[FittedPart]
+    """Fits of the constants, for the report to the user."""
     step_s: float
-    """Measured mean seconds of a step, the first one left out."""
+    """Measured mean seconds of a step, without the first step."""
 
     def toml(self) -> str:
-        """The overlay: `flash simulate RUN_DIR/config.toml` and this file simulate the run."""
+        """Return the table as a TOML overlay: `flash simulate RUN_DIR/config.toml OVERLAY` simulates the run."""
         return tomli_w.dumps({"simulate": self.table})
 
 
 class ResponseTimes(NamedTuple):
-    """All responses [R] of a run, in the order in which they began."""
+    """All R responses of a run as arrays of length R, in the order in which they were requested."""
 
     begin: Floats
-    """When it got its place in an engine."""
+    """Time at which an engine began the response."""
     end: Floats
+    """Time at which the response was complete."""
     tokens: Floats
+    """Tokens of the response."""
     cold: Floats
-    """Prompt tokens that were not in a KV cache."""
+    """Prompt tokens that were not in the KV cache."""
     context: Floats
     """Tokens before the response."""
     late: npt.NDArray[np.bool_]
-    """Whether it had to wait for the end of a step in flight: others were running, and it got its place at once."""
+    """True if the response had to wait for the end of a running step: others were running, and a place was free."""
     fitted: npt.NDArray[np.bool_]
-    """Whether it counts as a measurement; every one counts as load."""
+    """True if the constants are fitted to this response. All responses count as load."""
 
 
 def calibrate(run_dir: Path) -> Calibration:
@@ -101,7 +108,7 @@ def calibrate(run_dir: Path) -> Calibration:
             f"{run_dir} cannot be calibrated from: expected the directory of a run with config.toml, samples.jsonl "
             f"and at least {LEAST_STEPS} steps in metrics.jsonl"
         )
-    # Read as a simulation's: the run's model and devices need not be at hand.
+    # Load it as the configuration of a simulation: model and devices of the run need not exist on this machine.
     config = load([directory.config], ["simulate={}"], simulated=True)
     spans = directory.read_spans()
     hardware = placement(config)
@@ -124,13 +131,16 @@ def calibrate(run_dir: Path) -> Calibration:
 
 
 def measured_step_s(rows: Sequence[Row]) -> float:
-    """Mean seconds of a step, the first one left out."""
+    """Return the mean seconds of a step, without the first step."""
     seconds = [value for row in rows[1:] if (value := number(row, "interval_s")) is not None]
     return sum(seconds) / len(seconds)
 
 
 def placement(config: Config) -> dict[str, int]:
-    """The run's devices as the simulator counts them. On the CPU, each engine and each trainer rank is one."""
+    """Return the run's devices as keys of the `[simulate]` table.
+
+    In a run without GPUs, each engine and each trainer rank counts as one GPU.
+    """
     width = config.engine.tensor_parallel if config.gpus_per_node else 1
     per_node = [config.engines_on(node) for node in range(config.cluster.nodes)]
     serving = sum(per_node) * width
@@ -148,10 +158,19 @@ def placement(config: Config) -> dict[str, int]:
 def gather(
     samples: Sequence[SampleTimes], swaps: Sequence[Activity], engines: int, places: float, first_step: int
 ) -> ResponseTimes:
-    """The responses of all samples, each from the moment it got one of the engines' places, first come, first served.
+    """Collect the responses of all samples, and estimate when each began and which prompt tokens were cached.
 
-    Which prompt tokens were cached follows the simulator's rule: a problem's prompt after its first request on an
-    engine, an episode's context after its last turn, both until the next swap.
+    A response begins when it gets one of the engines' places, in order of arrival. Caching follows the rule of the
+    simulator: the prompt of a problem is cached after its first request on an engine, and the context of an episode
+    after its last turn. Both are lost at the next swap.
+
+    Args:
+        samples: trained samples of the run.
+        swaps: swaps of all engines on the timeline.
+        engines: number of engines.
+        places: most sequences of all engines together, divided by `unseen` (see `fit_engine`): the places that are left
+            for recorded responses.
+        first_step: step whose samples count as load only, since they include the warm-up.
     """
     swapped = np.sort(np.array([swap.start for swap in swaps]))
     known: dict[tuple[int, int], int] = {}
@@ -183,18 +202,22 @@ def gather(
 
 
 def _before(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
-    """The turns before one, in its branch."""
+    """Return the turns before the one at `place` that are in its branch."""
     return [turn for turn in turns[:place] if turn.branch == turns[place].branch]
 
 
 def _context(turns: Sequence[TurnTimes], place: int) -> int:
-    """Tokens before a turn's response."""
+    """Return the number of tokens before a turn's response."""
     before = sum(turn.observation_tokens + turn.tokens for turn in _before(turns, place))
     return before + turns[place].observation_tokens
 
 
 def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, epoch: int, engines: int) -> bool:
-    """Whether a first prompt has been seen by every engine since the last swap, as even routing would have it."""
+    """Return True if the first prompt of an episode is cached, and count the request in `known`.
+
+    With even routing, the first request of a group goes to each engine before an engine gets a second one. So the
+    prompt is cached on every engine once the group has sent as many requests as there are engines since the last swap.
+    """
     if place:
         return False
     key = (sample.group_id, epoch)
@@ -205,7 +228,15 @@ def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, 
 def fit_engine(
     responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
 ) -> FittedPart:
-    """step_s, sequence_s and prefill_s. `unseen` is by how much the run's load exceeded the recorded responses'."""
+    """Fit step_s, sequence_s and prefill_s to the durations of responses.
+
+    Args:
+        responses: responses of the run.
+        swaps: swaps of all engines on the timeline.
+        engines: number of engines.
+        unseen: factor, at least 1, by which the run generated more tokens than the recorded responses have.
+        recompute: True if a swap computes the KV cache of the running sequences again.
+    """
     begin, end, fitted = responses.begin, responses.end, responses.fitted
     knots = np.unique(np.concatenate([begin, end]))
     running = _level(begin, end, knots) * unseen / engines
@@ -235,14 +266,17 @@ def fit_engine(
 
 
 def _level(begin: Floats, end: Floats, knots: Floats) -> Floats:
-    """How many intervals are open after each knot."""
+    """Return the number of intervals that are open right after each knot."""
     started = np.searchsorted(np.sort(begin), knots, side="right")
     ended = np.searchsorted(np.sort(end), knots, side="right")
     return (started - ended).astype(np.float64)
 
 
 def _mean_over(running: Floats, weights: Floats, knots: Floats, begin: Floats, end: Floats) -> Floats:
-    """Mean running sequences over each response's steps, which are as dense as the weights between knots."""
+    """Return the mean number of running sequences over the steps of each response.
+
+    `weights` are the steps per second between the knots, up to a constant factor.
+    """
     steps = np.concatenate([[0.0], np.cumsum(weights * np.diff(knots))])
     sums = np.concatenate([[0.0], np.cumsum(weights * running[:-1] * np.diff(knots))])
     count = np.interp(end, knots, steps) - np.interp(begin, knots, steps)
@@ -253,7 +287,11 @@ def _mean_over(running: Floats, weights: Floats, knots: Floats, begin: Floats, e
 def _joining(
     responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
 ) -> Floats:
-    """Tokens that its engine prefills during each response: its own, its share of the others', those after swaps."""
+    """Return the tokens that the engine of each response prefills during that response.
+
+    These are the response's own tokens, the tokens of other responses divided by the number of engines, and the tokens
+    that are computed again after swaps.
+    """
     begin, end = responses.begin, responses.end
     times, amounts = [begin], [responses.cold * unseen / engines]
     if recompute and swaps:
@@ -270,7 +308,7 @@ def _joining(
 
 
 def _held(responses: ResponseTimes, swap: Activity) -> float:
-    """Context of all responses that a swap interrupted."""
+    """Return the tokens of context of all responses during a swap."""
     running = (responses.begin < swap.start) & (swap.stop < responses.end)
     begin, end = responses.begin[running], responses.end[running]
     done = (swap.start - begin) / (end - begin)
@@ -278,7 +316,8 @@ def _held(responses: ResponseTimes, swap: Activity) -> float:
 
 
 def _paused(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int) -> Floats:
-    """Seconds of each response in which its engine, as far as is known, was swapping."""
+    """Return the expected seconds of each response in which its engine was swapping."""
+    # The record does not name a response's engine, so each swap counts with probability 1/engines.
     total = np.zeros_like(begin)
     for _, lane in itertools.groupby(sorted(swaps, key=lambda swap: swap.lane), key=lambda swap: swap.lane):
         bars = list(lane)
@@ -287,7 +326,10 @@ def _paused(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int)
 
 
 def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
-    """swap_s: the median of the swaps on the timeline, without each engine's first load, which interrupts nothing."""
+    """Return swap_s, the median duration of the swaps on the timeline.
+
+    The first load of each engine is left out, because it interrupts no sequence.
+    """
     lanes: dict[str, list[Activity]] = {}
     for swap in sorted(swaps, key=lambda swap: swap.start):
         lanes.setdefault(swap.lane, []).append(swap)
@@ -304,7 +346,10 @@ def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
 def fit_training(
     rows: Sequence[Row], samples: Sequence[SampleTimes], spans: Sequence[Activity], trainers: int
 ) -> FittedPart:
-    """train_token_s and train_step_s: steps' times over their tokens, and what publishing and checkpoints add."""
+    """Fit train_token_s and train_step_s to the tokens and times of the steps.
+
+    The seconds per step of publishing and of checkpoints are added to train_step_s.
+    """
     tokens: dict[int, int] = {}
     for sample in samples:
         length = sum(turn.observation_tokens + turn.tokens for turn in sample.turns)
@@ -342,7 +387,7 @@ def _total_s(spans: Sequence[Activity], name: str) -> float:
 
 
 def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, str]:
-    """Lengths, latencies, turns and success as distributions of the values that were seen."""
+    """Return lengths, latencies, turns and success rates as distributions of the measured values."""
     turns = [turn for sample in samples for turn in sample.turns]
     later = [turn for sample in samples for turn in sample.turns[1:]]
     middle = [turn.env_s for sample in samples for turn in sample.turns[:-1]]

@@ -1,11 +1,11 @@
-"""The virtual clock: an event loop on which waiting takes no time.
+"""VirtualLoop: the virtual clock, an event loop on which waiting takes no real time.
 
-Its `time()` is a counter, and where another loop would sleep until the next timer it moves the counter there. Between
-two timers the order of tasks is asyncio's own, so that a run is reproducible.
+The loop's `time()` is a counter. Where another loop would sleep until the next timer, this one advances the counter to
+that timer. Between two timers the order of tasks is asyncio's own, so a run is reproducible.
 
-Nothing outside the process advances this time. What would have to wait for the outside fails: a socket when it is
-awaited, a thread when it reports back. When no timer is left and no task can run, the tasks wait for each other, and
-the loop says which and where.
+Nothing outside the process advances this clock, so nothing can wait for the outside: a socket is refused when it is
+awaited, a thread when it reports its result. If no timer is left and no task can run, the tasks wait for each other.
+The loop then raises an error that lists these tasks and the lines at which they wait.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
 _RESOLUTION_S = 1e-9
-"""Timers this close together are due together, as on the loops of asyncio."""
+"""Seconds: timers that are closer together are due at the same time, as on the loops of asyncio."""
 _SHOWN_TASKS = 20
-"""Waiting tasks listed in a deadlock's message."""
+"""Most waiting tasks that the error message of a deadlock lists."""
 
 
 def run_virtual(function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT) -> ResultT:
-    """`anyio.run` on a virtual clock that starts at 0.
+    """Run an async function like `anyio.run`, but on a virtual clock that starts at 0. Returns its result.
 
     Raises:
-        ContractError: the tasks wait for each other, or for something outside the virtual clock.
+        ContractError: the tasks wait for each other, or for something outside the process.
     """
     return anyio.run(function, *args, backend="asyncio", backend_options={"loop_factory": VirtualLoop})
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer as soon as nothing else is to be done. Seconds."""
+    """An event loop whose time, in seconds, jumps to the next timer as soon as no task can run."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -52,31 +52,33 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._now
 
     def call_soon_threadsafe(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """`call_soon`, for this loop's own thread only: when another thread gets to it depends on real time."""
+        """Schedule a callback. A call from another thread makes the loop raise ContractError."""
+        # The moment at which another thread makes this call depends on real time.
         if threading.get_ident() != self._home:
             self.refuse(f"the work of thread {threading.current_thread().name!r}")
         return super().call_soon_threadsafe(callback, *args, context=context)
 
     def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
-        """Refused: a thread takes real time. Raises ContractError, as all that is refused."""
+        """Raise ContractError, because a thread takes real time."""
         raise self.refuse(f"{func} in a thread")
 
     async def subprocess_exec(self, *args: object, **options: object) -> Any:
-        """Refused: a process takes real time."""
+        """Raise ContractError, because a process takes real time."""
         raise self.refuse(f"the process {args[1]!r}")
 
     async def subprocess_shell(self, *args: object, **options: object) -> Any:
-        """Refused: a process takes real time."""
+        """Raise ContractError, because a process takes real time."""
         raise self.refuse(f"the process {args[1]!r}")
 
     def refuse(self, what: str) -> ContractError:
-        """The error of waiting for `what`; the loop raises it too, in case nobody else does."""
+        """Return the error for a task that would wait for `what`."""
+        # The loop raises the error at its next jump too, because the caller may not raise it, or other code catch it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
             "the real clock"
@@ -84,10 +86,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._refused
 
     def jump(self, seconds: float | None) -> None:
-        """Let `seconds` pass; None: until something happens.
+        """Advance the clock by `seconds`; None: the loop would wait for an event without a timeout.
 
         Raises:
-            ContractError: nothing can happen any more, or something was refused.
+            ContractError: no task can ever run again, or something was refused.
         """
         if self._refused is not None:
             error, self._refused = self._refused, None
@@ -98,13 +100,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 f"or for a thread outside of it:\n{_describe_tasks(self)}"
             )
         self._now += seconds
-        # A timer is due when it lies before now plus this. After three months the loop's own nanosecond is lost in
-        # rounding: no timer would ever be due again.
+        # A timer is due when its time is before now plus this resolution. After three months of virtual time a
+        # nanosecond is less than the rounding error of `now`, so with it no timer would ever be due again.
         self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now))
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Tells the loop to jump where it would have slept. Watches only the loop's own wake-up socket, never read."""
+    """A selector that advances the loop's clock instead of sleeping.
+
+    The only file that it accepts is the loop's own wake-up socket, which it never reports as ready.
+    """
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -132,14 +137,14 @@ def _number(fileobj: Any) -> int:
 
 
 def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """One line per waiting task: its name and where it waits."""
+    """Return one line for each waiting task, with its name and the line at which it waits."""
     waiting = sorted(f"  {task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
     more = [f"  and {len(waiting) - _SHOWN_TASKS} more"] if len(waiting) > _SHOWN_TASKS else []
     return "\n".join(waiting[:_SHOWN_TASKS] + more)
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The innermost line that waits, outside of asyncio and anyio."""
+    """Return the innermost line outside asyncio and anyio at which a task waits."""
     place = "not started"
     awaited: object = task.get_coro()
     while inspect.iscoroutine(awaited):

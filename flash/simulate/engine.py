@@ -1,21 +1,21 @@
-"""SimEngine: an inference engine's timing, without a model.
+"""SimEngine: the timing of an inference engine with continuous batching, without a model, on the event loop's clock.
 
-Continuous batching on the loop's clock. A decoding step gives each of the b running sequences one token and takes
+A decoding step gives each of the b running sequences one token and takes
 
     step_s + sequence_s · b + context_s · C + prefill_s · P        seconds,
 
-where C is the context of all running sequences before the step and P counts the tokens of sequences that join in it
-and are not in the KV cache. While nobody joins or leaves, k steps have a closed form (C grows by b in each), so that
-only arrivals, ends, aborts, swaps and deliveries are events: `Stretch` holds the formula.
+where C is the context of all running sequences before the step. P is the number of tokens of joining sequences that are
+not in the KV cache. The time of several steps has a closed form, `Stretch`, so only arrivals, ends, aborts, swaps and
+deliveries are events.
 
-Who joins: requests wait in order of arrival for one of `max_sequences` places. A request that arrives or leaves takes
-effect at the end of the step in flight; so does `load`, which then pauses for `swap_s`.
-What is cached: the prompt of a problem as soon as one of its requests joined, and the context of an episode from the
-end of a response here until it joins again; least recently used ones go, from their ends, when `kv_tokens` are short.
-A swap that recomputes forgets both and prefills the running sequences again. When the running sequences themselves
-outgrow the cache, the one that joined last is put back; what is left of its context then need not be prefilled again.
+Admission: requests wait in order of arrival for one of `max_sequences` places. Arrivals, aborts and `load` take effect
+at the end of the running step; `load` then pauses the engine for `swap_s`.
+Cache: it holds the prompt of a problem as soon as one of its requests has joined. It holds the context of an episode
+between two responses on this engine. It evicts the least recently used contexts when `kv_tokens` are used up. A swap
+that recomputes clears the cache and prefills the running sequences again. If the running sequences need more than
+`kv_tokens`, the one that joined last returns to the wait queue. Its context is cached as far as there is room.
 
-Lifecycle: no task of its own; `generate` and `load` set the loop's timers, `close` cancels the last one.
+Lifecycle: the engine has no task. `generate` and `load` set timers of the loop, and `close` cancels the last one.
 """
 
 from __future__ import annotations
@@ -37,22 +37,28 @@ from flash.simulate.workload import episode_of, turn_of
 from flash.types import Completion, Published
 
 LOGPROB = -1.0
-"""What every simulated token claims as its log-prob."""
+"""Log-prob of every simulated token."""
 
 
 class _Swap(msgspec.Struct):
-    """A swap that is asked for or going on."""
+    """A swap that is requested or in progress."""
 
     version: int
     keep_cache: bool
+    """False if the KV cache of the running sequences is computed again."""
     done: asyncio.Future[None]
+    """Completes when the swap is done or the engine is dead."""
 
 
 class SimEngine:
-    """One simulated engine.
+    """A simulated inference engine.
 
-    `response_tokens(key)` is the natural length of a response, `stream_interval` the steps between two deliveries.
-    `on_change`, when given, is told after every change of who runs.
+    Args:
+        settings: the simulation's settings.
+        max_sequences: most sequences that run at once.
+        response_tokens: returns the length of a response, without limits, for the key of its request.
+        stream_interval: steps between two deliveries of new tokens.
+        on_change: called after each change of the running sequences or of the engine's state.
     """
 
     def __init__(
@@ -71,29 +77,32 @@ class SimEngine:
         self._on_change = on_change
         self._version = -1
         self._epochs: list[tuple[int, int]] = []
-        """(step count, version) of each swap: the version of the tokens from that step on."""
+        """Swaps as (step count, version): tokens from that step on have that version."""
         self._dead: EngineDeadError | None = None
         self._died = anyio.Event()
         self._running: dict[SimSequence, None] = {}
         self._waiting: OrderedDict[SimSequence, None] = OrderedDict()
         self._leaving: list[SimSequence] = []
-        """Aborted in the step in flight."""
+        """Running sequences whose request was aborted. They leave at the end of the running step."""
         self._ends: list[tuple[int, int, SimSequence]] = []
-        """Heap of (step count, order, sequence)."""
+        """Heap of (step count, order, sequence): the step at which each running sequence will be complete. Entries of
+        sequences that have left are ignored."""
         self._order = 0
+        """Number of the next heap entry, which orders entries with the same step."""
         self._step = 0
+        """Steps since the start, without those of the present stretch."""
         self._context = 0
         """Tokens of all running sequences at `_step`."""
         self._cold = 0
-        """Tokens to prefill in the next step."""
+        """Tokens that the next step prefills."""
         self._cache = PrefixCache()
         self._preemptions = 0
         self.recomputed = 0
-        """Tokens of running sequences that swaps had computed again."""
+        """Tokens of running sequences that were computed again after swaps."""
         self._stretch: Stretch | None = None
-        """The steps in flight; None while idle or swapping."""
+        """Steps in progress; None while the engine is idle or swaps."""
         self._steps = 0
-        """How many steps of the stretch until the next event."""
+        """Steps of the stretch until the next event."""
         self._timer: asyncio.Handle | None = None
         self._swap: _Swap | None = None
         self._swapping = False
@@ -102,27 +111,27 @@ class SimEngine:
 
     @property
     def version(self) -> int:
-        """The policy version in use."""
+        """Policy version in use; −1 before the first `load`."""
         return self._version
 
     @property
     def swapping(self) -> bool:
-        """Whether it is paused for new weights."""
+        """True while the engine is paused for new weights."""
         return self._swapping
 
     @property
     def running(self) -> int:
-        """Sequences that it decodes."""
+        """Number of sequences that the engine decodes."""
         return len(self._running)
 
     @property
     def occupied(self) -> bool:
-        """Whether it holds a request, begun or not."""
+        """True if the engine has a request that runs or waits."""
         return bool(self._running or self._waiting)
 
     @property
     def pressure(self) -> Pressure:
-        """How full it is at this moment."""
+        """Load of the engine at this moment."""
         used = 0.0
         if self._settings.kv_tokens and self._running:
             context = self._context + len(self._running) * self._over()
@@ -130,11 +139,11 @@ class SimEngine:
         return Pressure(len(self._running), len(self._waiting), used, self._preemptions, self._settings.kv_tokens)
 
     async def start(self) -> None:
-        """Ready at once: it has no process to start."""
+        """Return at once, since there is no process to start."""
         await anyio.lowlevel.checkpoint()
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response of zeros, as long as the workload says."""
+        """Stream one response of zero tokens (token id 0), with the length that the workload gives."""
         assert self._version >= 0, "an engine generates under a version"
         self._refuse_if_dead()
         sequence = self._sequence(request)
@@ -157,7 +166,7 @@ class SimEngine:
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Pause at the end of the step in flight for `swap_s`, then go on under the new version."""
+        """Pause for `swap_s` at the end of the running step, then continue with the new version. Returns 0."""
         self._refuse_if_dead()
         assert self._swap is None, "an engine loads one version at a time"
         assert published.version > self._version, "an engine never goes back"
@@ -172,10 +181,10 @@ class SimEngine:
         return 0.0
 
     def reassign(self, number: int) -> None:
-        """See `Engine`."""
+        """Do nothing: a simulated engine does not know its number."""
 
     def kill(self) -> None:
-        """Die, as a process does: every request fails."""
+        """Die like a process that is killed: every request and every later call fails."""
         self._dead = EngineDeadError("the simulated engine was killed")
         self._died.set()
         self._halt()
@@ -189,13 +198,13 @@ class SimEngine:
         self._on_change()
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return when it was killed."""
+        """Wait until the engine is killed, and return the error."""
         await self._died.wait()
         assert self._dead is not None
         return self._dead
 
     async def close(self) -> None:
-        """Set no more timers."""
+        """Cancel the last timer."""
         self._halt()
         await anyio.lowlevel.checkpoint()
 
@@ -209,7 +218,7 @@ class SimEngine:
         return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
 
     def _piece(self, sequence: SimSequence) -> Progress | None:
-        """What was sampled since the last piece, as far as the engine has counted its steps."""
+        """Return the tokens since the last piece, up to the last event; None if there are none."""
         if sequence.ended or sequence.joined < 0:
             return None
         sequence.note_versions(self._step, self._epochs)
@@ -222,7 +231,7 @@ class SimEngine:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """Something changed from outside: see to it at the end of the step in flight, or now if there is none."""
+        """Handle a change from outside at the end of the running step, or in this moment if no step is running."""
         if self._swapping:
             return
         loop = asyncio.get_running_loop()
@@ -231,11 +240,11 @@ class SimEngine:
             if steps < self._steps:
                 self._arm(self._stretch, steps)
         elif self._timer is None:
-            # Not at once: all that arrives at this moment shall share the first step.
+            # Not in this call: all requests that arrive at this moment share the first step.
             self._timer = loop.call_soon(self._wake_up)
 
     def _over(self) -> int:
-        """Steps of the stretch that are over and not yet counted."""
+        """Return the number of steps of the stretch that are over, but not yet in `_step`."""
         if self._stretch is None:
             return 0
         return self._stretch.over(asyncio.get_running_loop().time(), self._steps - 1)
@@ -256,7 +265,7 @@ class SimEngine:
         self._stretch = None
 
     def _stepped(self) -> None:
-        """The steps up to the next event are over."""
+        """Count the steps up to the event that is due now, and handle the event."""
         stretch, steps = self._stretch, self._steps
         assert stretch is not None
         self._timer = None
@@ -266,9 +275,13 @@ class SimEngine:
         self._turn_over(stretch.after(steps))
 
     def _turn_over(self, now: float) -> None:
-        """Between two steps: who ended leaves, weights are swapped, who waits joins, and the next steps begin.
+        """Do the work between two steps.
 
-        `now` is the end of the last step on the engine's own account: timers that fire late must not slow it down.
+        Remove complete and aborted sequences, deliver tokens, begin a swap if one is requested, else admit waiting
+        sequences and start the next steps.
+
+        `now` is the computed end of the last step and not the clock's time: timers that fire late must not slow down
+        the engine.
         """
         self._part()
         if self._step % self._stream_interval == 0:
@@ -287,7 +300,7 @@ class SimEngine:
         self._on_change()
 
     def _begin(self, now: float) -> None:
-        """Start the steps up to the next event that is known."""
+        """Start the steps up to the next event that is known in advance."""
         settings, count = self._settings, len(self._running)
         step = settings.step_s + settings.sequence_s * count + settings.context_s * self._context
         stretch = Stretch(now, settings.prefill_s * self._cold, step, settings.context_s * count)
@@ -302,7 +315,7 @@ class SimEngine:
     # -- who runs ----------------------------------------------------------------------------------------------------
 
     def _part(self) -> None:
-        """Take out the sequences that are complete or were aborted."""
+        """Remove the sequences that are complete or were aborted."""
         for sequence in self._leaving:
             if sequence in self._running:
                 self._put_by(sequence)
@@ -316,18 +329,18 @@ class SimEngine:
                 sequence.wake()
 
     def _put_by(self, sequence: SimSequence) -> None:
-        """It runs no more, and its context stays until others need the place."""
+        """Remove a running sequence. Its context stays in the cache until the room is needed."""
         del self._running[sequence]
         context = sequence.context(self._step)
         self._context -= context
         self._cache.hold("episode", episode_of(sequence.request.key), context)
 
     def _abort(self, sequence: SimSequence) -> None:
-        """Its reader is gone."""
+        """Remove the sequence of a request whose reader has left."""
         if sequence in self._waiting:
             first = next(iter(self._waiting)) is sequence
             del self._waiting[sequence]
-            if first:  # there may be room for the one behind it
+            if first:  # There may be room for the next sequence, if that is shorter.
                 self._stir()
         elif sequence in self._running:
             self._leaving.append(sequence)
@@ -338,7 +351,10 @@ class SimEngine:
                 self._stir()
 
     def _preempt(self) -> None:
-        """Put back the youngest sequences until the next step fits into the KV cache; one always stays."""
+        """Return the sequences that joined last to the wait queue until the next step fits into the KV cache.
+
+        One sequence always keeps running.
+        """
         limit = self._settings.kv_tokens
         while limit and len(self._running) > 1 and self._context + len(self._running) > limit:
             sequence = next(reversed(self._running))
@@ -351,7 +367,7 @@ class SimEngine:
             self._preemptions += 1
 
     def _admit(self) -> None:
-        """Let those who wait join, in order, while there is place and KV cache."""
+        """Let waiting sequences join, in order of arrival, while there are places and room in the KV cache."""
         limit = self._settings.kv_tokens
         while self._waiting and len(self._running) < self._max_sequences:
             sequence = next(iter(self._waiting))
@@ -367,7 +383,7 @@ class SimEngine:
         request = sequence.request
         problem = request.prompt[0]
         known = max(self._cache.hit("problem", problem), self._cache.take("episode", episode_of(request.key)))
-        # The last token is always computed: the next one is sampled from what it gives.
+        # The last token is always computed, because the next token is sampled from its logits.
         self._cold += context - min(known, context - 1)
         self._hold_problem(sequence)
         self._running[sequence] = None
@@ -377,7 +393,7 @@ class SimEngine:
         self._order += 1
 
     def _hold_problem(self, sequence: SimSequence) -> None:
-        """Whoever shares the prompt of this sequence finds it in the cache."""
+        """Put the prompt of a first turn into the cache, for other sequences of the same problem."""
         request = sequence.request
         if turn_of(request.key) == 0:
             self._cache.hold("problem", request.prompt[0], sequence.prompt - request.generated)
@@ -401,7 +417,7 @@ class SimEngine:
         self._turn_over(now)
 
     def _give_up_swap(self) -> None:
-        """Whoever asked for the swap is gone: go on with the old weights."""
+        """Continue with the old weights, because the caller of `load` was cancelled."""
         self._swap = None
         if self._swapping:
             self._swapping = False

@@ -1,7 +1,7 @@
-"""Simulated environments and the tokenizer that goes with them.
+"""SimEnvironment and SimTokenizer: a simulated environment, and the tokenizer of its observations.
 
-Observations are texts that only say how long they are, `<first token> × <count>`, so that rendering them costs
-nothing; responses decode to nothing, since nobody reads them.
+An observation is a text `<first token> × <count>`, which is cheap to render: it gives only the first token and the
+length. Responses decode to the empty text, since a simulated environment does not read them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from flash.types import Observation, Tool
 
 
 class SimTokenizer(Tokenizer):
-    """Renders the observations of `SimEnvironment`."""
+    """A tokenizer that renders the observations of `SimEnvironment`."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        """As many tokens as the text says."""
+        """Return the tokens of an observation, as many as its text gives."""
         if not isinstance(observation, str):
             raise EnvError("simulated environments show text")
         first, _, count = observation.partition(" × ")
         return tokens(int(first), int(count))
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """The same; the turn's end adds nothing."""
+        """Return the tokens of a later observation. The end of a turn adds no tokens."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """No text: nobody reads a simulated response."""
+        """Return no text, since no one reads a simulated response."""
         return ""
 
 
 class SimEnvironment:
-    """One environment of the workload.
+    """A simulated environment of one episode.
 
-    Its behaviour is named by its problem and by how many environments of this problem were reset before, which `made`
-    counts: with the members of a group started in order this is the member's index, and a retried sample meets another
-    environment.
+    Its behaviour depends on its problem and on the number of environments of this problem that were reset before, which
+    `made` counts. If the members of a group start in order, this number is the index of the member. A sample that is
+    retried gets an environment with another behaviour.
     """
 
     def __init__(self, workload: Workload, made: Counter[int]) -> None:
@@ -51,7 +51,7 @@ class SimEnvironment:
         self._turn = 0
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the problem, after the time it takes."""
+        """Return the problem, after the time of a reset."""
         self._seed = seed
         self._key = env_key(seed, self._made[seed])
         self._made[seed] += 1
@@ -61,7 +61,7 @@ class SimEnvironment:
         return f"{self._workload.name(seed)} × {self._workload.prompt_tokens(seed)}", {}
 
     async def step(self, action: str) -> StepResult:
-        """Take the time of a step. The last one scores the episode and takes the reward's time too."""
+        """Take the time of a step. The last step also takes the time of the reward, and returns the reward."""
         turn, self._turn = self._turn, self._turn + 1
         last = self._turn == self._turns
         if turn == self._stop:
@@ -73,10 +73,10 @@ class SimEnvironment:
         return f"0 × {self._workload.observation_tokens(self._key, turn)}", 0.0, False, False, {}
 
     async def close(self) -> None:
-        """Takes no time, and there is nothing to release."""
+        """Do nothing: the environment holds no resources."""
 
 
 async def _pass(seconds: float) -> None:
-    """Let time pass, if any is to pass."""
+    """Sleep for `seconds`; do not yield to the event loop if that is 0."""
     if seconds > 0:
         await anyio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""The arithmetic of calibration: least squares without negative constants, and measured values as distributions."""
+"""Arithmetic of the calibration: least squares without negative constants, and distributions of measured values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 from flash.observe.plots.timeline import Floats
 
 VALUES = 32
-"""Most values a fitted distribution lists."""
+"""Most values that a fitted distribution lists."""
 
 
 def spread_of(values: Sequence[float], *, whole: bool = False) -> str:
-    """The values as a distribution of at most VALUES equally likely ones with the same mean.
+    """Return a distribution, as text, of at most VALUES equally likely values with the mean of the measured ones.
 
-    Each is the mean of an equal part of the sorted values; whole ones pass what rounding takes on to the next.
+    Each value is the mean of an equal part of the sorted measured values. If `whole` is True, values are rounded, and
+    the rounding error of each is added to the next one, so that the mean is preserved.
     """
     parts = np.array_split(np.sort(np.array(values, dtype=np.float64)), min(VALUES, len(values)))
     means = [float(part.mean()) for part in parts]
@@ -33,7 +34,10 @@ def spread_of(values: Sequence[float], *, whole: bool = False) -> str:
 
 
 def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
-    """Least squares with no negative constant, and what it leaves over. Columns are few: every choice is tried."""
+    """Solve least squares without negative constants. Returns the constants and the residuals.
+
+    It tries every subset of the columns, so there must be few of them.
+    """
     count = columns.shape[1]
     best = np.zeros(count), target
     for size in range(1, count + 1):
@@ -52,13 +56,13 @@ def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
 
 
 def relative(left: Floats, values: Floats) -> float:
-    """Root mean square of what a fit leaves over, relative to the mean."""
+    """Return the root mean square of the residuals `left`, relative to the mean absolute value of `values`."""
     mean = float(np.abs(values).mean())
     return float(np.sqrt((left**2).mean())) / mean if mean else 0.0
 
 
 def slope_error(x: Floats, left: Floats) -> float:
-    """Standard error of the slope of a line through the points."""
+    """Return the standard error of the slope of a fitted line with residuals `left`; infinity if it is undefined."""
     spread = float(((x - x.mean()) ** 2).sum())
     if spread == 0 or len(x) < 3:
         return float("inf")

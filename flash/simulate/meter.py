@@ -1,4 +1,4 @@
-"""Meter: what the simulated engines did with their time, by cause."""
+"""Meter: the seconds that simulated engines spend in each state, with the causes of idleness."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from collections.abc import Callable
 from flash.observe.state_times import StateTimes
 
 BUSY = "busy"
-"""The state of an engine with a running sequence; all others are causes of idleness."""
+"""State of an engine with a running sequence. All other states are causes of idleness."""
 
 
 class Meter:
-    """Adds up states of engines over time.
+    """Adds up the time of engines by state.
 
-    Whoever changes something says so right away: `engine` for an engine's own sequences and swaps, `idle` for what
-    tells idle engines apart. `state` is asked after each change, `running` too. Conservation: from `start` on, the
-    seconds of an engine's states add up to the time that has passed.
+    The owner reports each change at once: with `engine` if the sequences or swaps of an engine have changed, and with
+    `idle` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an engine's states
+    add up to the time that has passed.
+
+    Args:
+        count: number of engines.
+        state: returns the present state of an engine; called after each change.
+        running: returns the number of sequences that an engine runs; called after each change.
+        now: the clock, in seconds.
     """
 
     def __init__(
@@ -30,14 +36,14 @@ class Meter:
         self._slot_s = 0.0
 
     def start(self) -> None:
-        """Count from now, and forget what was before."""
+        """Begin to measure now, and discard all earlier time."""
         self._settle()
         for times in self._times:
             times.forget()
         self._slot_s = 0.0
 
     def engine(self, index: int) -> None:
-        """This engine's state may have changed."""
+        """Record that the state of this engine may have changed."""
         state = self._state_of(index)
         self._slot_s += self._times[index].enter(state, self._now()) * self._running[index]
         self._running[index] = self._running_of(index)
@@ -47,12 +53,12 @@ class Meter:
             self._idle.add(index)
 
     def idle(self) -> None:
-        """The reason why idle engines are idle may have changed."""
+        """Record that the cause of the idleness of idle engines may have changed."""
         for index in tuple(self._idle):
             self.engine(index)
 
     def read(self) -> tuple[list[dict[str, float]], float]:
-        """Seconds by state for each engine, and the sum over all of running sequences times seconds."""
+        """Return, for each engine, its seconds by state; and the sequence seconds of all engines together."""
         self._settle()
         now = self._now()
         return [times.seconds(now) for times in self._times], self._slot_s

@@ -1,4 +1,4 @@
-"""Pictures of simulated runs: one run's time and ages, or throughput over the values of a sweep. PNG bytes."""
+"""Plots of simulated runs, as PNG bytes: time and ages of one run, or throughput over the values of a sweep."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from flash.simulate.report import SweepCell
 
 HEIGHT = 3.4
-"""Inches."""
+"""Height of a figure, in inches."""
 IDLE_COLOURS = ("#d9d9d9", "#e69f00", "#cc79a7", "#56b4e9", "#f0e442")
+"""Colours of the causes of idleness; they repeat if there are more causes."""
 
 
 def draw_sweep(cells: Sequence[SweepCell]) -> bytes:
-    """Throughput over the last key's values, one line for each combination of the others."""
+    """Plot throughput over the values of the last key, with one line for each combination of the other keys' values."""
     figure, axes = _figure(1)
     *others, last = cells[0].values
     lines: dict[tuple[str, ...], list[SweepCell]] = {}
@@ -41,7 +42,7 @@ def draw_sweep(cells: Sequence[SweepCell]) -> bytes:
 
 
 def draw_run(report: SimReport) -> bytes:
-    """Where engines and trainers spent their time, and how old the trained tokens were."""
+    """Plot how engines and trainers spent their time, and the ages of the trained tokens."""
     figure, (time, ages) = _figure(2)
     causes = sorted({*report.engine_idle, *report.trainer_idle})
     rows = [("trainers", report.trainer_busy, report.trainer_idle), ("engines", report.engine_busy, report.engine_idle)]
@@ -65,7 +66,7 @@ def draw_run(report: SimReport) -> bytes:
 
 
 def _numbers(values: Sequence[str]) -> dict[str, float]:
-    """Where each value stands on the axis: at its number, or one after the other where some are none."""
+    """Return the position of each value on the axis: the value itself, or 0, 1, 2, … if a value is not a number."""
     try:
         return {value: float(value) for value in values}
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a simulated run came to."""
+"""SimReport and SweepCell: the results of a simulated run and of one configuration of a sweep."""
 
 from __future__ import annotations
 
@@ -8,66 +8,77 @@ from flash.simulate.bounds import Bound
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated run, from its first lease of a training sample to its last commit. Seconds are simulated ones
-    unless they are called real; shares are of that time, the mean over engines."""
+    """Results of one simulated run, from the first lease of a training sample to the last commit.
+
+    Seconds are simulated unless they are called real. Shares are shares of `seconds`; those of engines are means over
+    all engines.
+    """
 
     seconds: float
+    """Seconds of the run."""
     steps: int
     samples: int
-    """Trained samples."""
+    """Samples that were trained."""
     trained_tokens: int
+    """Response tokens that entered the loss."""
     generated_tokens: int
+    """Response tokens that engines sampled, including discarded ones."""
     step_s: float
-    """Seconds per step. The first step, which waits for the first samples, is left out when there are more than 2."""
+    """Seconds per step. If there are more than 2 steps, the first is left out, since it waits for the first samples."""
     samples_per_s: float
-    """Trained samples per second over the same steps; one whose tokens are all too old is none."""
+    """Trained samples per second, over the steps of `step_s`. Samples whose tokens are all too old do not count."""
     tokens_per_s: float
-    """Trained tokens per second over the same steps."""
+    """Trained tokens per second, over the steps of `step_s`."""
     stale_share: float
-    """Share of the generated tokens that had become too old."""
+    """Share of the generated tokens that were discarded because they were too old."""
     stale_samples: int
-    """Samples that had no other tokens."""
+    """Samples that were given up because all their tokens were too old."""
     trainer_busy: float
+    """Share of the time in which the trainer trains."""
     trainer_idle: dict[str, float]
-    """Shares by cause: `batch`, it waits for samples; `publish`, for engines to load the version before."""
+    """Shares of the trainer's idle time by cause. `batch`: it waits for samples. `publish`: it waits until the engines
+    have loaded the version before."""
     engine_busy: float
-    """Share of the time with at least one running sequence."""
+    """Share of the time in which an engine has at least one running sequence."""
     engine_idle: dict[str, float]
-    """Shares by cause: `swap`, it loads a version; `environments`, all episodes of its node are in theirs;
-    `admission`, the age contract has no room for more samples; `end`, the run needs no more."""
+    """Shares of the engines' idle time by cause. `swap`: the engine loads a version. `environments`: no episode of the
+    node has a request at an engine. `admission`: the age contract has no room for more samples. `end`: the run needs no
+    more samples."""
     slot_use: float
-    """Mean share of the engines' places that are taken."""
+    """Mean share of the engines' places for sequences that are in use."""
     ages: dict[int, int]
-    """Trained tokens by age: versions between sampling and training."""
+    """Trained tokens by age, the number of versions between sampling and training."""
     ledger: dict[str, int]
-    """Where every task and every generated token went."""
+    """Ledger of the run: counts of tasks and of generated tokens by their fate."""
     mean_trained_length: float
-    """Response tokens of a trained sample."""
+    """Mean response tokens of a trained sample."""
     mean_issued_length: float
-    """Response tokens of an issued sample, were it to end: trained ones that are shorter tell of a bias."""
+    """Mean response tokens that issued samples have, or would have at their end. If trained samples are shorter, the
+    run prefers short samples."""
     rows: list[dict[str, float]]
-    """The metrics of each step, as a real run records them."""
+    """Metrics of each step, as in a real run."""
     real_s: float
     """Real seconds that the simulation took."""
     loop_lag_p99_ms: float
-    """Of all passes of the event loop, 1 % took longer than this in real time."""
+    """Real milliseconds that 99 % of the passes of the event loop did not exceed."""
 
 
 class SweepCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated configuration of a sweep: what it came to, and what it is measured against."""
+    """Simulated configuration of a sweep, with its results and its bounds."""
 
     values: dict[str, str]
-    """The swept keys' values, as they were given; empty where nothing is swept."""
+    """Values of the swept keys, as the user gave them; empty if no key is swept."""
     report: SimReport
     bounds: list[Bound]
+    """Theoretical bounds on the time of a step."""
 
     @property
     def oldest(self) -> int:
-        """Age of the oldest trained token."""
+        """Age of the oldest trained token, in versions."""
         return max((age for age, tokens in self.report.ages.items() if tokens), default=0)
 
     @property
     def waste(self) -> float:
-        """Share of the generated tokens that nothing was learnt from."""
+        """Share of the generated tokens that were discarded."""
         ledger = self.report.ledger
         return ledger.get("discarded_tokens", 0) / max(ledger.get("generated_tokens", 0), 1)

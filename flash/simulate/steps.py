@@ -1,6 +1,7 @@
-"""What a simulated engine is made of: the time of steps, the sequences, and what its cache remembers.
+"""Parts of a simulated engine: the time of its steps, its sequences, and its prefix cache.
 
-Pure bookkeeping: no timers, no waits. Steps are counted from the engine's start; times are seconds of the loop's clock.
+All of this is bookkeeping without timers. Steps are counted from the engine's start; times are seconds of the loop's
+clock.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from flash.types import VersionRun, append_versions
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Steps of one membership, from a point in time."""
+    """Successive steps during which the same sequences run."""
 
     start: float
-    """Seconds of the loop's clock at which its first step began."""
+    """Time at which the first step began."""
     first: float
-    """Seconds that the first step takes beyond the formula of the others: prefill."""
+    """Additional seconds of the first step, for prefill."""
     step: float
-    """Seconds of a step with the context of the first one."""
+    """Seconds of the first step without prefill."""
     growth: float
-    """Seconds that each step takes more than the one before."""
+    """Seconds by which each step is longer than the step before, because the context grows."""
 
     def after(self, steps: int) -> float:
-        """When this many steps are over."""
+        """Return the time at which this many steps are over."""
         if steps == 0:
             return self.start
         return self.start + self.first + steps * self.step + self.growth * (steps * (steps - 1) / 2)
 
     def over(self, now: float, most: int) -> int:
-        """How many steps are over at a time, at most `most`."""
+        """Return the number of steps that are over at time `now`, at most `most`."""
         if most == 0 or self.after(1) > now:
             return 0
         if self.step == 0:
             return most
         elapsed = now - self.start - self.first
-        # The positive root of growth/2·k² + (step − growth/2)·k = elapsed, in the form that loses no digits.
+        # Positive root of growth/2·k² + (step − growth/2)·k = elapsed, in the form without cancellation.
         half = self.step - self.growth / 2
         root = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth * elapsed))
         steps = min(int(root), most)
@@ -53,47 +54,52 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class SimSequence:
-    """One request in the engine."""
+    """A request in a simulated engine, and the progress of its response."""
 
     def __init__(self, request: ResponseRequest, length: int, finish: str) -> None:
         self.request = request
         self.prompt = len(request.prompt)
+        """Tokens of the prompt."""
         self.length = length
-        """Tokens to sample."""
+        """Tokens that the response will have."""
         self.finish = finish
+        """Reason why the response ends: `stop` or `length`."""
         self.sampled = 0
-        """Tokens sampled before it joined for the last time."""
+        """Tokens that were sampled before the sequence joined for the last time."""
         self.joined = -1
-        """The step count when it joined; −1 while it waits."""
+        """Step count at which the sequence joined; −1 while it waits."""
         self.runs: list[VersionRun] = []
-        """Versions of the tokens before step `seen`."""
+        """Versions of the tokens before step `seen`, run-length encoded."""
         self.seen = 0
+        """Step count up to which `runs` is complete."""
         self.streamed = 0
-        """Tokens delivered."""
+        """Tokens that were delivered."""
         self.ended = False
+        """True if all tokens are sampled."""
         self.waiter: asyncio.Future[None] | None = None
+        """Future that the request's `generate` waits for, if it waits."""
 
     def tokens(self, step: int) -> int:
-        """Tokens sampled when the engine has done this many steps."""
+        """Return the number of sampled tokens when the engine has done this many steps."""
         return self.sampled + (step - self.joined if self.joined >= 0 else 0)
 
     def context(self, step: int) -> int:
-        """Tokens of prompt and response."""
+        """Return the number of tokens of prompt and response when the engine has done this many steps."""
         return self.prompt + self.tokens(step)
 
     @property
     def end(self) -> int:
-        """The step count at which it is complete; only while it runs."""
+        """Step count at which the response is complete. Valid only while the sequence runs."""
         return self.joined + self.length - self.sampled
 
     def note_versions(self, step: int, epochs: Sequence[tuple[int, int]]) -> None:
-        """Write down the versions of its tokens up to a step; only while it runs.
+        """Record the versions of the tokens up to a step. Valid only while the sequence runs.
 
-        `epochs`: (step count, version) of each swap, oldest first.
+        `epochs` has (step count, version) of each swap, the oldest first.
         """
         if self.seen == step:
             return
-        # From the newest swap backwards: a sequence has seen few of them, and mostly one.
+        # Search backwards from the newest swap, because a sequence rarely runs through more than one swap.
         first = len(epochs) - 1
         while epochs[first][0] > self.seen:
             first -= 1
@@ -104,7 +110,7 @@ class SimSequence:
                 self.seen = stop
 
     def newest_runs(self, count: int) -> list[VersionRun]:
-        """The versions of its last `count` tokens."""
+        """Return the versions of the last `count` tokens, run-length encoded."""
         if self.runs[-1].count >= count:
             return [VersionRun(self.runs[-1].version, count)]
         chosen: list[VersionRun] = []
@@ -117,40 +123,46 @@ class SimSequence:
         return chosen[::-1]
 
     def wake(self) -> None:
-        """Let its `generate` look again."""
+        """Let the request's `generate` check the state of the sequence again."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
 
 class PrefixCache:
-    """Contexts that nobody is decoding, as vLLM keeps them: what is needed goes from the least recently used one, its
-    end first, so that a beginning may be left."""
+    """Cached contexts that no running sequence uses, with the eviction rule of vLLM.
+
+    If room is needed, the cache evicts tokens from the end of the least recently used context, so that the beginning of
+    the context may remain.
+    """
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._total = 0
 
     def hold(self, kind: str, name: int, tokens: int) -> None:
-        """Remember this many tokens of a context; it was used last."""
+        """Store the first `tokens` tokens of a context as the most recently used one."""
         self.take(kind, name)
         self._total += tokens
         self._tokens[kind, name] = tokens
 
     def hit(self, kind: str, name: int) -> int:
-        """Tokens known of a context, which stay for others."""
+        """Return the number of cached tokens of a context. They stay in the cache."""
         if (kind, name) not in self._tokens:
             return 0
         self._tokens.move_to_end((kind, name))
         return self._tokens[kind, name]
 
     def take(self, kind: str, name: int) -> int:
-        """Tokens known of a context that is decoded from now on: they count as what runs."""
+        """Return the number of cached tokens of a context, and remove them from the cache.
+
+        The sequence that continues the context holds them from now on.
+        """
         tokens = self._tokens.pop((kind, name), 0)
         self._total -= tokens
         return tokens
 
     def shrink(self, room: int) -> None:
-        """Forget until the rest fits."""
+        """Evict tokens until the cache holds at most `room` of them."""
         while self._total > room:
             name, tokens = next(iter(self._tokens.items()))
             left = max(0, tokens - (self._total - room))
@@ -161,6 +173,6 @@ class PrefixCache:
                 del self._tokens[name]
 
     def clear(self) -> None:
-        """Forget all contexts, as new weights make it necessary."""
+        """Evict all contexts, because new weights make them invalid."""
         self._tokens.clear()
         self._total = 0

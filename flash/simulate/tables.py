@@ -1,4 +1,4 @@
-"""What `flash simulate` and `flash calibrate` print."""
+"""Output of `flash simulate` and `flash calibrate` on the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from flash.simulate.report import SweepCell
 
 BAR = 32
-"""Characters of a full bar."""
+"""Width of a full bar, in characters."""
 PLAIN_WIDTH = 240
-"""Columns where the output is no terminal: nothing may be cut there."""
+"""Width of the output, in characters, if it is not a terminal. It is large so that no line is cut."""
 
 
 def print_run(config: Config, cell: SweepCell) -> None:
-    """Print what one simulated run came to, beside its bounds."""
+    """Print the results of one simulated run, and its bounds."""
     report, console = cell.report, _console()
     simulate = config.simulate
     assert simulate is not None, "flash.config.check.simulated_rule"
@@ -74,7 +74,7 @@ def _speed(report: SimReport) -> list[tuple[str, str]]:
 
 
 def _shares(console: Console, report: SimReport) -> None:
-    """Busy and idle time, by cause."""
+    """Print the shares of busy and idle time, the latter by cause."""
     table = _table("", "busy", "idle, by cause")
     for name, busy, idle in (
         ("engines", report.engine_busy, report.engine_idle),
@@ -86,7 +86,7 @@ def _shares(console: Console, report: SimReport) -> None:
 
 
 def _ages(console: Console, report: SimReport) -> None:
-    """Trained tokens by age, as bars."""
+    """Print the trained tokens by age, as bars."""
     total = sum(report.ages.values())
     table = _table("\nage", "\nshare", "\ntrained tokens by age, in versions")
     for age, tokens in sorted(report.ages.items()):
@@ -96,7 +96,7 @@ def _ages(console: Console, report: SimReport) -> None:
 
 
 def _waste(console: Console, report: SimReport) -> None:
-    """What happened to tasks and tokens that were not trained."""
+    """Print the counts of samples and tokens that were not trained, by reason."""
     ledger = report.ledger
     generated = max(ledger.get("generated_tokens", 0), 1)
     issued = max(ledger.get("issued", 0), 1)
@@ -120,7 +120,7 @@ def _waste(console: Console, report: SimReport) -> None:
 
 
 def _bounds(console: Console, cell: SweepCell) -> None:
-    """The bounds on the step time, each with its quantities, and where the run stands."""
+    """Print the bounds on the time of a step, with their quantities, and the ratio of the run's step time to each."""
     table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and what was plugged in")
     for bound in cell.bounds:
         sign = "≥" if bound.lower else "≤"
@@ -130,7 +130,7 @@ def _bounds(console: Console, cell: SweepCell) -> None:
 
 
 def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
-    """Yield the same reports and show how many of `count` there are: a bar on a terminal, else a line for each."""
+    """Yield the reports, and show how many of `count` are done: as a bar on a terminal, else as one line for each."""
     from rich.console import Console
     from rich.progress import track
 
@@ -146,7 +146,7 @@ def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
 
 
 def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
-    """One row per cell, the recommended one marked, and why."""
+    """Print a table with one row for each cell, in which the recommended cell is marked, and the recommendation."""
     console = _console()
     keys = list(cells[0].values)
     titles = ("step s", "tokens/s", "engines busy", "trainers busy", "oldest age", "waste", "")
@@ -169,7 +169,7 @@ def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
 
 
 def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
-    """The choice in one sentence."""
+    """Return the recommendation as one sentence."""
     fastest = max(cell.report.tokens_per_s for cell in cells)
     slowest = min(cell.report.tokens_per_s for cell in cells)
     rate = best.report.tokens_per_s
@@ -183,7 +183,7 @@ def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
 
 
 def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file: Path) -> None:
-    """The constants with what the fits leave over, and how well they predict the run they come from."""
+    """Print the fitted constants with their residuals, and how well they predict the step time of the measured run."""
     console = _console()
     table = _table("fitted", "from", "residual", "constants")
     for part in fitted.parts:
@@ -216,7 +216,7 @@ def _console() -> Console:
 
     class Unwatched(Console):
         def on_broken_pipe(self) -> None:
-            """Leave it to the command line, which ends as of SIGPIPE; rich would end with exit code 1."""
+            """Raise BrokenPipeError, so that the command ends as if by SIGPIPE. Rich would end it with exit code 1."""
             raise BrokenPipeError
 
     return Unwatched(
@@ -229,7 +229,7 @@ def _console() -> Console:
 
 
 def _table(*titles: str) -> Table:
-    """A table without lines; all columns but the first and the last hold numbers."""
+    """Return a table without borders. All columns except the first and the last are aligned right, for numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -1,7 +1,7 @@
-"""SimTrainer: what a trainer rank does, without a model.
+"""SimTrainer: the protocol and the timing of a trainer rank, without a model.
 
-publish version 0 → ask for a batch → let the time of training pass → commit → publish → … → goodbye.
-It is the only rank: `train_gpus` only make it faster.
+publish version 0 → request a batch → sleep for the time of training → commit → publish → … → goodbye.
+It is the only rank: more GPUs for training only make it faster.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ from flash.types import Activity, Canary, Published, Shard
 
 
 class Trained(NamedTuple):
-    """What of one step's batch enters its loss."""
+    """Samples and tokens of one step that enter the loss."""
 
     samples: int
-    """With at least one token."""
+    """Samples with at least one token in the loss."""
     tokens: int
+    """Tokens in the loss."""
 
     @staticmethod
     def of(shard: Shard) -> Trained:
-        """Count what is not too old."""
+        """Count the samples and tokens of a shard that are not too old."""
         counts = [sample.trajectory.trained_tokens(shard.min_version) for sample in shard.samples]
         return Trained(sum(count > 0 for count in counts), sum(counts))
 
 
 class SimTrainer:
-    """One simulated trainer, and what it did and trained; `version` is what it begins with."""
+    """A simulated trainer, and the record of its work.
+
+    Args:
+        config: the run's configuration.
+        settings: the simulation's settings.
+        hub: connection to the hub.
+        now: the clock, in seconds.
+        version: version that the trainer publishes first.
+    """
 
     def __init__(
         self, config: Config, settings: SimulateConfig, hub: p.HubCaller, now: Callable[[], float], *, version: int = 0
@@ -48,18 +57,18 @@ class SimTrainer:
         self._now = now
         self._version = version
         self.activities: list[Activity] = []
-        """What it was doing: `train`, `batch` (waits for one) or `publish` (waits for the engines)."""
+        """Activities of the trainer: `train`, `batch` (it waits for one) or `publish` (it waits for the engines)."""
         self.commits: list[float] = []
-        """When each step ended."""
+        """Time at which each step was committed."""
         self.trained: list[Trained] = []
-        """What each step trained."""
+        """Number of samples and tokens that each step trained."""
         self.ages: Counter[int] = Counter()
         """Trained tokens by age."""
         self.lengths: Counter[int] = Counter()
-        """Trained samples by response tokens."""
+        """Number of trained samples by response tokens."""
 
     async def run(self) -> None:
-        """Train until the hub says stop.
+        """Train until the hub has no more batches.
 
         Consumes shards. Waits for the hub. Produces commits and versions.
         """
@@ -79,11 +88,11 @@ class SimTrainer:
         await self._hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     async def work(self, seconds: float) -> None:
-        """Let the time of a step pass."""
+        """Sleep for the time of a step."""
         await anyio.sleep(seconds)
 
     async def committed(self) -> None:
-        """A step is committed, and its version not published yet: the place of a checkpoint, of which there is none."""
+        """Do nothing. Called after a commit, before its version is published, where a real rank saves checkpoints."""
 
     def _seconds(self, shard: Shard) -> float:
         tokens = sum(sample.trajectory.length for sample in shard.samples)
@@ -106,7 +115,7 @@ class SimTrainer:
         self.activities.append(Activity("trainer 0", name, start, self._now()))
 
     def _count(self, shard: Shard) -> None:
-        """Book what the step trained."""
+        """Count the samples of a step by length, and its tokens by age."""
         for sample in shard.samples:
             if sample.trajectory.trained_tokens(shard.min_version):
                 self.lengths[sample.trajectory.action_count] += 1

@@ -1,11 +1,11 @@
-"""The simulated workload: how long prompts, responses and environments take, and what they earn.
+"""Workload: lengths of prompts and responses, durations of environments, and rewards of a simulated run.
 
-Every quantity is a pure function of the run's seed and of the ids that name it, so that two runs of the same seed meet
-the same samples, whatever order they are scheduled in and by which policy.
+Every value is a pure function of the run's seed and of ids. So two runs with one seed have the same samples, whatever
+the order and the policy of their scheduling.
 
-Three ids name things. A problem is named by its environment seed, which the members of a group share. A response is
-named by its request's key (see `flash.rollout.episode.episode.response_key`). The life of an environment is named by
-`env_key`: its problem, and how many environments were made for the problem before it.
+There are three kinds of ids. A problem has the seed of its environment, which all members of a group share. A response
+has the key of its request (see `flash.rollout.episode.episode.response_key`). An environment has its `env_key`, which
+consists of its problem and of the number of environments that were made for the problem before.
 
 Lengths are in tokens, times in seconds.
 """
@@ -20,36 +20,41 @@ from flash.config.spread import Spread, parse_spread, uniform
 from flash.rollout.episode.episode import KEYS_PER_TASK
 
 ENVS_PER_PROBLEM = 1 << 20
-"""Environments of one problem that have names of their own."""
+"""Number of environments of one problem that get different keys."""
 _TOKEN_IDS = (1 << 31) - 1
-"""Token ids are below this: they travel as int32."""
+"""Upper bound of token ids, which are encoded as int32."""
 
 _NORMAL = NormalDist()
 
-# What a draw is for: two quantities of the same id must not share their random number.
+# Purposes of random draws: two quantities of the same id must not use the same random number.
 _PROMPT, _RESPONSE, _TURNS, _OBSERVATION, _RESET, _ENV, _REWARD = range(7)
 _SLOW, _STOP, _STOP_TURN, _CHANCE, _SUCCESS, _NAME, _ALIKE = range(7, 14)
 
 
 def turn_of(key: int) -> int:
-    """The turn of a response, from 0."""
+    """Return the turn of a response, counted from 0."""
     return key // 2 % KEYS_PER_TASK
 
 
 def episode_of(key: int) -> int:
-    """A number that the responses of one task share."""
+    """Return a number that all responses of one task share, and no others."""
     return key // (2 * KEYS_PER_TASK) * 2 + key % 2
 
 
 def env_key(problem_seed: int, number: int) -> int:
-    """The name of the `number`-th environment, from 0, that was made for a problem."""
+    """Return the key of the `number`-th environment, counted from 0, that was made for a problem."""
     return problem_seed * ENVS_PER_PROBLEM + number
 
 
 class Workload:
-    """What every sample of a simulated run is like.
+    """Lengths, durations and rewards of all samples of a simulated run.
 
-    `members` are the tasks of a group, redundant ones included: consecutive task ids that share a prompt.
+    Args:
+        settings: the simulation's settings.
+        run_seed: the run's seed.
+        max_new_tokens: most tokens of a response.
+        members: number of tasks in a group, including redundant ones. They share a prompt and have consecutive task
+            ids.
     """
 
     def __init__(self, settings: SimulateConfig, run_seed: int, max_new_tokens: int, members: int = 1) -> None:
@@ -75,24 +80,26 @@ class Workload:
     # -- the policy --------------------------------------------------------------------------------------------------
 
     def prompt_tokens(self, problem_seed: int) -> int:
-        """Length of a problem's first observation, at least 1."""
+        """Return the length of a problem's first observation, at least 1."""
         return max(1, round(self._draw(self._prompt, _PROMPT, problem_seed)))
 
     def prompt(self, problem_seed: int) -> list[int]:
-        """A problem's first observation as tokens. Its first one names the problem, by which an engine knows a prefix
-        that it holds already."""
+        """Return the tokens of a problem's first observation.
+
+        The first token identifies the problem, so that an engine can recognize a prefix in its cache.
+        """
         return tokens(self.name(problem_seed), self.prompt_tokens(problem_seed))
 
     def name(self, problem_seed: int) -> int:
-        """A token id that hardly any other problem has."""
+        """Return a token id for a problem. Two problems are unlikely to have the same one."""
         return int(uniform(self._seed, _NAME, problem_seed) * _TOKEN_IDS)
 
     def response_tokens(self, key: int) -> int:
-        """Length of a response, between 1 and the limit of the run."""
+        """Return the length of a response, between 1 and the limit of the run."""
         u = uniform(self._seed, _RESPONSE, key)
         if self._alike:
-            # A Gaussian copula: what the members of a group share moves their lengths, and each length by itself
-            # keeps the distribution of `response_tokens`.
+            # Gaussian copula: a number that the members of a group share correlates their lengths, while each single
+            # length keeps the distribution of `response_tokens`.
             group = key // (2 * KEYS_PER_TASK) // self._members
             shared = _NORMAL.inv_cdf(uniform(self._seed, _ALIKE, group, key % 2))
             own = math.sqrt(1 - self._alike) * _NORMAL.inv_cdf(u)
@@ -100,35 +107,35 @@ class Workload:
         return min(max(1, round(self._response.draw(u))), self._limit)
 
     def turns(self, problem_seed: int) -> int:
-        """Responses of an episode, at least 1."""
+        """Return the number of responses in an episode, at least 1."""
         return max(1, round(self._draw(self._turns, _TURNS, problem_seed)))
 
     # -- the environment ---------------------------------------------------------------------------------------------
 
     def observation_tokens(self, task_key: int, turn: int) -> int:
-        """Length of what the environment shows after its step of a turn, at least 1."""
+        """Return the length of the observation after a turn, at least 1."""
         return max(1, round(self._draw(self._observation, _OBSERVATION, task_key, turn)))
 
     def reset_seconds(self, task_key: int) -> float:
-        """How long the environment takes to start the problem."""
+        """Return the seconds of the environment's reset."""
         return self._draw(self._reset, _RESET, task_key) * self._slowness(task_key)
 
     def env_seconds(self, task_key: int, turn: int) -> float:
-        """How long the environment's step after a turn's response takes, without the reward."""
+        """Return the seconds of the environment's step after a turn, without the reward."""
         return self._draw(self._env, _ENV, task_key, turn) * self._slowness(task_key)
 
     def reward_seconds(self, task_key: int) -> float:
-        """How long the last step takes in addition, for the reward."""
+        """Return the additional seconds of the last step, for the reward."""
         return self._draw(self._reward, _REWARD, task_key)
 
     def stop_turn(self, task_key: int, turns: int) -> int | None:
-        """The turn whose step the environment never answers; None where it answers all."""
+        """Return the turn whose step the environment never finishes; None if it finishes all of them."""
         if uniform(self._seed, _STOP, task_key) >= self._stop_share:
             return None
         return int(uniform(self._seed, _STOP_TURN, task_key) * turns)
 
     def reward(self, problem_seed: int, task_key: int) -> float:
-        """1 with the problem's chance of success, else 0."""
+        """Return 1 with the problem's probability of success, else 0."""
         chance = self._draw(self._success, _CHANCE, problem_seed)
         return float(uniform(self._seed, _SUCCESS, task_key) < chance)
 
@@ -137,7 +144,7 @@ class Workload:
 
 
 def tokens(first: int, count: int) -> list[int]:
-    """`count` tokens, at least one, that begin with `first`."""
+    """Return `count` tokens, at least one: `first`, followed by zeros."""
     made = [0] * count
     made[0] = first
     return made

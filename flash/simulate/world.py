@@ -1,10 +1,11 @@
-"""A whole run on a virtual clock: the real hub, nodes, schedulers, episodes and proxies around simulated hardware.
+"""World: a whole run on a virtual clock, with the real hub, nodes, schedulers, episodes and proxies.
 
-`simulate` takes the configuration of a run and its `[simulate]` table. What it leaves out: weights, checkpoints and
-evaluations (all but one sample at the start and the end). Deadlines that guard real hardware are lifted, so that a
-slow workload is simulated and not refused; only `env_step` stays where environments may stop for good.
+Engines, trainer and environments are simulated. `simulate` takes the configuration of a run with its `[simulate]`
+table. It leaves out weights, checkpoints and evaluations, except for one sample at the start and at the end. Deadlines
+that guard real hardware are lifted, so that a slow workload is simulated and does not fail. Only `env_step` keeps its
+deadline, and only if environments may stop forever.
 
-The time of a report runs from the first lease of a training sample to the last commit.
+A report covers the time from the first lease of a training sample to the last commit.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from flash.types import Activity, Batch, Task
 from flash.waiting import first_error
 
 LIFTED_S = 1e6
-"""A lifted deadline: longer than any step that makes sense, and still an end for one that never comes."""
+"""Seconds of a lifted deadline: longer than any reasonable step, but finite, so that a step that never ends fails."""
 LAG_BUCKET_S = 1e-4
-"""Resolution of the loop's lag, real seconds."""
+"""Resolution of the loop's lag, in real seconds."""
 
 
 def simulate(config: Config) -> SimReport:
-    """Run a configuration with a `[simulate]` table on a virtual clock of its own.
+    """Run a configuration with a `[simulate]` table on a new virtual clock, and return the report.
 
     Raises:
-        FlashError: what would have stopped the real run, such as BreakerError.
+        FlashError: an error that would also stop the real run, such as BreakerError.
     """
     started = time.perf_counter()
     try:
@@ -70,7 +71,7 @@ async def _run(config: Config) -> tuple[World, RunEnd, float]:
 
 
 def lifted(config: Config, settings: SimulateConfig) -> Config:
-    """The configuration as it is simulated: one trainer rank, next to no evaluation, no deadlines of hardware."""
+    """Return the configuration for the simulation: one trainer rank, minimal evaluation, no deadlines of hardware."""
     deadlines = msgspec.structs.replace(
         config.deadlines,
         rendezvous=LIFTED_S,
@@ -93,31 +94,31 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
 
 
 class SimNode:
-    """One node: its engines, and what its episodes are doing."""
+    """A node of the simulated run: its engines, and the number of its leases."""
 
     def __init__(self, number: int, first_engine: int, engines: list[SimEngine]) -> None:
         self.number = number
         self.first_engine = first_engine
         self.engines = engines
         self.alive = 0
-        """Leases whose result is not delivered."""
+        """Number of leases whose result is not delivered yet."""
 
     @property
     def outside(self) -> bool:
-        """Whether episodes are alive and none of them has a request at an engine."""
+        """True if the node has leases, but no engine has a request: all its episodes are in their environments."""
         return self.alive > 0 and not any(engine.occupied for engine in self.engines)
 
 
 class World:
-    """One run. Make it on the virtual clock that it is to run on.
+    """A simulated run. It must be made in a task on the virtual clock on which it will run.
 
-    Public for tests and benchmarks that look inside while it runs: `hub`, `nodes`, `engines`, `trainer`.
+    `hub`, `nodes`, `engines` and `trainer` are public for tests and benchmarks that inspect the run while it goes on.
 
     Args:
-        config: the run, with its `[simulate]` table.
-        observer: is told what the hub observes.
-        recovered: state of an earlier run from which this one goes on.
-        save_state: receives the hub's state each time the trainer asks for a snapshot.
+        config: the run's configuration, with its `[simulate]` table.
+        observer: receives the observations of the hub; None: a new one.
+        recovered: state of an earlier run that this one continues.
+        save_state: receives the hub's state each time the trainer requests a snapshot.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class World:
         self._measured = self.meter.read()
 
     def make_engine(self, index: int, settings: SimulateConfig | None = None) -> SimEngine:
-        """One engine; `settings` other than the run's make it faster or slower than the others."""
+        """Return an engine. With `settings` other than the run's, it is faster or slower than the others."""
         return SimEngine(
             settings or self.settings,
             self.config.engine.max_sequences,
@@ -160,15 +161,15 @@ class World:
         )
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
-        """The trainer, at the version that the hub begins with."""
+        """Return the trainer, at the version that the hub begins with."""
         return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.progress.version)
 
     def makers(self, node: SimNode) -> list[Callable[[int], Engine]]:
-        """What makes the engines of a node: those that it has, since none of them dies."""
+        """Return one factory for each engine of a node. Each factory returns an existing engine, since none dies."""
         return [same_engine(engine) for engine in node.engines]
 
     def _deal(self) -> list[SimNode]:
-        """The engines in even parts, in order."""
+        """Divide the engines evenly among the nodes, in order, and return the nodes."""
         nodes, count = self.settings.nodes, len(self.engines)
         cuts = [count * number // nodes for number in range(nodes + 1)]
         return [SimNode(number, start, self.engines[start:stop]) for number, (start, stop) in enumerate(pairwise(cuts))]
@@ -176,7 +177,7 @@ class World:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Train all steps on the virtual clock; returns how the run ended, or raises what ended it."""
+        """Train all steps on the virtual clock. Returns the end of the run, or raises the error that ended it."""
         made: Counter[int] = Counter()
         async with anyio.create_task_group() as group:
             for node in self.nodes:
@@ -186,7 +187,7 @@ class World:
         raise AssertionError("cancelled from outside, and not told")
 
     async def serve(self, node: SimNode, made: Counter[int]) -> None:
-        """The life of a node; `made` counts the environments of each problem."""
+        """Run a node until the run ends. `made` counts the environments of each problem."""
         await self._rollout_node(node, made).run()
 
     def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
@@ -202,7 +203,7 @@ class World:
 
     def _changed(self, index: int) -> None:
         self.meter.engine(index)
-        # Whether an engine holds a request also says why others of its node are idle.
+        # The cause of idleness of the node's other engines depends on whether any engine of the node has a request.
         if self.engines[index].occupied != (index in self._occupied):
             self._occupied ^= {index}
             self.meter.idle()
@@ -227,7 +228,7 @@ class World:
         self.meter.idle()
 
     def _state(self, index: int) -> str:
-        """What an engine does, or why it does nothing."""
+        """Return the state of an engine: `busy`, or the cause of its idleness."""
         engine, node = self.engines[index], self._node_of[index]
         if engine.swapping:
             return "swap"
@@ -238,7 +239,7 @@ class World:
         return "end" if self._all_issued() else "admission"
 
     def _all_issued(self) -> bool:
-        """Whether the run's last samples are on their way, redundant ones not counted."""
+        """Return True if all samples that the run needs were issued. Redundant samples do not count."""
         ledger, rollout = self.hub.samples.ledger, self.config.rollout
         redundant = ledger.issued * rollout.extra_per_group / (rollout.group_size + rollout.extra_per_group)
         needed = self.config.run.steps * self.config.train.batch_size + rollout.extra_groups * rollout.group_size
@@ -247,7 +248,11 @@ class World:
     # -- the report --------------------------------------------------------------------------------------------------
 
     def report(self, end: RunEnd, real_s: float = 0.0, lag_s: float = 0.0) -> SimReport:
-        """What the run came to. `real_s` and `lag_s` are the simulation's own cost, where it was measured."""
+        """Return the report of the run.
+
+        `real_s` are the real seconds that the simulation took, and `lag_s` is the lag of its event loop in real
+        seconds; 0 if they were not measured.
+        """
         begun, commits = self._begun or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
         skipped = 1 if len(commits) > 2 else 0
@@ -291,7 +296,7 @@ class World:
         return _shares(seconds, ended - begun)
 
     def issued_lengths(self) -> Counter[int]:
-        """Issued samples by the response tokens that they have, or would have at their end."""
+        """Return the number of issued samples by the response tokens that they have, or would have at their end."""
         return Counter(self._length(task) for task in self._issued.values())
 
     def _length(self, task: Task) -> int:
@@ -300,17 +305,17 @@ class World:
 
 
 class SimObserver(MemoryObserver):
-    """Keeps a run's rows and words, and nothing that grows with its samples."""
+    """An observer that keeps the metrics and messages of a run, but no data that grows with the number of samples."""
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        """Engines and trainer tell the world what they do."""
+        """Discard activities, since `Meter` and `SimTrainer` measure them."""
 
     def batch(self, batch: Batch) -> None:
-        """The trainer counts what it trains."""
+        """Discard the batch, since `SimTrainer` counts its samples and tokens."""
 
 
 class _TimedLoop(VirtualLoop):
-    """The virtual clock, and how long each pass of the loop takes in real time."""
+    """A virtual clock that also measures the real time of each pass of the event loop."""
 
     def __init__(self) -> None:
         self._passed = time.perf_counter()
@@ -318,14 +323,14 @@ class _TimedLoop(VirtualLoop):
         super().__init__()
 
     def jump(self, seconds: float | None) -> None:
-        """Let simulated time pass; a pass of the loop is over."""
+        """Record the real time of the pass that is over, and advance the virtual clock."""
         now = time.perf_counter()
         self._passes[int((now - self._passed) / LAG_BUCKET_S)] += 1
         self._passed = now
         super().jump(seconds)
 
     def lag(self, share: float) -> float:
-        """Real seconds that this share of the passes did not exceed."""
+        """Return the real seconds that this share of the passes did not exceed."""
         left = share * self._passes.total()
         for bucket, count in sorted(self._passes.items()):
             left -= count
