@@ -70,7 +70,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The agent and its tasks.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     tasks: dict[str, Any]
@@ -170,7 +170,7 @@ class Agent:
         """Refuse an agent that does not exist and tasks that cannot work. The tasks' class checks its own options.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: an option is invalid. The message names the fault.
         """
         nested.check(*options.environment)
         _ = options.agent

@@ -34,7 +34,7 @@ class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Difficulty and form of the problems.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     digits: int = 2

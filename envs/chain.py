@@ -46,7 +46,7 @@ class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the chains, and faults of their environments.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     digits: int = 2

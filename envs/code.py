@@ -3,8 +3,8 @@
 Problems are rows of a data set, also in several languages, or are generated (`envs.linear`). One answer ends the
 episode. The reward is 1 if all tests pass, or the share of the tests that pass. A program fails a test if it crashes,
 hangs, uses too much memory or prints something else; the metrics count each kind of failure. A sandbox that fails is
-replaced. If the replacement fails as well, the episode ends with the sandbox's error and without a reward, unless the
-program itself ended the sandbox.
+replaced, a few times. If every sandbox fails, the episode ends with the sandbox's error and without a reward, unless
+the program itself ended its sandboxes.
 
 `envs.judging.tests` describes what a program may do while it is judged, and `envs.sandbox` describes the sandboxes.
 """
@@ -50,7 +50,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
     """The problems, and how programs are judged. Tables among the options are parsed once for all episodes.
 
     Raises:
-        ConfigError: naming what is wrong and what was expected.
+        ConfigError: an option or a file is invalid. The message names the fault and what was expected.
     """
 
     path: str | None = None
@@ -134,7 +134,7 @@ class CodeEnv:
         """Check the files, the columns and the first rows; start no sandbox.
 
         Raises:
-            ConfigError: naming what is wrong and what was expected.
+            ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
         source = _source(options)
         if source is None:
@@ -192,7 +192,7 @@ class CodeEnv:
         """Return `count` generated training problems with right programs, drawn with replacement.
 
         Raises:
-                ConfigError: the problems come from a data set, which has no solved examples.
+            ConfigError: the problems come from a data set, which has no solved examples.
         """
         if self._options.path is not None:
             raise ConfigError("a data set of programs has no solved examples: set model.path to an existing model")
@@ -254,7 +254,7 @@ def _problem(row: Row, column: str, source: _Source, languages: dict[str, Langua
     """Convert a row to a problem. `column` is the name of the prompt column.
 
     Raises:
-            ConfigError: a value is missing or has the wrong form.
+        ConfigError: a value is missing or has the wrong form.
     """
     prompt, tests = prompt_of(row, column), value_of(row, source.tests_column)
     own = {name: row.values[name] for name in OPTIONAL if row.values.get(name) is not None}

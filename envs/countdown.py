@@ -27,7 +27,7 @@ LEVELS: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
 """Precedence of each operator; a higher level binds more tightly."""
 
 SPELLED: Final = str.maketrans("×·÷−–[]{}", "**/--()()")
-"""Other characters that people and models write for operators and parentheses."""
+"""Alternative characters that people and models write for operators and parentheses."""
 
 MOST_CHARACTERS = 200
 """Largest number of characters of an expression. This limit also bounds how deep parentheses nest."""
@@ -42,11 +42,11 @@ class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Difficulty and form of the problems.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     numbers: int = 4
-    """How many numbers are given."""
+    """Number of given numbers."""
     largest: int = 25
     """Upper bound of the given numbers, which are drawn from 1 to `largest`."""
     lowest: int = 10
@@ -112,7 +112,7 @@ class Countdown:
         """Draw one training and one held-out problem.
 
         Raises:
-                ConfigError: the numbers hardly ever reach a target in the range.
+            ConfigError: the numbers hardly ever reach a target in the range.
         """
         for seed in (0, HELD_OUT):
             draw(random.Random(seed), options, held_out=is_held_out(seed))
@@ -162,7 +162,7 @@ def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Co
     """Draw a training or a held-out problem.
 
     Raises:
-            ConfigError: no problem was found in `MOST_DRAWS` attempts.
+        ConfigError: no problem was found in `MOST_DRAWS` attempts.
     """
     for _ in range(MOST_DRAWS):
         problem = _combined(rng, [rng.randint(1, options.largest) for _ in range(options.numbers)], options)
@@ -246,7 +246,7 @@ class _Parser:
         """Return the value of the expression, and the numbers that it uses.
 
         Raises:
-                ValueError: the text is not an expression, or it divides by 0.
+            ValueError: the text is not an expression, or it divides by 0.
         """
         self._tokens.reverse()
         value = self._joined(1)

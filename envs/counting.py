@@ -29,7 +29,7 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of the answers.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     median: int = 12

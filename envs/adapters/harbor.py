@@ -47,7 +47,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     """Which tasks, and what the policy may use.
 
     Raises:
-        ConfigError: naming what is wrong and what was expected.
+        ConfigError: an option or a file is invalid. The message names the fault and what was expected.
     """
 
     path: str
@@ -106,7 +106,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """Read the tasks; start no sandbox.
 
         Raises:
-            ConfigError: naming what is wrong and what was expected.
+            ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
         options.tasks()
 

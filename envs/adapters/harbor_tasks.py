@@ -113,7 +113,7 @@ def read_task(folder: Path, image: str) -> HarborTask:
     """The task of a folder. `image` is for those that name none, with `{name}` for the task's.
 
     Raises:
-        ConfigError: naming the file and what is wrong with it.
+        ConfigError: a file is invalid. The message names the file and the fault.
     """
     path = folder / "task.toml"
     try:

@@ -142,7 +142,7 @@ def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:
     """The known languages, with one's own tables added or in their place.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: an option is invalid. The message names the fault.
     """
     return {**LANGUAGES, **{name: _language(name, table) for name, table in own.items()}}
 
@@ -160,7 +160,7 @@ def limits_of(table: Mapping[str, Any]) -> JudgingLimits:
     """The limits that a table `limits` describes.
 
     Raises:
-        ConfigError: naming the option that is wrong.
+        ConfigError: an option is invalid. The message names it.
     """
     return JudgingLimits(**check_options(JudgingLimits, table, "limits"))
 
@@ -169,7 +169,7 @@ def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
     """The judge pool that a table `sandboxes` describes.
 
     Raises:
-        ConfigError: naming the option that is wrong.
+        ConfigError: an option is invalid. The message names it.
     """
     if "reuse" in table:
         raise ConfigError("sandboxes.reuse was removed: each answer gets a new sandbox. Leave the option out")

@@ -37,7 +37,7 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Which problems, and with which tools.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     tasks: dict[str, Any]
@@ -113,7 +113,7 @@ class ToolEnv:
         """Refuse tools that are not there, and problems that cannot work; their class checks its own options.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: an option is invalid. The message names the fault.
         """
         nested.check(*options.environment)
         _ = options.toolsets
