@@ -15,7 +15,7 @@ from flash.errors import EnvError
 from flash.types import Observation
 
 HELD_OUT_ONE_IN = 10
-"""Division: one problem in this many is held out, about 800 of the two-digit sums, which is enough for an evaluation."""
+"""Division: one problem in this many is held out, about 800 of the two-digit sums. That suffices for an evaluation."""
 
 
 def in_held_out_part(prompt: str) -> bool:
