@@ -1,11 +1,12 @@
-"""An agent of the official `openai` client that walks over a frozen lake, for examples/agent_frozen_lake.toml.
+"""Agent that walks over a frozen lake with the official `openai` client, for examples/agent_frozen_lake.toml.
 
-The lake is in its task. It shows the policy the lake, asks for a step, and goes it; its answer is all the steps.
+The task contains the lake. The agent shows the policy the lake, requests one move, makes the move, and repeats that.
+Its answer is the sequence of all moves.
 """
 
 from openai import AsyncOpenAI
 
-CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once: it takes a tenth of a second
+CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once, because it takes a tenth of a second
 STEPS = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 MOST_STEPS = 6
 

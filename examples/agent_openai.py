@@ -1,8 +1,8 @@
-"""An agent of the official `openai` client, for examples/agent_openai.toml: it knows nothing of training."""
+"""Agent with the official `openai` client, for examples/agent_openai.toml. Its code does not depend on Flash."""
 
 from openai import AsyncOpenAI
 
-CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once: it takes a tenth of a second
+CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once, because it takes a tenth of a second
 
 
 async def solve(base_url: str, api_key: str, task: str) -> str:
