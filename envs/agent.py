@@ -77,8 +77,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Table with the `path` of the environment class that gives tasks and judges answers, and its `options`. The
     environment must show text and end after one step."""
     function: str | None = None
-    """`module:function` of `(base_url, api_key, task)`, which returns the answer. It is `async def` or runs in a
-    thread."""
+    """`module:function` of `(base_url, api_key, task)` that returns the answer: `async def`, or run in a thread."""
     command: list[str] | None = None
     """Program and its arguments, instead of `function`. The program has OPENAI_BASE_URL and OPENAI_API_KEY in its
     environment, reads the task from standard input and writes the answer to standard output."""
@@ -251,8 +250,7 @@ class Agent:
                 await self._tasks.close()
 
     async def _asked(self) -> PendingCall | None:
-        """Wait for the next request that can be answered, and refuse the others. Returns None when the agent has
-        ended."""
+        """Wait for the next request that can be answered; refuse the others. Returns None when the agent has ended."""
         while (pending := await self._session.next_call()) is not None:
             asked, place = pending.call.asked, pending.place
             self._episode.go_on(place.branch, place.answers)

@@ -64,8 +64,7 @@ class Arithmetic(OneTurn):
         self._chat = options.template == "chat"
 
     def alphabet(self) -> str:
-        """Return the digits, the equals sign and the operators. A negative answer uses the minus operator as its
-        sign."""
+        """Return the digits, the equals sign and the operators. A negative answer starts with the minus operator."""
         return "0123456789=" + self._operators
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:

@@ -56,8 +56,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
     path: str | None = None
     """Data set, as for `envs.dataset:DatasetEnv`. None: problems are generated; they are always plain text."""
     tests_column: str = "tests"
-    """Column with the tests: a list of {stdin, stdout}, {call, args, returns} or {program}, or that list as JSON
-    text."""
+    """Column with the tests: a list of {stdin, stdout}, {call, args, returns} or {program}, also as JSON text."""
     test_programs: bool = False
     """Allow tests of the form {program}. A program that is written to deceive such a test can pass it."""
     language: str = "bash"

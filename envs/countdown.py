@@ -56,8 +56,7 @@ class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
     operators: str = "+-*/"
     """Operators of the known solution, a subset of `+-*/`. An answer may use all four."""
     template: Literal["plain", "chat"] = "plain"
-    """Form of the prompt. `plain`: `3 7 8 12 47:`, for tiny and base models. `chat`: a request in words, as a
-    message."""
+    """Form of the prompt. `plain`: `3 7 8 12 47:`, for tiny and base models. `chat`: a message in words."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.numbers <= MOST_NUMBERS:

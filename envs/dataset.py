@@ -37,8 +37,7 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
     """
 
     path: str
-    """Data files: a file (.jsonl, .json, .csv, also .gz; .parquet, .arrow), a folder of such files, or a glob
-    pattern."""
+    """File (.jsonl, .json, .csv, also .gz; .parquet, .arrow), folder of such files, or glob pattern of the data."""
     answer_column: str | None = None
     """Column with the answer, which the verifier compares with as text. None: `answer` or another usual name."""
     longest_prompt: Annotated[int, Meta(gt=0)] | None = None

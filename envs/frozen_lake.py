@@ -76,8 +76,8 @@ class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_moves: int | None = None
     """Number of moves after which the game is lost. None: four times `size`."""
     template: Literal["plain", "chat"] = "plain"
-    """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: messages, the first with the
-    rules."""
+    """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: messages, with rules in the
+    first."""
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.size <= LARGEST:
@@ -131,8 +131,7 @@ class Lake(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, player=player)
 
     def best(self) -> str:
-        """Return the move with the highest value: the safest way to the goal, and the shorter one of equally safe
-        ways."""
+        """Return the move with the highest value: the safest one, and of equally safe moves the faster one."""
         worth = _worth(self.size, self.holes, self.goal, self.slip)
         return max(MOVES, key=lambda move: round(_outcome(worth, self.player, move, self.size, self.slip), 9))
 

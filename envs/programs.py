@@ -93,8 +93,7 @@ async def _end(process: Process) -> None:
 
 
 async def _gather(stream: ByteReceiveStream, into: bytearray) -> None:
-    """Read the stream to its end. Keeps at most `OUTPUT_BYTES` and one more, which shows that the answer is too
-    long."""
+    """Read the stream to its end. Keeps `OUTPUT_BYTES` and one more byte, which shows that the answer is too long."""
     async for piece in stream:
         into += piece[: OUTPUT_BYTES + 1 - len(into)]
 

@@ -54,8 +54,7 @@ class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """For a family, fields of its configuration, such as `{ max_terms = 3 }`. Other fields keep their defaults."""
     template: Literal["chat", "plain"] = "chat"
-    """Form of the prompt. `chat`: a message that asks for the answer in tags. `plain`: the question and a line
-    break."""
+    """Form of the prompt. `chat`: a message that asks for the answer in tags. `plain`: the question and a newline."""
     timeout: float = 30.0
     """Seconds in which a question must be made, and in which an answer must be graded."""
 

@@ -145,8 +145,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return self._open
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:
-        """Run the tests in the current state of the sandbox. Background processes of the policy keep running
-        meanwhile."""
+        """Run the tests in the current state of the sandbox. Background processes of the policy keep running."""
         sandbox, _ = await self._opened(task)
         try:
             ran, left = await _tested(sandbox, task)
@@ -187,8 +186,11 @@ def read_text(text: str) -> dict[str, float]:
 
 
 def read_json(text: str) -> dict[str, float]:
-    """Return the numbers of a reward.json by name; a single one is named `reward`. Raises ValueError for other
-    values."""
+    """Return the numbers of a reward.json by name; a single one is named `reward`.
+
+    Raises:
+        ValueError: a value is not a finite number.
+    """
     found: object = json.loads(text)
     table = cast("dict[str, object]", found) if isinstance(found, dict) else {ALONE: found}
     numbers: dict[str, float] = {}

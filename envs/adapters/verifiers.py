@@ -68,8 +68,11 @@ class Verifiers:
 
 
 async def play(base_url: str, api_key: str, task: str) -> str:
-    """Let the server run a task against the episode's endpoint. Returns the result as JSON. Raises EnvError on
-    errors."""
+    """Let the server run a task against the episode's endpoint. Returns the result as JSON.
+
+    Raises:
+        EnvError: the server reports an error.
+    """
     options, number = msgspec.json.decode(task, type=tuple[VerifiersOptions, int])
     client, _ = await _opened(options)
     reply = await client.post("/play", json={"number": number, "base_url": base_url, "api_key": api_key})

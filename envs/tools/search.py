@@ -79,8 +79,7 @@ class Index:
                 self._postings.setdefault(term, []).append((place, often))
 
     def search(self, query: str, most: int) -> list[tuple[float, Passage]]:
-        """Return at most `most` passages with their scores, best first; equal scores in the folder's order; none with
-        0."""
+        """Return the `most` best passages with their scores, best first. Passages without a query term are left out."""
         scores: dict[int, float] = {}
         for term in terms(query):
             found = self._postings.get(term, [])
