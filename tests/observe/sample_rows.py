@@ -76,8 +76,7 @@ def eval_row(step: int, mean: float, **changes: Any) -> dict[str, Any]:
 
 
 def spans(steps: int) -> list[Activity]:
-    """Return activities: an engine generates all the time and swaps for 0.1 s a step; a trainer waits for 0.5 s of 2
-    s."""
+    """Return activities: an engine always generates and swaps 0.1 s in a step of 2 s; a trainer waits 0.5 s of it."""
     bars: list[Activity] = []
     for step in range(steps):
         at = STARTED + 2.0 * step

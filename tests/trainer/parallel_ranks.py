@@ -128,7 +128,7 @@ def bytes_of(trainer: Trainer) -> tuple[int, int]:
 
 
 def planned(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the planned bytes of weights and gradients by layout. It needs its own process: it makes process groups."""
+    """Return the planned bytes of weights and gradients by layout. Run in its own process: it makes process groups."""
     found: dict[str, tuple[int, int]] = {}
     for name in PLANNED:
         layout = LAYOUTS[name]
