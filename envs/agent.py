@@ -319,6 +319,7 @@ class Agent:
         return None
 
     async def _judged(self) -> StepResult:
+        """Return the episode's last result. Raises EnvError if the agent failed for another reason than a limit."""
         assert self._run is not None
         assert self._tasks is not None
         if self._session.reward is not None:
@@ -333,6 +334,7 @@ class Agent:
         return "", reward, not truncated, truncated, self._counted(info)
 
     def _agent(self) -> Function:
+        """Return the agent as a function, in its sandbox if it has one."""
         options = self._options
         if options.boxed is None:
             return options.agent
@@ -355,6 +357,7 @@ class Agent:
 
     @property
     def _solved(self) -> WarmStart:
+        """The environment of the tasks, which must have solved examples. Raises ConfigError if it has none."""
         env = self._make()
         if not isinstance(env, WarmStart):
             raise ConfigError(

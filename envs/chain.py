@@ -130,6 +130,7 @@ class ChainedSums:
         return "0123456789=+"
 
     def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
+        """Draw a training or a held-out chain."""
         digits = self._options.digits
         low, high = 10 ** (digits - 1), 10**digits
         left = rng.randrange(low, high)
@@ -143,6 +144,7 @@ class ChainedSums:
         return chain
 
     def _draw_waits(self, rng: random.Random) -> _Waits:
+        """Draw the delays of one instance."""
         options = self._options
         slow = rng.random() < options.fail_slow
         hangs = rng.random() < options.fail_stop

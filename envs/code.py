@@ -214,6 +214,7 @@ def _source(options: CodeOptions) -> _Source | None:
 
 
 def _used_languages(options: CodeOptions) -> list[str]:
+    """Return the names of the languages that the problems use."""
     source = _source(options)
     if source is None:
         return [options.language]

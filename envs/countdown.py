@@ -254,6 +254,7 @@ class _Parser:
         return value, self._used
 
     def _joined(self, level: int) -> Fraction:
+        """Parse operands and operators of one level: 1 for sums, 2 for products."""
         value = self._joined(2) if level == 1 else self._atom()
         while self._tokens and LEVELS.get(self._tokens[-1]) == level:
             sign = self._tokens.pop()
@@ -264,6 +265,7 @@ class _Parser:
         return value
 
     def _atom(self) -> Fraction:
+        """Parse a number, or a sum in parentheses."""
         token = self._tokens.pop() if self._tokens else "the end"
         if token == "(":
             value = self._joined(1)

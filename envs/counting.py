@@ -68,6 +68,7 @@ class Counting(OneTurn):
         return self._signs + "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
+        """Draw a training or a held-out problem. A given length is tried once, then lengths are drawn."""
         while True:
             left = length or self._length(rng)
             digit = rng.randrange(10)
@@ -86,6 +87,7 @@ class Counting(OneTurn):
         return max(1, min(options.longest, round(drawn)))
 
     def _answer(self, left: int, digit: int) -> str:
+        """Return the right answer, which has `left` letters."""
         items: list[str] = []
         while left > 0:
             left -= 1

@@ -142,6 +142,7 @@ class Lake(msgspec.Struct, frozen=True):
         return math.inf if worth is None else round(math.log(worth, DISCOUNT))
 
     def _drawn(self, player: int | None) -> str:
+        """Return the map, with the player at a cell or without it."""
         signs = ["O" if cell in self.holes else "." for cell in range(self.size**2)]
         signs[self.goal] = "G"
         if player is not None:
@@ -204,6 +205,7 @@ class FrozenLake:
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 
     def _draw(self, rng: random.Random, held_out: bool) -> Lake:
+        """Draw a training or a held-out lake that fits the options."""
         options = self._options
         cells = options.size**2
         for _ in range(MOST_DRAWS):
@@ -219,6 +221,7 @@ class FrozenLake:
         return SIDES[move][drawn < self._options.slip / 2] if drawn < self._options.slip else move
 
     def _played(self, rng: random.Random) -> SolvedExample:
+        """Draw a training lake, and return the complete game of an optimal player on it."""
         turns: list[SolvedExample] = []
         lake = self._draw(rng, held_out=False)
         while not (lake.won or lake.lost or len(turns) == self._options.moves):

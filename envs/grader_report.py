@@ -128,6 +128,7 @@ def certify(
 
 
 def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], most_s: float) -> list[str]:
+    """Return the faults of a family's grader as parts of a sentence; empty if there are none."""
     try:
         problems, again = (_problems(make, family, settings) for _ in range(2))
     except Exception as error:  # boundary to foreign code

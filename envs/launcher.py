@@ -39,6 +39,7 @@ def main(command: list[str]) -> None:
 
 
 def _become(command: list[str]) -> None:
+    """Execute the program in this process. Exits with `NOT_STARTED` if it cannot be started."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.execvp(command[0], command)
@@ -69,6 +70,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
+    """Return the ids of this process's children."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         try:

@@ -200,6 +200,7 @@ class Mixture:
 
 
 def _maker(name: str, kind: Kind) -> _Maker:
+    """Load the class of a kind and check its options. Raises ConfigError if it is invalid or a mixture itself."""
     try:
         env = cast("type[Environment | SyncEnvironment]", load_environment(kind.path))
     except ConfigError as error:

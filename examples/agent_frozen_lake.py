@@ -12,6 +12,7 @@ MOST_STEPS = 6
 
 
 async def solve(base_url: str, api_key: str, task: str) -> str:
+    """Walk over the lake of the task with the policy's moves, and return all moves."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     lake = dict(enumerate(map(list, task.split())))
     row, column = next((row, line.index("P")) for row, line in lake.items() if "P" in line)

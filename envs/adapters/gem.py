@@ -80,6 +80,7 @@ class Gem:
         """Do nothing: workers keep no state of an episode."""
 
     async def _played(self) -> tuple[str, float, bool, bool]:
+        """Replay the episode in a worker process. Raises EnvError if the worker dies or takes too long."""
         options = self._options
         try:
             return await in_worker(options.timeout, _play, options.id, options.kwargs, self._seed, self._answers)
@@ -95,6 +96,7 @@ def _known() -> list[str]:
 
 
 def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
+    """Replay an episode in a worker. Returns the observation, the reward, `terminated` and `truncated` of its end."""
     env = _library().make(name, **kwargs)
     (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False
     for answer in answers:

@@ -136,6 +136,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return await shell.run(command, timeout=self._options.command_timeout)
 
     async def _opened(self, task: HarborTask) -> tuple[Sandbox, Session]:
+        """Return the episode's sandbox and shell session. The first call opens them."""
         if self._open is None:
             options = self._options
             judge = await self._judge()

@@ -76,6 +76,7 @@ class OpenEnv:
             await self._connection.close()
 
     async def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the data of the server's reply. Raises EnvError if the server fails."""
         if self._connection is None:
             raise EnvError("step() was called before reset()")
         try:
@@ -95,6 +96,7 @@ class OpenEnv:
         return answer.data
 
     def _shown(self, told: dict[str, Any]) -> str:
+        """Return the text of a reply's observation. Raises EnvError if the configured field is missing."""
         field, observation = self._options.observation_field, told.get("observation") or {}
         if not isinstance(observation, dict):
             raise EnvError(f"the observation must have fields, but is {observation!r:.200}")

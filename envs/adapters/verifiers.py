@@ -87,6 +87,7 @@ async def _opened(options: VerifiersOptions) -> tuple[httpx.AsyncClient, Split[_
 
 @asynccontextmanager
 async def _open(options: VerifiersOptions) -> AsyncGenerator[tuple[httpx.AsyncClient, Split[_Task]]]:
+    """Connect to the server for the life of the node, and divide its tasks."""
     # The server replies when an episode is over, so only the run's own deadlines apply.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=options.url, timeout=None, limits=limits, trust_env=False) as client:

@@ -108,6 +108,7 @@ def returned_this(output: bytes, expected: Any) -> bool:
 
 
 def _same(found: Any, expected: Any) -> bool:
+    """Return True if two JSON values are equal, with `TOLERANCE` for expected numbers with a fraction."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(expected, float):
@@ -144,6 +145,7 @@ def printed_this(output: bytes, expected: str) -> bool:
 
 
 def _same_line(found: str, expected: str) -> bool:
+    """Return True if two lines are equal, as text or word by word: see `printed_this`."""
     if found.rstrip() == expected.rstrip():
         return True
     ours, theirs = found.split(), expected.split()
@@ -154,6 +156,7 @@ def _same_line(found: str, expected: str) -> bool:
 
 
 def _same_word(found: str, expected: str, fraction: bool) -> bool:
+    """Return True if two words are equal as texts or as numbers. `fraction`: the expected number has a fraction."""
     if found == expected:
         return True
     if fraction:

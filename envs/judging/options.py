@@ -150,6 +150,7 @@ def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:
 
 
 def _language(name: str, table: Mapping[str, Any]) -> Language:
+    """Return the language of a table. Raises ConfigError if the table is invalid."""
     language = Language(**check_options(Language, table, f"languages.{name}"))
     if language.test is not None and MARK not in language.test_end:
         raise ConfigError(f"languages.{name}.test_end must print {MARK}, but is {language.test_end!r}")

@@ -177,6 +177,7 @@ def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
 
 
 async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeout: float) -> CaseOutcome:
+    """Run one test in the sandbox, and compare its result."""
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
@@ -215,6 +216,7 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:
+    """Return the cause of a result and its detail. `right`: the output is the expected one."""
     if result.timed_out:
         return "timeout", f"after {result.wall_s - result.waited_s:.1f} s"
     if result.oom_killed:

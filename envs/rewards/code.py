@@ -56,6 +56,7 @@ def code_verifier(
 
 
 def _suite(answer: str, languages: dict[str, Language], test_programs: bool) -> Suite:
+    """Return the tests in an answer column. Raises RewardError if the text does not hold valid tests."""
     try:
         suite = msgspec.json.decode(answer, type=Suite)
         check_suite(suite, languages, test_programs=test_programs)

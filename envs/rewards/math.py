@@ -455,6 +455,7 @@ def math_equal(completion: str, answer: str) -> float:
 
 
 def _equal(found: str, reference: str) -> bool:
+    """Return True if an answer equals the reference, as text, choice, number, equation or expression."""
     if _folded(found) == _folded(reference):
         return True
     if max(len(found), len(reference)) > MOST_CHARACTERS:
@@ -507,6 +508,7 @@ def _has_letters(text: str) -> bool:
 
 
 def _same_value(found: str, reference: str) -> bool:
+    """Return True if two texts are equal as texts, numbers or expressions. One of them may be a rounded decimal."""
     if _folded(found) == _folded(reference):
         return True
     ours, theirs = _BASED.fullmatch(found), _BASED.fullmatch(reference)
@@ -549,6 +551,7 @@ def _same_expression(found: str, reference: str) -> bool:
 
 
 def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
+    """Return True if a formula has the wanted value. Runs under `_bounded`."""
     found = _parsed(latex)
     if found is None or math.isinf(_digits(found)):
         return False

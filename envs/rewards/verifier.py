@@ -95,6 +95,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 async def _awaited(
     path: str, verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
 ) -> tuple[object, str | None]:
+    """Await an asynchronous verifier. Returns its score, or None and a message about its failure."""
     task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
     if not await task.wait(timeout):
         where = task.where()
@@ -106,6 +107,7 @@ async def _awaited(
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
+    """Call a verifier in a worker process. Returns its score, or None and a message about its failure."""
     try:
         return await in_worker(timeout, _score_in_worker, path, completion, answer)
     except TimeoutError:

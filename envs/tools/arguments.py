@@ -51,6 +51,7 @@ def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, di
 
 
 def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Check arguments against the first level of a schema. Raises MalformedCallError."""
     properties: Mapping[str, Any] = schema.get("properties", {})
     known = ", ".join(properties) or "none"
     for key in schema.get("required", ()):

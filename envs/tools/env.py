@@ -208,6 +208,7 @@ class ToolEnv:
         ]
 
     async def _result(self, call: ToolCall) -> str:
+        """Carry out one call. Returns its result, cut to `output` characters, or the error of a malformed call."""
         try:
             runner, arguments = read_call(call, self._runners)
         except MalformedCallError as error:
@@ -227,6 +228,7 @@ class ToolEnv:
 
 
 def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    """Load the class of a toolset, and check its options. Raises ConfigError if the table is invalid."""
     where = f"tools.{name}"
     named = ClassTable(**check_options(ClassTable, table, where))
     try:

@@ -90,6 +90,7 @@ class McpServer:
             await self._over.wait()
 
     def _runner(self, tool: dict[str, Any], state: str | None) -> Runner:
+        """Return the runner of one tool of the server."""
         name: str = tool["name"]
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -101,6 +102,7 @@ class McpServer:
         )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool. Raises EnvError if the server has ended; other errors are part of the returned text."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -128,6 +130,7 @@ class McpServer:
                 self._over.set()
 
     async def _serve(self, complaints: Any) -> None:
+        """Start the server, list its tools page by page, and keep it until the episode ends."""
         try:
             # In a thread, because the import takes seconds.
             await anyio.to_thread.run_sync(import_module, "mcp")

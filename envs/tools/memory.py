@@ -46,6 +46,8 @@ class Answers:
 
 
 class _State:
+    """Calls of one episode in one state."""
+
     def __init__(self) -> None:
         self.digest = b""
         self.sure = True
@@ -79,6 +81,7 @@ class Memory:
             return await self._in_state(state, runner, arguments, name)
 
     async def _in_state(self, state: _State, runner: Runner, arguments: dict[str, Any], name: bytes) -> str:
+        """Return the answer to a call that depends on a state. Unknown calls are carried out after the skipped ones."""
         key = _digest([runner.state, state.digest, name])
         answer = self._known(key) if state.sure else None
         if answer is not None:

@@ -115,6 +115,8 @@ class Files:
         *,
         changes: bool,
     ) -> Runner:
+        """Return a tool whose argument `path` is checked before the sandbox is used."""
+
         async def call(arguments: dict[str, Any]) -> str:
             if fault := unusable_path(arguments["path"]):
                 return fault
