@@ -88,7 +88,7 @@ class ReasoningGym:
 
         Raises:
             ConfigError: a family is unknown or its grader is refused, a package is missing, or its version is not the
-            report's.
+                report's.
         """
         try:
             installed = version(PACKAGE)

@@ -202,7 +202,7 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
     """Run a command for `timeout` seconds, without the time in which other processes kept it from a CPU.
 
     Raises:
-        SandboxTimeoutError: the command was killed although it had not had that time.
+        SandboxTimeoutError: the command was killed before it had used that time.
         SandboxError: the sandbox failed.
     """
     patience = PATIENCE * timeout

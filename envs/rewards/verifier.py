@@ -73,7 +73,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 
     Raises:
         RewardError: the verifier raised an error, returned no finite number, died, or did not answer within `timeout`
-        seconds while the completion is not proven to be the cause.
+            seconds while the completion is not proven to be the cause.
         EnvError: an asynchronous verifier raised it.
     """
     verifier = load_verifier(path)
