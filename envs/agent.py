@@ -143,7 +143,7 @@ class Agent:
     """Environment of one episode: one agent works on one task."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node."""
 
     _episode: EpisodeView
     _session: EpisodeSession

@@ -76,8 +76,7 @@ class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_moves: int | None = None
     """Number of moves after which the game is lost. None: four times `size`."""
     template: Literal["plain", "chat"] = "plain"
-    """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: messages, with rules in the
-    first."""
+    """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: a message, first with the rules."""
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.size <= LARGEST:

@@ -144,8 +144,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
 
 
 def branched_shard(seed: int = 0) -> Shard:
-    """Return step 3: two groups, samples of one to three branches. Tokens, or whole branches, of version 1 are
-    masked."""
+    """Return step 3: two groups, samples of one to three branches. Version 1's tokens, or branches, are masked."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in (0, 1):
