@@ -1,14 +1,17 @@
-"""Agent: a program that is not ours, which takes the policy for an endpoint of the OpenAI API.
+"""Agent: an environment in which a foreign program, the agent, calls the policy through an OpenAI-compatible endpoint.
 
-The inverted environment: what the agent asks first is what `reset` shows, our answer to it is the action, and what it
-appends and asks next is the observation of the step. Another environment gives the task and judges what the agent
-returns. `flash.service` is the endpoint; each episode has a key of its own, which ends with it.
+The roles are inverted. The agent's first request is the observation of `reset`. The policy's response is the action,
+and it answers that request. The messages that the agent appends for its next request are the observation of the step.
+Another environment (`tasks`) gives the task and judges the answer that the agent returns. `flash.service` serves the
+endpoint; each episode has its own API key, which is valid until the episode ends.
 
-An agent that only appends to what was said has an episode of one sequence. One that rewrites or drops some of it, that
-asks several things at once or the same thing twice, begins branches, each a sequence of its own; what it asks at once
-is answered in the order in which it came. One that fails is an error of the environment, unless what failed it is a
-limit of the run, or it was last told an answer that was cut off: then the episode is truncated, and judged on an empty
-answer. Tried again, a group would keep its short answers alone.
+An agent that only appends messages has an episode of one sequence. An agent that rewrites or drops messages, sends
+requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. Parallel requests are
+answered in the order in which they arrived.
+
+An agent that fails is an error of the environment, with two exceptions: a limit of the run refused one of its requests,
+or the last response that it got was cut off. Then the episode is truncated and judged on an empty answer. A retry
+instead would bias the group: only the samples with short responses would remain.
 """
 
 from __future__ import annotations
@@ -57,31 +60,31 @@ from flash.service.tools import is_well_formed
 from flash.types import ASSISTANT, Message, Observation
 
 ENDPOINT = "envs.agent"
-"""What the episodes of a node share their endpoint under."""
+"""Key under which the episodes of a node share their endpoint."""
 
 LIMITS = HttpLimits(strangers=4096)
-"""Of the endpoint's server: all agents of a node may arrive at once, before any of them has shown its key."""
+"""Connection limits of the endpoint's server. All agents of a node may connect at once, before one has sent its key."""
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Which agent, and what it is to do.
+    """The agent and its tasks.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     tasks: dict[str, Any]
-    """A table with the `path` of the environment's class that gives tasks and judges answers, and its `options`. It
-    shows text, and one step ends it."""
+    """Table with the `path` of the environment class that gives tasks and judges answers, and its `options`. The
+    environment must show text and end after one step."""
     function: str | None = None
-    """`module:function` of `(base_url, api_key, task)`, which returns the answer; `async def`, or run in a thread."""
+    """`module:function` of `(base_url, api_key, task)` that returns the answer: `async def`, or run in a thread."""
     command: list[str] | None = None
-    """Or a program and its arguments. It has OPENAI_BASE_URL and OPENAI_API_KEY in its environment, reads the task from
-    its standard input and writes the answer to its standard output."""
+    """Program and its arguments, instead of `function`. The program has OPENAI_BASE_URL and OPENAI_API_KEY in its
+    environment, reads the task from standard input and writes the answer to standard output."""
     box: dict[str, Any] | None = None
-    """A sandbox without a network that `command` runs in, instead of on the node: see `envs.relay.boxed.BoxOptions`."""
+    """Sandbox without a network in which `command` runs, instead of on the node: see `envs.relay.boxed.BoxOptions`."""
     own_reward: bool = False
-    """Whether the agent may end its episode with a reward of its own, by `POST {base_url}/episode/reward`."""
+    """True if the agent may end its episode with a reward of its own, with `POST {base_url}/episode/reward`."""
 
     def __post_init__(self) -> None:
         if (self.function is None) == (self.command is None):
@@ -94,17 +97,17 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
-        """The class that gives tasks, and its keyword arguments."""
+        """Class of the environment that gives tasks, and its keyword arguments."""
         return load_tasks(self.tasks)
 
     @cached_property
     def boxed(self) -> BoxOptions | None:
-        """The sandbox of each agent, if it has one."""
+        """Options of the sandbox that each agent runs in; None if agents run on the node."""
         return None if self.box is None else box_of(self.box)
 
     @cached_property
     def agent(self) -> Function:
-        """The agent as a function."""
+        """The agent as an asynchronous function of `(base_url, api_key, task)`."""
         if self.command is not None:
             command = self.command
             return lambda base_url, api_key, task: run_command(command, base_url, api_key, task)
@@ -121,26 +124,26 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class AgentEndpoint(msgspec.Struct, frozen=True):
-    """What the episodes of a node share."""
+    """The endpoint that the episodes of a node share."""
 
     url: str
-    """The agents' base URL."""
+    """Base URL that agents use."""
     sessions: EpisodeSessions
 
 
 @asynccontextmanager
 async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
-    """An endpoint at any free port of the loopback."""
+    """Serve an endpoint on a free port of the loopback interface."""
     sessions, address = EpisodeSessions(), HttpAddress()
     async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:
         yield AgentEndpoint(f"{url}/v1", sessions)
 
 
 class Agent:
-    """One agent at one task."""
+    """Environment of one episode: one agent works on one task."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node."""
 
     _episode: EpisodeView
     _session: EpisodeSession
@@ -152,28 +155,28 @@ class Agent:
         self._tasks: Environment | None = None
         self._run: AgentRun | None = None
         self._pending: PendingCall | None = None
-        """What the policy answers."""
+        """The request that the policy answers now."""
         self._limited = False
-        """Whether a call was refused for a limit of the run."""
+        """True if a request was refused because of a limit of the run."""
         self._cut = False
-        """Whether the last response was cut off."""
+        """True if the last response was cut off."""
         self._calls = 0
         self._malformed = 0
-        """Calls of functions that the policy has made, and those of them that cannot be taken for one."""
+        """`_calls`: tool calls that the policy has made. `_malformed`: those that are not well formed."""
 
     @classmethod
     def check(cls, options: AgentOptions) -> None:
-        """Refuse an agent that is not there, and tasks that cannot work; their class checks its own options.
+        """Refuse an agent that does not exist and tasks that cannot work. The tasks' class checks its own options.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: an option is invalid. The message names the fault.
         """
         nested.check(*options.environment)
         _ = options.agent
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
-        """Open the endpoint, and what the tasks want."""
+        """Prepare the tasks, try out the sandbox and open the endpoint."""
         await nested.prepare(*options.environment)
         if options.boxed is not None:
             await try_box(options.boxed, cls.opener)
@@ -181,15 +184,15 @@ class Agent:
 
     @classmethod
     def wrapped(cls, options: AgentOptions) -> tuple[type[Any], dict[str, Any]]:
-        """Return the class of the tasks, which knows their kinds, domains and names."""
+        """Return the environment class of the tasks, which has the optional methods such as `kind_of`."""
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Know of tokens."""
+        """Keep the view of the episode's tokens."""
         self._episode = episode
 
     async def reset(self, seed: int) -> ResetResult:
-        """Give the agent its task, and show what it asks first."""
+        """Start the agent with the task of this seed, and return the agent's first request as the observation."""
         self._tasks = wrap(self._make())
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
         self._endpoint = await shared(ENDPOINT, open_endpoint)
@@ -204,7 +207,7 @@ class Agent:
         return self._pending.shown, {}
 
     async def step(self, action: str) -> StepResult:
-        """Answer the agent, and show what it asks next; judge it when it has ended."""
+        """Answer the agent's request and return its next one. Judge the agent's answer if it has ended."""
         self._session.answer(self._answer(action))
         self._pending = await self._asked()
         if self._pending is not None:
@@ -212,7 +215,7 @@ class Agent:
         return await self._judged()
 
     def _answer(self, action: str) -> PolicyAnswer:
-        """The last response as the agent is told it, its calls counted."""
+        """Return the last response in the form that the agent gets. Also counts the tool calls in it."""
         assert self._pending is not None
         asked, said = self._pending.call.asked, self._episode.last
         self._cut = said.cut
@@ -237,7 +240,7 @@ class Agent:
         return {**info, "metrics": {**counts, **info.get("metrics", {})}}
 
     async def close(self) -> None:
-        """End the agent, and whatever it still asks."""
+        """End the agent and refuse its open requests; close the environment of the tasks."""
         try:
             if self._run is not None:
                 self._endpoint.sessions.close(self._key)
@@ -247,7 +250,7 @@ class Agent:
                 await self._tasks.close()
 
     async def _asked(self) -> PendingCall | None:
-        """The next call that can be answered; None when the agent has ended."""
+        """Wait for the next request that can be answered; refuse the others. Returns None when the agent has ended."""
         while (pending := await self._session.next_call()) is not None:
             asked, place = pending.call.asked, pending.place
             self._episode.go_on(place.branch, place.answers)
@@ -261,11 +264,11 @@ class Agent:
                     self._episode.listen(pending.call.add, calling=asked.calling)
                 return pending
             self._session.refuse(refusal)
-            await anyio.lowlevel.checkpoint()  # an agent may have asked for thousands at once
+            await anyio.lowlevel.checkpoint()  # the agent may have thousands of open requests: let other tasks run
         return None
 
     def _expect(self, pending: PendingCall) -> None:
-        """What is asked at once is sampled at once."""
+        """Announce a queued request to the episode, so that requests sent in parallel are sampled in parallel."""
         asked, place = pending.call.asked, pending.place
         hear = pending.call.add if asked.stream else None
         self._episode.expect(
@@ -279,7 +282,7 @@ class Agent:
         )
 
     async def _refusal(self, pending: PendingCall) -> ApiError | None:
-        """Return why a call cannot be answered, if it cannot: what takes no time to tell comes first."""
+        """Return the error for a request that cannot be answered, else None. The cheap checks are made first."""
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
@@ -316,6 +319,7 @@ class Agent:
         return None
 
     async def _judged(self) -> StepResult:
+        """Return the episode's last result. Raises EnvError if the agent failed for another reason than a limit."""
         assert self._run is not None
         assert self._tasks is not None
         if self._session.reward is not None:
@@ -330,6 +334,7 @@ class Agent:
         return "", reward, not truncated, truncated, self._counted(info)
 
     def _agent(self) -> Function:
+        """Return the agent as a function, in its sandbox if it has one."""
         options = self._options
         if options.boxed is None:
             return options.agent
@@ -343,15 +348,16 @@ class Agent:
     # -- a tiny model is taught the tasks as they are ----------------------------------------------------------------
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Of the tasks, for an agent that asks for just that."""
+        """Return solved examples of the tasks, for an agent that sends the task as its only request."""
         return self._solved.solved_examples(count, seed)
 
     def alphabet(self) -> str:
-        """Of the tasks."""
+        """Return the characters of the tasks' prompts and answers."""
         return self._solved.alphabet()
 
     @property
     def _solved(self) -> WarmStart:
+        """The environment of the tasks, which must have solved examples. Raises ConfigError if it has none."""
         env = self._make()
         if not isinstance(env, WarmStart):
             raise ConfigError(
@@ -362,7 +368,7 @@ class Agent:
 
 
 def _as_text(shown: Observation) -> str:
-    """A task as an agent is given it: a text, or what a user says alone."""
+    """Return a task as text: the text itself, or the content of its only message, which must be a user's."""
     match shown:
         case str():
             return shown

@@ -1,7 +1,7 @@
-"""Arithmetic: sums, differences and products of numbers with a fixed count of digits, one turn each.
+"""Arithmetic: sums, differences and products of numbers with a fixed number of digits. Each episode has one turn.
 
-The prompt is the bare problem, `12+34=`, or a question for models that chat; the reward is 1.0 for the right number and
-0.0 for anything else. How problems are divided into training and held-out ones is in `envs.generated`.
+The prompt is the bare problem, such as `12+34=`, or a question for chat models. The reward is 1.0 for the right number
+and 0.0 for anything else. `envs.generated` describes how problems are divided into training and held-out ones.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from flash.types import Message, Observation
 OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 QUESTION = "What is {}? Reply with only the number."
-"""What a chat model is asked."""
+"""Prompt for a chat model."""
 
 NUMBER = re.compile(r"-?\d+")
 
 MAX_DIGITS = 18
-"""Longest operand; longer ones are no longer about arithmetic."""
+"""Largest number of digits of an operand. Longer operands no longer test arithmetic."""
 
 
 class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How difficult problems are.
+    """Difficulty and form of the problems.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     digits: int = 2
-    """Of both operands, without leading zeros."""
+    """Number of digits of both operands, without leading zeros."""
     operators: str = "+"
-    """Those to draw from, a subset of `+-*`."""
+    """Operators to draw from, a subset of `+-*`."""
     template: Literal["plain", "chat"] = "plain"
-    """`plain`: the bare problem, and the answer has to be the number alone; `chat`: a question in a message, and the
-    last number of the answer counts."""
+    """Form of the prompt. `plain`: the bare problem, and the answer must be the number alone. `chat`: a question in a
+    message, and the last number of the answer counts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= MAX_DIGITS:
@@ -55,7 +55,7 @@ class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arithmetic(OneTurn):
-    """One problem of a chosen difficulty."""
+    """Environment of one arithmetic problem."""
 
     def __init__(self, options: ArithmeticOptions) -> None:
         self._low = 10 ** (options.digits - 1) if options.digits > 1 else 0
@@ -64,7 +64,7 @@ class Arithmetic(OneTurn):
         self._chat = options.template == "chat"
 
     def alphabet(self) -> str:
-        """Digits, the equals sign and the operators; a negative answer takes its sign from the minus operator."""
+        """Return the digits, the equals sign and the operators. A negative answer starts with the minus operator."""
         return "0123456789=" + self._operators
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
@@ -84,12 +84,12 @@ class Arithmetic(OneTurn):
 
 
 def asked(problem: str) -> str:
-    """`12-34=` as a question: `What is 12 - 34? Reply with only the number.`"""
+    """Return a problem as a question: `12-34=` becomes `What is 12 - 34? Reply with only the number.`"""
     return QUESTION.format(re.sub(r"\D", r" \g<0> ", problem.rstrip("=")))
 
 
 def last_number(answer: str) -> str | None:
-    """The last whole number of an answer, without thousands separators; a minus between two numbers is an operator."""
+    """Return the last integer of an answer, without thousands separators. A minus between two numbers is no sign."""
     numbers = NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)|(?<=\d)\s*-(?=\s*\d)", _apart, answer))
     return numbers[-1] if numbers else None
 

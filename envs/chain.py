@@ -1,10 +1,11 @@
-"""ChainedSums: sums of two numbers over several turns, each with the result of the last one as its first operand.
+"""ChainedSums: sums of two numbers over several turns. The result of each sum is the first operand of the next one.
 
-The prompt of each turn is a bare problem in the form of `envs.arithmetic`, `46+57=`; the right result, cut to its last
-digits, begins the next one. A right answer earns 1 / `turns`. What makes real environments hard to schedule can be
-turned on: steps take time, a share of the environments is slow, and a share never answers one of its steps.
+The prompt of each turn is a bare problem in the form of `envs.arithmetic`, such as `46+57=`. The right result, cut to
+its last `digits` digits, is the first operand of the next problem. A right answer earns 1 / `turns`. Options imitate
+the faults that make real environments hard to schedule: steps take time, a share of the environments is slow, and in a
+share one step never returns.
 
-Held-out chains consist of held-out sums only, and training chains contain none of them.
+Held-out chains consist of held-out sums only, and training chains contain no held-out sums.
 """
 
 from __future__ import annotations
@@ -23,46 +24,46 @@ from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MIN_DIGITS, MAX_DIGITS = 2, 18
-"""With one digit some numbers have no held-out sum; longer operands are no longer about arithmetic."""
+"""Bounds of `digits`. With one digit, some numbers have no held-out sum. Longer operands no longer test arithmetic."""
 
 MAX_TURNS = 1000
-"""Longest chain."""
+"""Largest number of sums in a chain."""
 
 REMEMBERED_SEEDS = 1 << 16
-"""Seeds whose instances are counted: far more than are ever in flight."""
+"""Number of seeds whose instances are counted: far more than are ever in flight."""
 
 
 class _Waits(msgspec.Struct, frozen=True):
-    """What one instance does with the clock."""
+    """Delays of one instance."""
 
     seconds: list[float]
-    """Of each step."""
+    """Seconds of each step."""
     hangs_at: int | None
-    """The step that never returns."""
+    """Number of the step that never returns; None if all steps return."""
 
 
 class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long chains are, and how badly their environment behaves.
+    """Length of the chains, and faults of their environments.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     digits: int = 2
-    """Of both operands; a result carried on keeps its leading zeros."""
+    """Number of digits of both operands. A result that becomes an operand keeps its leading zeros."""
     turns: int = 4
-    """Sums of a chain."""
+    """Number of sums in a chain."""
     end_at_error: bool = True
-    """Whether a wrong answer ends the episode. Otherwise the next sum gives the right result away."""
+    """True if a wrong answer ends the episode. Otherwise the next prompt shows the right result."""
     latency_mean: float = 0.0
-    """Mean seconds of a step."""
+    """Mean duration of a step, in seconds."""
     latency_std: float = 0.0
-    """Their standard deviation; the distribution is log-normal."""
+    """Standard deviation of a step's duration, in seconds. The distribution is log-normal."""
     fail_slow: float = 0.0
-    """Share of the instances whose steps all take `slow_factor` times as long."""
+    """Share of the instances in which each step takes `slow_factor` times as long."""
     slow_factor: float = 10.0
     fail_stop: float = 0.0
-    """Share of the instances of which one step never returns."""
+    """Share of the instances in which one step never returns."""
 
     def __post_init__(self) -> None:
         if not MIN_DIGITS <= self.digits <= MAX_DIGITS:
@@ -84,10 +85,10 @@ class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChainedSums:
-    """One chain.
+    """Environment of one chain.
 
-    The problem follows from the seed. The latencies follow from the seed and from how many instances of this seed the
-    process has had before: the members of a group share the problem, not the fate, and a second attempt has another.
+    The problem follows from the seed. The delays follow from the seed and from the number of earlier instances of this
+    seed in the process. So the members of a group share the problem but not the delays, and a retry gets new delays.
     """
 
     def __init__(self, options: ChainOptions) -> None:
@@ -116,19 +117,20 @@ class ChainedSums:
         return "" if done else self._chain[self._turn].prompt, right / turns, done, False, {}
 
     async def close(self) -> None:
-        """Nothing to release, also in a step that never returns."""
+        """Do nothing: there is nothing to release, not even in a step that never returns."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` whole training chains."""
+        """Return `count` complete training chains."""
         rng = random.Random(seed)
         chains = [self._draw(rng, held_out=False) for _ in range(count)]
         return [SolvedExample(chain[0].prompt, chain[0].answer, tuple(chain[1:])) for chain in chains]
 
     def alphabet(self) -> str:
-        """Digits, the plus sign and the equals sign."""
+        """Return the digits, the plus sign and the equals sign."""
         return "0123456789=+"
 
     def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
+        """Draw a training or a held-out chain."""
         digits = self._options.digits
         low, high = 10 ** (digits - 1), 10**digits
         left = rng.randrange(low, high)
@@ -142,6 +144,7 @@ class ChainedSums:
         return chain
 
     def _draw_waits(self, rng: random.Random) -> _Waits:
+        """Draw the delays of one instance."""
         options = self._options
         slow = rng.random() < options.fail_slow
         hangs = rng.random() < options.fail_stop
@@ -152,7 +155,7 @@ class ChainedSums:
 
 
 def _lognormal(rng: random.Random, mean: float, std: float) -> float:
-    """A log-normal number of this mean and standard deviation."""
+    """Draw a log-normal number with this mean and standard deviation."""
     if std == 0:
         return mean
     variance = math.log1p((std / mean) ** 2)
@@ -161,5 +164,5 @@ def _lognormal(rng: random.Random, mean: float, std: float) -> float:
 
 @functools.lru_cache(maxsize=REMEMBERED_SEEDS)
 def _instances(seed: int) -> Iterator[int]:
-    """Counts the instances of a seed in this process."""
+    """Return the counter of a seed's instances in this process."""
     return itertools.count()

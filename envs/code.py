@@ -1,12 +1,12 @@
-"""CodeEnv: write a program; tests in a sandbox decide.
+"""CodeEnv: the policy writes a program, and tests in a sandbox judge it.
 
-Problems come from a data set, in several languages if it likes, or are made (`envs.linear`). The answer ends the
-episode. The reward is 1 when all tests pass, or the share of those that do. A program that crashes, hangs, takes too
-much memory or prints something else has failed a test; the metrics count how. A sandbox that fails is replaced and, if
-that does not help, ends the episode with its error: never with a reward, unless it was the program that ended it.
+Problems are rows of a data set, also in several languages, or are generated (`envs.linear`). One answer ends the
+episode. The reward is 1 if all tests pass, or the share of the tests that pass. A program fails a test if it crashes,
+hangs, uses too much memory or prints something else; the metrics count each kind of failure. A sandbox that fails is
+replaced, a few times. If every sandbox fails, the episode ends with the sandbox's error and without a reward, unless
+the program itself ended its sandboxes.
 
-The environment must have its answers judged somewhere: see `envs.judging.tests` for what a program may and may
-not do there, and `envs.sandbox` for the sandboxes.
+`envs.judging.tests` describes what a program may do while it is judged, and `envs.sandbox` describes the sandboxes.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 CHECKED_ROWS = 100
-"""Rows that are looked at before a run starts; the others when they are read."""
+"""Number of rows that are checked before a run starts. The other rows are checked when they are read."""
 OPTIONAL = ("language", "timeout", "memory_mib")
-"""Columns that a row may have."""
+"""Optional columns of a row."""
 
 
 class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
-    """Which programs are asked for and how they are judged. The tables are read once, however many episodes there are.
+    """The problems, and how programs are judged. Tables among the options are parsed once for all episodes.
 
     Raises:
-        ConfigError: naming what is wrong and what was expected.
+        ConfigError: an option or a file is invalid. The message names the fault and what was expected.
     """
 
     path: str | None = None
-    """A data set, as for `envs.dataset:DatasetEnv`. None: problems are made; they are always plain text."""
+    """Data set, as for `envs.dataset:DatasetEnv`. None: problems are generated; they are always plain text."""
     tests_column: str = "tests"
-    """Holds the tests: a list of {stdin, stdout}, {call, args, returns} or {program}, or that list as JSON text."""
+    """Column with the tests: a list of {stdin, stdout}, {call, args, returns} or {program}, also as JSON text."""
     test_programs: bool = False
-    """Allow tests of the form {program}, which an answer that is written to deceive them passes."""
+    """Allow tests of the form {program}. A program that is written to deceive such a test can pass it."""
     language: str = "bash"
-    """Of made problems, and of rows without a column `language`."""
+    """Language of generated problems, and of rows without a column `language`."""
     languages: dict[str, Any] = msgspec.field(default_factory=dict)
-    """More languages, or others in the place of the known ones: see `envs.judging.options.Language`."""
+    """Further languages, or replacements of the known ones: see `envs.judging.options.Language`."""
     largest: int = 9
-    """Largest coefficient of made problems."""
+    """Largest coefficient of generated problems."""
     tests: int = 3
-    """Hidden tests of each made problem."""
+    """Number of hidden tests of each generated problem."""
     reward: Literal["all", "share"] = "all"
-    """`all`, for passing all tests, or the `share` of tests that pass."""
+    """`all`: 1 if all tests pass, else 0. `share`: the share of the tests that pass."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What a program may use: see `envs.judging.options.JudgingLimits`."""
+    """Limits of a program: see `envs.judging.options.JudgingLimits`."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Where programs run: see `envs.judging.options.JudgePool`."""
+    """Sandboxes in which programs run: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
         if self.language not in self.known_languages:
@@ -87,22 +87,22 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def known_languages(self) -> dict[str, Language]:
-        """Those that ship, and `languages`."""
+        """The languages that ship with Flash, and those of `languages`."""
         return languages_with(self.languages)
 
     @functools.cached_property
     def program_limits(self) -> JudgingLimits:
-        """The defaults, and `limits`."""
+        """The default limits, with `limits` applied."""
         return limits_of(self.limits)
 
     @functools.cached_property
     def judge_pool(self) -> JudgePool:
-        """The defaults, and `sandboxes`."""
+        """The default sandboxes, with `sandboxes` applied."""
         return judge_pool_of(self.sandboxes)
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """What of the options decides which rows there are: the key of the cache."""
+    """Options that decide which rows there are; the key of the cache."""
 
     path: str
     prompt_column: str | None
@@ -119,10 +119,10 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 class CodeEnv:
-    """One program to write."""
+    """Environment of one program to write."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node."""
 
     def __init__(self, options: CodeOptions) -> None:
         self._options = options
@@ -130,10 +130,10 @@ class CodeEnv:
 
     @classmethod
     def check(cls, options: CodeOptions) -> None:
-        """Look at files, columns and the first rows; start no sandbox.
+        """Check the files, the columns and the first rows; start no sandbox.
 
         Raises:
-            ConfigError: naming what is wrong and what was expected.
+            ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
         source = _source(options)
         if source is None:
@@ -145,10 +145,10 @@ class CodeEnv:
 
     @classmethod
     async def prepare(cls, options: CodeOptions) -> None:
-        """Open the sandboxes and start one of each language, so that what is missing is missed before a run begins.
+        """Open the sandboxes and start one for each language, so that missing parts are found before the run begins.
 
         Raises:
-            ConfigError: there is no engine, a package, a token or a row is missing.
+            ConfigError: there is no engine, or a package, a token or a value of a row is missing.
             SandboxError: the engine or the service does not answer, or an image does not start.
         """
         judge = await shared_judge(options.judge_pool, cls.opener)
@@ -157,7 +157,7 @@ class CodeEnv:
 
     @classmethod
     def held_out_problems(cls, options: CodeOptions) -> int | None:
-        """Return the number of held-out rows; None where problems are made."""
+        """Return the number of held-out rows; None if problems are generated."""
         source = _source(options)
         return None if source is None else len(_rows(source, options).held_out)
 
@@ -185,13 +185,13 @@ class CodeEnv:
         return "", reward, True, False, info
 
     async def close(self) -> None:
-        """Nothing is held: sandboxes are the node's, and given back within a step."""
+        """Do nothing: the sandboxes belong to the node, and a step returns its sandbox before it ends."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` made training problems with right programs, drawn with replacement.
+        """Return `count` generated training problems with right programs, drawn with replacement.
 
         Raises:
-            ConfigError: the problems are a data set's, which has none.
+            ConfigError: the problems come from a data set, which has no solved examples.
         """
         if self._options.path is not None:
             raise ConfigError("a data set of programs has no solved examples: set model.path to an existing model")
@@ -199,7 +199,7 @@ class CodeEnv:
         return [draw_linear(rng, options.largest, held_out=False).solved(options.language) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """Every character of made problems and their programs."""
+        """Return every character of generated problems and their programs."""
         return "".join(dict.fromkeys(f"0123456789= :{PROGRAMS[self._options.language]}*x+y".replace("{}", "")))
 
     def _made(self, seed: int) -> _Problem:
@@ -209,11 +209,12 @@ class CodeEnv:
 
 
 def _source(options: CodeOptions) -> _Source | None:
-    """Of the rows; None where problems are made."""
+    """Return the options that decide which rows there are; None if problems are generated."""
     return None if options.path is None else msgspec.convert(options, _Source, from_attributes=True)
 
 
 def _used_languages(options: CodeOptions) -> list[str]:
+    """Return the names of the languages that the problems use."""
     source = _source(options)
     if source is None:
         return [options.language]
@@ -222,7 +223,7 @@ def _used_languages(options: CodeOptions) -> list[str]:
 
 
 _reading = threading.Lock()
-"""Episodes that start together would otherwise all read the files."""
+"""Lock around reading. Without it, episodes that start together would all read the files."""
 
 
 def _rows(source: _Source, options: CodeOptions) -> Split[_Problem]:
@@ -232,7 +233,7 @@ def _rows(source: _Source, options: CodeOptions) -> Split[_Problem]:
 
 @functools.lru_cache(maxsize=4)
 def _load(source: _Source, languages: tuple[tuple[str, Language], ...]) -> Split[_Problem]:
-    """Read, check and divide."""
+    """Read, check and divide the rows."""
     known = dict(languages)
     held_out = None if source.held_out_path is None else _read(source.held_out_path, source, known)
     return divide(_read(source.path, source, known), held_out, source.held_out_fraction, source.path)
@@ -244,23 +245,23 @@ def _read(path: str, source: _Source, languages: dict[str, Language]) -> list[_P
 
 
 def _prompt_column(path: str, source: _Source) -> str:
-    """Return the column with the prompt. Raises ConfigError: it is missing, or the one with the tests is."""
+    """Return the name of the prompt column. Raises ConfigError if it or the column with the tests is missing."""
     names = column_names(path, needed=[source.tests_column])
     return find_column(names, source.prompt_column, PROMPTS, "prompt_column", path)
 
 
 def _problem(row: Row, column: str, source: _Source, languages: dict[str, Language]) -> _Problem:
-    """Return a row as a problem; `column` has the prompt.
+    """Convert a row to a problem. `column` is the name of the prompt column.
 
     Raises:
-        ConfigError: a value is missing or of another form.
+        ConfigError: a value is missing or has the wrong form.
     """
     prompt, tests = prompt_of(row, column), value_of(row, source.tests_column)
     own = {name: row.values[name] for name in OPTIONAL if row.values.get(name) is not None}
     try:
         if isinstance(tests, str):
             tests = msgspec.json.decode(tests)
-        # Tables of columns (Parquet) hold None where a test has no such field.
+        # A table of columns (Parquet) has None for a field that a test does not have.
         tests = [{name: value for name, value in test.items() if value is not None} for test in tests]
         suite = msgspec.convert({"language": source.language, **own, "tests": tests}, Suite)
     except (msgspec.MsgspecError, AttributeError, TypeError) as error:

@@ -1,11 +1,11 @@
-"""Countdown: reach a number from others with + - * /, using each at most once; one turn.
+"""Countdown: combine given numbers with + - * / to reach a target. Each number is used at most once. One turn.
 
-`3 7 8 12 47:` asks for an expression such as `7*8-12+3`. The answer's last line is judged, or what stands in its last
-`<answer>…</answer>`; all before it is thinking. Whether it is right is decided in rational arithmetic, by a parser:
-nothing of an answer is ever evaluated as code. The reward is 1 for exactly the number and 0 for anything else; the note
-says what is wrong.
+The prompt `3 7 8 12 47:` asks for an expression such as `7*8-12+3`. The last line of the answer is judged, or the last
+line inside its last `<answer>…</answer>`; the text before it counts as thinking. A parser evaluates the expression in
+rational arithmetic, and no part of an answer is executed as code. The reward is 1 if the value is exactly the target
+and 0 for anything else; the note says what is wrong.
 
-Problems are divided by their numbers, in any order, together with what is to be reached.
+Problems are divided into training and held-out ones by their target and their numbers, in any order.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
 LEVELS: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
-"""How tightly operators bind."""
+"""Precedence of each operator; a higher level binds more tightly."""
 
 SPELLED: Final = str.maketrans("×·÷−–[]{}", "**/--()()")
-"""Other signs that people and models write."""
+"""Alternative characters that people and models write for operators and parentheses."""
 
 MOST_CHARACTERS = 200
-"""Of an expression: it bounds how deep its parentheses nest."""
+"""Largest number of characters of an expression. This limit also bounds how deep parentheses nest."""
 
 MOST_NUMBERS, LARGEST_NUMBER, HIGHEST = 8, 9999, 1_000_000
 
 MOST_DRAWS = 20_000
-"""Problems that are drawn before one has to fit."""
+"""Number of problems that are drawn before the options are refused as too narrow."""
 
 
 class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How difficult problems are.
+    """Difficulty and form of the problems.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     numbers: int = 4
-    """Given numbers."""
+    """Number of given numbers."""
     largest: int = 25
-    """They are drawn from 1 to this one."""
+    """Upper bound of the given numbers, which are drawn from 1 to `largest`."""
     lowest: int = 10
-    """The smallest number to reach."""
+    """Smallest target."""
     highest: int = 100
-    """The largest one."""
+    """Largest target."""
     operators: str = "+-*/"
-    """Those that the solution which is known uses, a subset of `+-*/`; an answer may use all."""
+    """Operators of the known solution, a subset of `+-*/`. An answer may use all four."""
     template: Literal["plain", "chat"] = "plain"
-    """`plain`: `3 7 8 12 47:`, for tiny and base models; `chat`: the same in words, as a message."""
+    """Form of the prompt. `plain`: `3 7 8 12 47:`, for tiny and base models. `chat`: a message in words."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.numbers <= MOST_NUMBERS:
@@ -74,33 +74,33 @@ class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountdownProblem(msgspec.Struct, frozen=True):
-    """One problem with a solution."""
+    """A problem and its known solution."""
 
     numbers: tuple[int, ...]
     target: int
     steps: tuple[str, ...]
-    """Such as `7*8=56`."""
+    """Steps of the solution, such as `7*8=56`."""
     expression: str
-    """All steps in one."""
+    """All steps as one expression."""
 
     @property
     def prompt(self) -> str:
-        """In the plain form."""
+        """The problem in the plain form."""
         return f"{' '.join(map(str, self.numbers))} {self.target}:"
 
     @property
     def key(self) -> str:
-        """What it is divided by."""
+        """Text by which problems are divided: the sorted numbers and the target."""
         return f"{sorted(self.numbers)} {self.target}"
 
     @property
     def solution(self) -> str:
-        """The steps, a line each, and the expression."""
+        """The steps, one per line, and then the expression."""
         return "\n".join([*self.steps, self.expression])
 
 
 class Countdown:
-    """One number to reach."""
+    """Environment of one problem."""
 
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options
@@ -108,10 +108,10 @@ class Countdown:
 
     @classmethod
     def check(cls, options: CountdownOptions) -> None:
-        """Draw a problem of each side.
+        """Draw one training and one held-out problem.
 
         Raises:
-            ConfigError: the numbers hardly ever reach what is asked for.
+            ConfigError: the numbers hardly ever reach a target in the range.
         """
         for seed in (0, HELD_OUT):
             draw(random.Random(seed), options, held_out=is_held_out(seed))
@@ -130,16 +130,16 @@ class Countdown:
         return "", float(not wrong), True, False, {"note": wrong}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems, solved step by step."""
+        """Return `count` training problems with their solutions, step by step."""
         rng = random.Random(seed)
         problems = [draw(rng, self._options, held_out=False) for _ in range(count)]
         return [SolvedExample(self._text(problem), problem.solution) for problem in problems]
 
     def alphabet(self) -> str:
-        """What prompts and solutions consist of."""
+        """Return the characters of prompts and solutions."""
         signs = "0123456789 :\n=()+-*/"
         told = _told((1, 2), 3) if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(signs + told))
@@ -158,10 +158,10 @@ def _told(numbers: tuple[int, ...], target: int) -> str:
 
 
 def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> CountdownProblem:
-    """A problem of one side of the division.
+    """Draw a training or a held-out problem.
 
     Raises:
-        ConfigError: none was found.
+        ConfigError: no problem was found in `MOST_DRAWS` attempts.
     """
     for _ in range(MOST_DRAWS):
         problem = _combined(rng, [rng.randint(1, options.largest) for _ in range(options.numbers)], options)
@@ -174,7 +174,10 @@ def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Co
 
 
 def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> CountdownProblem | None:
-    """Join two at a time, in whole numbers above 0, until what is to be reached is left; None where that fails."""
+    """Combine two random numbers at a time until one is left. Returns None if a result is not a positive integer.
+
+    The problem is also None if the target is out of range or is one of the given numbers.
+    """
     left = [(number, str(number), 3) for number in numbers]
     steps: list[str] = []
     while len(left) > 1:
@@ -196,7 +199,7 @@ def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions)
 
 
 def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
-    """None: a division by 0."""
+    """Apply an operator; None for a division by 0."""
     if sign == "/":
         return left / right if right else None
     return left + right if sign == "+" else left - right if sign == "-" else left * right
@@ -206,7 +209,7 @@ def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 
 def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
-    """Why an answer does not reach the number, in words; nothing when it does."""
+    """Return the reason why an answer does not reach the target; empty if it does."""
     said = _last_word(answer)
     expression, equals, result = said.partition("=")
     if equals and result.strip() != str(target):
@@ -239,10 +242,10 @@ class _Parser:
         self._used: list[int] = []
 
     def parse(self) -> tuple[Fraction, list[int]]:
-        """The value, and the numbers that it was made of.
+        """Return the value of the expression, and the numbers that it uses.
 
         Raises:
-            ValueError: it is no expression, or divides by 0.
+            ValueError: the text is not an expression, or it divides by 0.
         """
         self._tokens.reverse()
         value = self._joined(1)
@@ -251,6 +254,7 @@ class _Parser:
         return value, self._used
 
     def _joined(self, level: int) -> Fraction:
+        """Parse operands and operators of one level: 1 for sums, 2 for products."""
         value = self._joined(2) if level == 1 else self._atom()
         while self._tokens and LEVELS.get(self._tokens[-1]) == level:
             sign = self._tokens.pop()
@@ -261,6 +265,7 @@ class _Parser:
         return value
 
     def _atom(self) -> Fraction:
+        """Parse a number, or a sum in parentheses."""
         token = self._tokens.pop() if self._tokens else "the end"
         if token == "(":
             value = self._joined(1)

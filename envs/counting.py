@@ -1,11 +1,12 @@
-"""Counting: recite an alphabet backwards from a given sign, each sign with a running digit; one turn each.
+"""Counting: list an alphabet backwards from a given letter, each letter followed by a running digit. One turn.
 
-The answer's length follows from the prompt and has a long tail, as lengths of reasoning do: `D4` asks for `C6B7A7`, a
-prompt from further on for hundreds of signs. Every item follows from the one before it, so that a small model learns
-long answers too: the next sign down, and the last digit plus the number of signs that are left.
+The length of the answer follows from the prompt and has a long tail, like the lengths of reasoning: `D4` asks for
+`C6B7A7`, and a prompt with a later letter asks for hundreds of letters. Each item follows from the previous one, so
+that a small model can learn long answers too: the letter is the preceding one of the alphabet, and the digit is the
+previous digit plus the number of letters that are left, modulo 10.
 
-The reward is the share of characters that are right, at their place, of the longer one of answer and solution. How
-problems are divided into training and held-out ones is in `envs.generated`.
+The reward is the number of characters that are right at their position, divided by the length of the longer of answer
+and solution. `envs.generated` describes how problems are divided into training and held-out ones.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from flash.environment import SolvedExample
 from flash.errors import ConfigError
 
 MAX_LONGEST = 4000
-"""Most signs: each is one token of the tiny model's vocabulary."""
+"""Upper bound of `longest`, in letters. Each letter is one token of the tiny model's vocabulary."""
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long answers are.
+    """Lengths of the answers.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     median: int = 12
-    """Signs of a usual answer; each takes two characters."""
+    """Median length of an answer, in letters; each letter takes two characters."""
     longest: int = 240
-    """Signs of the longest answer."""
+    """Length of the longest answer, in letters."""
     spread: float = 1.0
-    """Standard deviation of the length's logarithm, before it is cut at `longest`."""
+    """Standard deviation of the logarithm of the length, before the length is cut at `longest`."""
 
     def __post_init__(self) -> None:
         median, longest = self.median, self.longest
@@ -49,23 +50,25 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counting(OneTurn):
-    """One problem: a sign to count down from."""
+    """Environment of one problem: a letter to count down from."""
 
     def __init__(self, options: CountingOptions) -> None:
         self._options = options
         self._signs = _signs(options.longest + 1)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems. Half are of any length: among the usual ones the last signs are hardly met."""
+        """Return `count` training problems, half of them with uniformly drawn lengths."""
+        # Usual lengths alone would hardly ever show the last letters of the alphabet.
         rng = random.Random(seed)
         lengths = [None if index % 2 else rng.randint(1, self._options.longest) for index in range(count)]
         return [self._draw(rng, held_out=False, length=length) for length in lengths]
 
     def alphabet(self) -> str:
-        """The signs and the digits."""
+        """Return the letters and the digits."""
         return self._signs + "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
+        """Draw a training or a held-out problem. A given length is tried once, then lengths are drawn."""
         while True:
             left = length or self._length(rng)
             digit = rng.randrange(10)
@@ -84,6 +87,7 @@ class Counting(OneTurn):
         return max(1, min(options.longest, round(drawn)))
 
     def _answer(self, left: int, digit: int) -> str:
+        """Return the right answer, which has `left` letters."""
         items: list[str] = []
         while left > 0:
             left -= 1
@@ -94,6 +98,6 @@ class Counting(OneTurn):
 
 @functools.cache
 def _signs(count: int) -> str:
-    """The first letters of Unicode."""
+    """Return the first `count` letters of Unicode, from `A` on."""
     letters = (chr(code) for code in range(ord("A"), 0x10000) if chr(code).isalpha())
     return "".join(next(letters) for _ in range(count))

@@ -1,6 +1,7 @@
-"""DatasetEnv: one question, one answer, one score, from a data set with a prompt and an answer column.
+"""DatasetEnv: questions and answers from the columns of a data set. Each episode has one turn and one score.
 
-`flash.data` reads the rows, `envs.data.split` divides them and deals them to seeds. Each process reads them once.
+`flash.data` reads the rows. `envs.data.split` divides them into training and held-out rows and assigns them to seeds.
+Each process reads the rows once.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from flash.types import Observation
 log = logging.getLogger("flash")
 
 ONE_ANSWER = ("envs.rewards.exact:exact_match", "envs.rewards.math:math_equal")
-"""Verifiers that compare with one answer: to them, a list of several would be a text that no answer equals."""
+"""Verifiers that compare with one answer. A list of several answers would become a text that no completion equals."""
 
 
 class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
-    """Where rows come from and how answers are scored.
+    """Source of the rows, and the verifier of answers.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number is out of range.
     """
 
     path: str
-    """A file (.jsonl, .json, .csv, also .gz; .parquet, .arrow), a folder of such files, or a glob pattern."""
+    """File (.jsonl, .json, .csv, also .gz; .parquet, .arrow), folder of such files, or glob pattern of the data."""
     answer_column: str | None = None
-    """Column with the answer that the verifier compares with, as text. None: `answer` or another usual name."""
+    """Column with the answer, which the verifier compares with as text. None: `answer` or another usual name."""
     longest_prompt: Annotated[int, Meta(gt=0)] | None = None
-    """Characters: rows with longer prompts are left out, and counted. None: all rows are taken."""
+    """Longest prompt, in characters. Rows with longer prompts are left out and counted. None: no limit."""
     verifier: str = "envs.rewards.exact:exact_match"
-    """`module:function` of (completion, answer) -> float."""
+    """Verifier that scores answers: `module:function` of (completion, answer) -> float."""
     timeout: float = 30.0
-    """Seconds the verifier may take."""
+    """Seconds that the verifier has for one answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +54,7 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Options that decide which rows there are: the key of the cache."""
+    """Options that decide which rows there are; the key of the cache."""
 
     path: str
     prompt_column: str | None
@@ -64,7 +65,7 @@ class _Source(msgspec.Struct, frozen=True):
     verifier: str
 
     def columns(self, path: str) -> tuple[str, str]:
-        """Return the names of the prompt and the answer column in a table. Raises ConfigError: one is missing."""
+        """Return the names of the prompt and the answer column of a table. Raises ConfigError if one is missing."""
         names = column_names(path)
         prompt = find_column(names, self.prompt_column, PROMPTS, "prompt_column", path)
         return prompt, find_column(names, self.answer_column, ANSWERS, "answer_column", path)
@@ -78,7 +79,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class DatasetEnv:
-    """A row of a data set."""
+    """Environment of one row of a data set."""
 
     def __init__(self, options: DatasetOptions) -> None:
         self._options = options
@@ -86,10 +87,10 @@ class DatasetEnv:
 
     @classmethod
     def check(cls, options: DatasetOptions) -> None:
-        """Look at files, columns and the verifier; read no rows.
+        """Check the files, the columns and the verifier; read no rows.
 
         Raises:
-            ConfigError: naming what is missing and what is there instead.
+            ConfigError: something is missing. The message names it, and names the existing alternatives.
         """
         source = _source_of(options)
         for place in (options.path, options.held_out_path):
@@ -102,7 +103,7 @@ class DatasetEnv:
         """Read all rows before any engine starts.
 
         Raises:
-            ConfigError: rows that cannot be taken, by file and number.
+            ConfigError: rows cannot be used. The message names them by file and number.
         """
         await anyio.to_thread.run_sync(_rows, options, abandon_on_cancel=True)
 
@@ -113,12 +114,13 @@ class DatasetEnv:
 
     @classmethod
     def solution_of(cls, seed: int, options: DatasetOptions) -> str:
-        """Return the answer of the row."""
+        """Return the answer of the row that a seed shows."""
         return _rows(options).of_seed(seed).answer
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the row of this seed."""
-        # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
+        """Return the prompt of this seed's row."""
+        # In a thread, because the first episode of a process reads files and imports, and the first of an epoch
+        # shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
         shown = show_prompt(self._row.prompt, self._options.system_prompt, self._options.template)
         return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
@@ -131,7 +133,7 @@ class DatasetEnv:
         return "", reward, True, False, {}
 
     async def close(self) -> None:
-        """Nothing to release: the rows are the process's."""
+        """Do nothing: the rows belong to the process."""
 
     def _prepare(self, seed: int) -> _Row:
         load_verifier(self._options.verifier)
@@ -139,7 +141,7 @@ class DatasetEnv:
 
 
 _reading = threading.Lock()
-"""Episodes that start together would otherwise all read the files."""
+"""Lock around reading. Without it, episodes that start together would all read the files."""
 
 
 def _source_of(options: DatasetOptions) -> _Source:
@@ -153,10 +155,10 @@ def _rows(options: DatasetOptions) -> Split[_Row]:
 
 @functools.lru_cache(maxsize=4)
 def _load(source: _Source) -> Split[_Row]:
-    """Read and divide, and log how many rows there are.
+    """Read and divide the rows, and log their number.
 
     Raises:
-        ConfigError: a file, column or value is missing, or a side would be empty.
+        ConfigError: a file, column or value is missing, or one of the two sides would be empty.
     """
     rows, told = _read(source.path, source)
     held_out = None
@@ -169,7 +171,7 @@ def _load(source: _Source) -> Split[_Row]:
 
 
 def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
-    """Read the rows of a table. Also returns how many were taken and left out, for people."""
+    """Read the rows of a table. Also returns a log message with the numbers of rows that were taken and left out."""
     prompt_column, answer_column = source.columns(path)
     rows: list[_Row] = []
     faults: list[str] = []
@@ -194,7 +196,7 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
 
 
 def _refuse_several(given: list[Any] | dict[str, Any], place: str, source: _Source) -> None:
-    """Raise ConfigError for several answers of a row."""
+    """Raise ConfigError if a row has several answers."""
     if len(given) > 1 or isinstance(given, dict):
         raise ConfigError(
             f"{place} holds several values, and {source.verifier} compares with one; give one answer, or set "

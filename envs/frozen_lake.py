@@ -1,18 +1,18 @@
-"""FrozenLake: walk over the ice to the goal, past the holes, one step a turn, after the game of Gymnasium's toy texts.
+"""FrozenLake: walk over the ice to the goal and avoid the holes, one move per turn. Based on Gymnasium's toy-text game.
 
     P..O      P the player, G the goal, O a hole, . ice
     .O..
     ..G.
     O...
 
-The map is shown before every step, so that each turn stands for itself. A step is the last word of an answer: a letter
-of `UDLR`, or up, down, left or right. Anything else is a step that changes nothing. A game that is won earns 1, any
-other 0; it is lost in a hole, or when its steps are used up.
+Each turn shows the whole map, so that no turn depends on earlier ones. The move is the last word of an answer: one of
+the letters `UDLR`, or up, down, left or right. Any other answer uses up a move and changes nothing. Reaching the goal
+earns 1. A game is lost, and earns 0, when the player falls into a hole or has used all moves.
 
-Lakes are drawn from the seed, start and goal with them, and every one of them has a way. Ice may be slippery: then a
-step goes sometimes to one of its two sides. Slips follow from the seed and the number of the step: the members of a
-group slip at the same steps, and an evaluation is the same each time. Lakes are divided by what never changes in a
-game, the ground: no map of a held-out game, at whatever step, is ever met in training.
+The lake, the start and the goal are drawn from the seed, and each lake has a path to the goal. Ice may be slippery: a
+move then sometimes goes to one of its two sides. Slips follow from the seed and the number of the move. So the members
+of a group slip at the same moves, and an evaluation is repeatable. Lakes are divided into training and held-out ones by
+the ground, which does not change during a game: training never shows a map of a held-out game.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from flash.types import Message, Observation
 
 SMALLEST, LARGEST = 3, 12
 LEAST_HOLES, MOST_HOLES = 0.05, 0.4
-"""Without holes there are hardly any lakes to divide; with more of them hardly one has a way."""
+"""Bounds of `holes`. Without holes there are too few different lakes; with more holes hardly any lake has a path."""
 
 MOST_MOVES = 1000
-"""Of one game."""
+"""Largest number of moves in one game."""
 
 MOST_DRAWS = 2000
-"""Lakes drawn for one problem: about one in ten is held out, and few of the rest fit no options at all."""
+"""Most lakes drawn for one problem. Only about one lake in ten is held out, and some lakes do not fit the options."""
 
 DISCOUNT = 0.97
-"""Per step, of what a step on slippery ice is worth: of two equally safe ways the shorter one is better."""
+"""Discount of a cell's value per move, so that of two equally safe paths the shorter one is better."""
 
 MOVES: Final[dict[str, tuple[int, int]]] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
-"""Rows and columns that a step goes down and to the right."""
+"""Rows down and columns to the right for each move."""
 
 WORDS: Final = {"up": "U", "down": "D", "left": "L", "right": "R"} | {letter.lower(): letter for letter in MOVES}
 SIDES = {"U": "LR", "D": "LR", "L": "UD", "R": "UD"}
@@ -55,28 +55,28 @@ RULES = (
     "you see the lake and answer with one step: U (up), D (down), L (left) or R (right). Your last word is your "
     "step.\n\n"
 )
-"""In words, before the first map of a chat."""
+"""Rules of the game, shown in a chat before the first map."""
 
 
 class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What lakes are like.
+    """Form of the lakes and the game.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     size: int = 4
-    """Rows, and columns."""
+    """Number of rows, and of columns."""
     holes: float = 0.2
     """Share of the cells that are holes."""
     shortest: int = 1
-    """Steps of the shortest way, at least."""
+    """Fewest moves of the shortest path to the goal."""
     slip: float = 0.0
-    """Probability with which a step goes to one of its sides; 0.667 in Gymnasium's slippery lakes."""
+    """Probability that a move goes to one of its sides; 0.667 in Gymnasium's slippery lakes."""
     max_moves: int | None = None
-    """Steps after which the game is lost; None: four times `size`."""
+    """Number of moves after which the game is lost. None: four times `size`."""
     template: Literal["plain", "chat"] = "plain"
-    """How maps are shown: `plain`, for tiny and base models, or `chat`, with the rules."""
+    """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: a message, first with the rules."""
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.size <= LARGEST:
@@ -92,12 +92,12 @@ class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves(self) -> int:
-        """Steps of a game."""
+        """Number of moves after which the game is lost."""
         return self.max_moves or 4 * self.size
 
 
 class Lake(msgspec.Struct, frozen=True):
-    """A lake with the player on it. Cells are counted row by row."""
+    """A lake with the player on it. Cells are numbered row by row."""
 
     size: int
     holes: frozenset[int]
@@ -107,40 +107,41 @@ class Lake(msgspec.Struct, frozen=True):
 
     @property
     def ground(self) -> str:
-        """The lake without the player."""
+        """Map of the lake without the player."""
         return self._drawn(None)
 
     @property
     def won(self) -> bool:
-        """At the goal."""
+        """True if the player is at the goal."""
         return self.player == self.goal
 
     @property
     def lost(self) -> bool:
-        """In a hole."""
+        """True if the player is in a hole."""
         return self.player in self.holes
 
     def show(self) -> str:
-        """The map."""
+        """Return the map with the player."""
         return self._drawn(self.player)
 
     def moved(self, move: str) -> Lake:
-        """After a step; a step off the lake leads nowhere."""
+        """Return the lake after a move. A move off the lake leaves the player in place."""
         player = neighbours(self.player, self.size).get(move, self.player)
         return msgspec.structs.replace(self, player=player)
 
     def best(self) -> str:
-        """The step that most surely leads to the goal, and the shorter one of two alike."""
+        """Return the move with the highest value: the safest one, and of equally safe moves the faster one."""
         worth = _worth(self.size, self.holes, self.goal, self.slip)
         return max(MOVES, key=lambda move: round(_outcome(worth, self.player, move, self.size, self.slip), 9))
 
     @property
     def steps(self) -> float:
-        """Of the shortest way on firm ice; infinite where there is none."""
+        """Number of moves of the shortest path if the ice is not slippery; infinite if there is no path."""
         worth = _worth(self.size, self.holes, self.goal, 0.0).get(self.player)
         return math.inf if worth is None else round(math.log(worth, DISCOUNT))
 
     def _drawn(self, player: int | None) -> str:
+        """Return the map, with the player at a cell or without it."""
         signs = ["O" if cell in self.holes else "." for cell in range(self.size**2)]
         signs[self.goal] = "G"
         if player is not None:
@@ -149,7 +150,7 @@ class Lake(msgspec.Struct, frozen=True):
 
 
 class FrozenLake:
-    """One walk over a lake."""
+    """Environment of one game on a lake."""
 
     def __init__(self, options: FrozenLakeOptions) -> None:
         self._options = options
@@ -159,22 +160,22 @@ class FrozenLake:
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
-        """Draw a lake of each side.
+        """Draw a training and a held-out lake.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no lake fits the options.
         """
         for seed in (0, HELD_OUT):
             cls(options)._draw(random.Random(seed), seed >= HELD_OUT)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the lake of this seed. What chance decides later follows from the seed too, step by step."""
+        """Show the lake of this seed. All later slips follow from the seed as well."""
         self._chance = random.Random(seed)
         self._lake, self._moves = self._draw(self._chance, is_held_out(seed)), 0
         return self._show(self._lake, first=True), {}
 
     async def step(self, action: str) -> StepResult:
-        """Make one step."""
+        """Make the move that the answer names."""
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
         lake, move, drawn = self._lake, read_move(action), self._chance.random()
@@ -190,19 +191,20 @@ class FrozenLake:
         return "", float(lake.won), True, False, info
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training games of a perfect player, whole."""
+        """Return `count` complete training games of an optimal player."""
         rng = random.Random(seed)
         return [self._played(rng) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """The steps and what maps, and where they are told the rules, consist of."""
+        """Return the characters of the moves and the maps, and of the rules if they are shown."""
         told = RULES if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 
     def _draw(self, rng: random.Random, held_out: bool) -> Lake:
+        """Draw a training or a held-out lake that fits the options."""
         options = self._options
         cells = options.size**2
         for _ in range(MOST_DRAWS):
@@ -214,10 +216,11 @@ class FrozenLake:
         raise ConfigError(f"none of {MOST_DRAWS} maps that were drawn fits the options: make it larger, or ask less")
 
     def _slipped(self, move: str, drawn: float) -> str:
-        """What becomes of a step, by a number drawn from 0 to 1."""
+        """Return the move that is really made. `drawn` is a random number from 0 to 1."""
         return SIDES[move][drawn < self._options.slip / 2] if drawn < self._options.slip else move
 
     def _played(self, rng: random.Random) -> SolvedExample:
+        """Draw a training lake, and return the complete game of an optimal player on it."""
         turns: list[SolvedExample] = []
         lake = self._draw(rng, held_out=False)
         while not (lake.won or lake.lost or len(turns) == self._options.moves):
@@ -236,19 +239,19 @@ class FrozenLake:
 
 
 class FrozenLakeReplay(FrozenLake):
-    """The same walks for an agent that walks by itself: its one answer is all the steps that it has made.
+    """Environment for an agent that plays the game by itself: its only answer is the sequence of its moves.
 
-    The task is the first map. The steps, letters in one word, are made one after the other, and what they come to is
-    judged. The solved examples are those of the game, turn by turn: an agent that shows the map before every step asks
-    just that.
+    The task is the first map. The answer is one word of letters; the moves are made one after the other, and the result
+    is judged. The solved examples are those of the game, turn by turn, because an agent that shows the map before each
+    move sends exactly these prompts to the policy.
     """
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
-        """Draw a lake, and refuse ice on which an agent cannot know where it stands.
+        """Draw lakes, and refuse slippery ice, on which an agent cannot know where the player stands.
 
         Raises:
-            ConfigError: there is no such lake, or it is slippery.
+            ConfigError: no lake fits the options, or the ice is slippery.
         """
         super().check(options)
         if options.slip:
@@ -257,7 +260,7 @@ class FrozenLakeReplay(FrozenLake):
             )
 
     async def step(self, action: str) -> StepResult:
-        """Make all the steps."""
+        """Make all moves of the answer, and judge the result. An answer with other characters makes no move."""
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
         lake, self._lake = self._lake, None
@@ -270,13 +273,13 @@ class FrozenLakeReplay(FrozenLake):
 
 
 def read_move(answer: str) -> str | None:
-    """The step that the last word of an answer says; None where it says none."""
+    """Return the move that the last word of an answer names; None if it names no move."""
     words = re.findall(r"[^\W\d_]+", answer)
     return WORDS.get(words[-1].lower()) if words else None
 
 
 def neighbours(cell: int, size: int) -> dict[str, int]:
-    """Where each step leads from a cell of a square map, counted row by row; steps off the map are left out."""
+    """Return the target cell of each move from a cell of a square map. Moves off the map are left out."""
     row, column = divmod(cell, size)
     return {
         move: (row + down) * size + column + right
@@ -286,7 +289,7 @@ def neighbours(cell: int, size: int) -> dict[str, int]:
 
 
 def _outcome(worth: dict[int, float], cell: int, move: str, size: int, slip: float) -> float:
-    """What a step is worth on average."""
+    """Return the expected value of a move, with slips."""
     there = neighbours(cell, size)
     sides = sum(worth.get(there.get(side, cell), 0.0) for side in SIDES[move])
     return (1 - slip) * worth.get(there.get(move, cell), 0.0) + slip / 2 * sides
@@ -294,9 +297,10 @@ def _outcome(worth: dict[int, float], cell: int, move: str, size: int, slip: flo
 
 @functools.lru_cache(maxsize=256)
 def _worth(size: int, holes: frozenset[int], goal: int, slip: float) -> dict[int, float]:
-    """For each cell with a way to the goal, how surely, and with `DISCOUNT` how soon, a perfect player gets there.
+    """Return the value of each cell with a path to the goal: the discounted probability that an optimal player arrives.
 
-    By distance on firm ice, from there by value iteration (Sutton and Barto, 2018, section 4.4).
+    The first estimate is the distance if the ice were not slippery. Value iteration then refines it (Sutton and Barto,
+    2018, section 4.4).
     """
     worth = {goal: 1.0}
     queue = deque([goal])

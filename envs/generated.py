@@ -1,7 +1,7 @@
-"""Problems that are made, not collected: drawn from a seed, and divided into training and held-out ones.
+"""Generated problems: drawn from a seed, and divided into training and held-out problems.
 
-The problems themselves, not only the seeds, are divided: a stable hash of the prompt puts about one in ten on the
-held-out side, in every process and every run.
+The problems themselves are divided, not only the seeds. A stable hash of the prompt makes about one problem in ten a
+held-out one, the same in every process and every run.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from flash.errors import EnvError
 from flash.types import Observation
 
 HELD_OUT_ONE_IN = 10
-"""One problem in so many is held out: about 800 of the two-digit sums, enough for an evaluation."""
+"""Division: one problem in this many is held out, about 800 of the two-digit sums. That suffices for an evaluation."""
 
 
 def in_held_out_part(prompt: str) -> bool:
-    """Which side of the division a problem is on: the same in every process, for every seed."""
+    """Return True if a problem is held out. The result depends on the prompt alone: no process or seed changes it."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0
 
 
 class OneTurn(ABC):
-    """An environment of made problems that one answer ends."""
+    """Base class of environments with generated problems and one turn."""
 
     _solution: str | None = None
 
     @abstractmethod
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
-        """A problem of one side of the division."""
+        """Draw a training or a held-out problem."""
 
     @abstractmethod
     def _reward(self, answer: str, solution: str) -> float:
-        """From 0 to 1."""
+        """Return the reward of an answer, from 0 to 1."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the problem of this seed."""
+        """Return the prompt of this seed's problem."""
         problem = self._draw(random.Random(seed), is_held_out(seed))
         self._solution = problem.answer
         return self._shown(problem.prompt), {}
 
     def _shown(self, prompt: str) -> Observation:
-        """How a problem is put to the model."""
+        """Return a prompt in the form in which the model sees it."""
         return prompt
 
     async def step(self, action: str) -> StepResult:
@@ -54,9 +54,9 @@ class OneTurn(ABC):
         return "", self._reward(action, self._solution), True, False, {}
 
     async def close(self) -> None:  # noqa: B027
-        """Nothing to release: a problem is all that an episode has."""
+        """Do nothing: an episode holds only its problem."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems with their answers, drawn with replacement."""
+        """Return `count` training problems with their answers, drawn with replacement."""
         rng = random.Random(seed)
         return [self._draw(rng, held_out=False) for _ in range(count)]

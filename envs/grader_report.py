@@ -1,10 +1,11 @@
-"""Certify the graders of Reasoning Gym: `python -m envs.grader_report [FAMILY…]` shows what each makes of bad answers.
+"""Certify the graders of Reasoning Gym. `python -m envs.grader_report [FAMILY…]` prints how each grades bad answers.
 
-A family is refused when its grader does not take the answer that comes with a problem, when it takes an empty, garbled,
-huge, hedging or echoed one, when it raises or does not end on one, or when it runs an answer as a program. So is one
-whose problems change from one call to the next. This is a search for faults, no proof that there are none.
+A family is refused in these cases: its grader rejects the answer that belongs to a problem; its grader gives full marks
+to an empty, garbled, huge, hedging or echoed answer; its grader raises an error or does not end on such an answer; its
+grader executes an answer as a program; its problems change from one call to the next. Certification searches for faults
+and does not prove that there are none.
 
-With `--write` the table that ships, envs/grader_report.json, is made anew, of all families.
+With `--write`, the table that ships with Flash (envs/grader_report.json) is written again, for all families.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ PACKAGE = "reasoning-gym"
 TABLE = Path(__file__).with_suffix(".json")
 
 PROBLEMS = 4
-"""Of each family that are looked at."""
+"""Number of problems of each family that are graded."""
 
 GRADE_S = 5.0
-"""Seconds for one grade."""
+"""Seconds that one grade may take."""
 
 CERTIFY_S = 200.0
-"""Seconds for one family."""
+"""Seconds that the certification of one family may take."""
 
 RAN: Final = "flash_answer_was_run"
-"""The attribute of `builtins` that the program among the answers sets."""
+"""Attribute of `builtins` that the program among the bad answers sets if it is executed."""
 
 NOT_A_FAMILY = "composite"
-"""It mixes others."""
+"""Name of a family that only mixes other families."""
 
 HARMLESS: Final = ("", "gives nothing", "gives less than full marks")
-"""What may happen to a bad answer; part of the marks are not counted."""
+"""Acceptable results for a bad answer. Partial marks are acceptable because the environment does not count them."""
 
 Entry = dict[str, Any]
 
@@ -70,37 +71,37 @@ BAD_ANSWERS: Final[dict[str, Callable[[Entry], str]]] = {
 
 
 class GraderReport(msgspec.Struct, frozen=True):
-    """What was found out about the grader of a family."""
+    """Result of testing the grader of one family."""
 
     family: str
     refused: list[str]
-    """Why; nothing: it is certified."""
+    """Reasons for which the grader is refused; empty if it is certified."""
 
     def sentence(self) -> str:
-        """Why it is refused, for people."""
+        """Return the refusal as a sentence for users."""
         return f"the grader of {self.family} is refused: {'; '.join(self.refused)}"
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """The table that ships."""
+    """The table of reports that ships with Flash."""
 
     version: str
-    """Of the package."""
+    """Version of the package `reasoning-gym` whose graders were tested."""
     families: list[GraderReport]
 
 
 class _TooLong(BaseException):
-    """A grade takes too long: not an Exception, which graders catch."""
+    """Raised in a grade that takes too long. It is no Exception, because graders catch those."""
 
 
 @functools.cache
 def read_reports() -> Reports:
-    """The table that ships."""
+    """Read the table that ships with Flash."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Reports)
 
 
 def library() -> Any:
-    """The package, which takes seconds to import and warns while it is compiled."""
+    """Import the package. The import takes seconds and emits warnings, which are suppressed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("reasoning_gym")
@@ -109,9 +110,13 @@ def library() -> Any:
 def certify(
     family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, most_s: float = GRADE_S
 ) -> GraderReport:
-    """Try a family's grader on right and bad answers. Runs in a worker's main thread: it sets its alarm.
+    """Test a family's grader with right and bad answers. Must run in a worker's main thread, because it sets SIGALRM.
 
-    `make` makes problems, by default as the package does; a grade may take `most_s`.
+    Args:
+        family: name of the family.
+        settings: settings of the family.
+        make: function that makes the problems; None: the package's own.
+        most_s: seconds that one grade may take.
     """
     before = signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, _ring)
@@ -123,9 +128,10 @@ def certify(
 
 
 def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], most_s: float) -> list[str]:
+    """Return the faults of a family's grader as parts of a sentence; empty if there are none."""
     try:
         problems, again = (_problems(make, family, settings) for _ in range(2))
-    except Exception as error:  # the boundary to code that is not ours
+    except Exception as error:  # boundary to foreign code
         return [f"it makes no problems: {type(error).__name__}: {error}"[:200]]
     if [entry["question"] for _, entry in problems] != [entry["question"] for _, entry in again]:
         return ["its problems change from one call to the next"]
@@ -147,14 +153,14 @@ def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -
 
 
 def _grade(grader: Any, answer: object, entry: Entry, most_s: float) -> str:
-    """What happened, as a part of a sentence."""
+    """Return the grader's reaction to an answer, as a part of a sentence."""
     builtins.__dict__.pop(RAN, None)
     signal.setitimer(signal.ITIMER_REAL, most_s)
     try:
         given = float(grader.score_answer(answer, entry))
     except _TooLong:
         return f"does not end within {most_s:g} s"
-    except Exception as error:  # the boundary to code that is not ours
+    except Exception as error:  # boundary to foreign code
         return f"raises {type(error).__name__}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -164,7 +170,7 @@ def _grade(grader: Any, answer: object, entry: Entry, most_s: float) -> str:
 
 
 def same(bad: str, answer: object) -> bool:
-    """Whether a bad answer happens to be the right one."""
+    """Return True if a bad answer happens to be the right one."""
     ours, theirs = bad.strip().casefold(), str(answer).strip().casefold()
     try:
         return ours == theirs or float(ours) == float(theirs)
@@ -177,7 +183,7 @@ def _ring(signum: int, frame: FrameType | None) -> None:
 
 
 async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
-    """What a worker process finds out about a family's grader."""
+    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal."""
     try:
         return await in_worker(CERTIFY_S, certify, family, settings)
     except TimeoutError:
@@ -187,7 +193,7 @@ async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
 
 
 async def main(arguments: list[str]) -> None:
-    """Certify the families that are named, or all."""
+    """Certify the families named in `arguments`, or all."""
     names = [name for name in arguments if name != "--write"] or families()
     reports: list[GraderReport] = []
     for name in names:
@@ -202,12 +208,12 @@ async def main(arguments: list[str]) -> None:
 
 
 def families() -> list[str]:
-    """All that the package has."""
+    """Return the names of all families of the package."""
     library()
     return sorted(importlib.import_module("reasoning_gym.factory").DATASETS.keys() - {NOT_A_FAMILY})
 
 
 if __name__ == "__main__":
-    from envs import grader_report  # what worker processes import by its name
+    from envs import grader_report  # worker processes import the module by this name, not as `__main__`
 
     anyio.run(grader_report.main, sys.argv[1:])

@@ -1,11 +1,11 @@
-"""Instructions that can be checked: a sentence about a topic that keeps one or more rules of form; one turn.
+"""Instructions: write one sentence about a topic that keeps one or more checkable rules of form. One turn.
 
-"Write one sentence about a river. Use exactly 8 words." The reward is 1.0 where the answer is one sentence with that
-word in it and keeps every rule, else 0.0; the note says what is missing. Such rules are those of IFEval (Zhou et al.
-2023, arXiv 2311.07911): a program decides whether they are kept. Nothing else is judged: training need not keep a
-sentence sensible.
+An example: "Write one sentence about a river. Use exactly 8 words." The reward is 1.0 if the answer is one sentence
+that contains the topic and keeps every rule, else 0.0. The note names the first fault. The rules are of the kind that
+IFEval uses (Zhou et al. 2023, arXiv 2311.07911): a program can check them. Nothing else is judged, so training may make
+sentences senseless.
 
-Topics are divided into training and held-out ones: an evaluation asks of topics that were never trained.
+Topics are divided into training and held-out ones: an evaluation uses topics that were never trained.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ soldier song soup spider spring star stone storm street student summer sun sword
 tower town train tree truck uncle valley village violin voice wall watch water whale wheel wind window winter witch
 wood writer
 """.split()  # noqa: SIM905
-"""What sentences are about: nouns whose plural begins with them."""
+"""Topics of the sentences. The plural of each noun begins with the noun, so that plurals are recognized too."""
 
 BEGINNINGS: Final = "Yesterday Today Sometimes Once Perhaps Every Many When If After Although Nobody".split()  # noqa: SIM905
 ENDINGS: Final = "today again forever together tomorrow home outside alone now here".split()  # noqa: SIM905
@@ -45,10 +45,11 @@ LETTERS: Final = "abcdghiklmnoprstuwy"
 
 WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+")
 GAP = re.compile(r"\w+")
-"""Separates the gaps between words. Patterns here must take linear time: a degenerate answer is one sign, repeated."""
+"""Pattern that separates the gaps between words. All patterns here must take linear time: a degenerate answer may be a
+single character that is repeated many times."""
 
 LEAST_WORDS = 4
-"""Different words of a sentence; what has fewer says nothing about its topic."""
+"""Fewest different words of a sentence. A shorter answer says nothing about its topic."""
 
 MOST_RULES = 3
 
@@ -57,11 +58,11 @@ class Rule(NamedTuple):
     """A rule of form."""
 
     text: str
-    """As the model is told."""
+    """Text of the rule in the prompt."""
     kept: Callable[[str], bool]
-    """Whether an answer without space around it keeps it."""
+    """Function that returns True if an answer, stripped of surrounding white space, keeps the rule."""
     needed: str = ""
-    """Words that it asks for."""
+    """Words that the rule requires in the answer."""
 
 
 def words(answer: str) -> list[str]:
@@ -137,23 +138,24 @@ KINDS: Final[dict[str, Callable[[random.Random, str], Rule]]] = {
     "quoted": _quoted,
     "without": _without,
 }
-"""What draws a rule, by its name; `needed` are words that the sentence has to have, which the last one depends on."""
+"""Functions that draw a rule, by name. `needed` holds the words that the sentence must contain. The last function,
+`without`, chooses a letter that these words do not have."""
 
 CONFLICTS: Final = ({"lower", "upper", "begin"}, {"question", "exclaim", "quoted", "end"})
-"""At most one of each of these is asked for at once."""
+"""Groups of rules of which a problem has at most one each."""
 
 
 class InstructionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is asked for.
+    """Number and kinds of the rules.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     rules: int = 1
-    """Most rules of one problem; each number from 1 on is as likely."""
+    """Largest number of rules of one problem. Each number from 1 to `rules` is equally likely."""
     kinds: list[str] = msgspec.field(default_factory=lambda: [*KINDS])
-    """Names of those to draw from."""
+    """Names of the rules to draw from."""
 
     def __post_init__(self) -> None:
         kinds = self.kinds
@@ -164,13 +166,13 @@ class InstructionOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstructionProblem(NamedTuple):
-    """What is asked of one sentence."""
+    """The topic and the rules of one sentence."""
 
     topic: str
     rules: list[Rule]
 
     def asked(self) -> str:
-        """The prompt."""
+        """Return the prompt."""
         article = "an" if self.topic[0] in "aeiou" else "a"
         return " ".join([f"Write one sentence about {article} {self.topic}.", *(rule.text for rule in self.rules)])
 
@@ -185,7 +187,7 @@ class InstructionProblem(NamedTuple):
 
 
 def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> InstructionProblem:
-    """A topic and rules that can be kept together."""
+    """Draw a topic, and rules that can be kept together."""
     topic, chosen = rng.choice(topics), _kinds(rng, options)
     rules: list[Rule] = []
     for kind in chosen:
@@ -194,7 +196,7 @@ def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> 
 
 
 def _kinds(rng: random.Random, options: InstructionOptions) -> list[str]:
-    """Of rules that can be kept together, in the order of their table."""
+    """Draw the names of rules that can be kept together, in the order of `KINDS`."""
     chosen: list[str] = []
     for kind in rng.sample(options.kinds, rng.randint(1, min(options.rules, len(options.kinds)))):
         if not any(kind in group and group & {*chosen} for group in CONFLICTS):
@@ -204,19 +206,19 @@ def _kinds(rng: random.Random, options: InstructionOptions) -> list[str]:
 
 @functools.cache
 def _topics(*, held_out: bool) -> list[str]:
-    """Of one side of the division."""
+    """Return the training topics or the held-out topics."""
     return [topic for topic in TOPICS if in_held_out_part(topic) == held_out]
 
 
 class Instructions:
-    """One sentence, in chat form."""
+    """Environment of one sentence. The prompt is a chat message."""
 
     def __init__(self, options: InstructionOptions) -> None:
         self._options = options
         self._problem: InstructionProblem | None = None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Ask what this seed asks."""
+        """Return the prompt of this seed's problem."""
         self._problem = draw(random.Random(seed), _topics(held_out=is_held_out(seed)), self._options)
         return [Message("user", self._problem.asked())], {}
 
@@ -228,4 +230,4 @@ class Instructions:
         return "", float(missing is None), True, False, {"note": missing or ""}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

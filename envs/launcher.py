@@ -1,7 +1,8 @@
-"""Runs a program to its end, and ends with it all that came of it: what went into a session of its own, too.
+"""Run a program to its end, and then kill every process that it has started, even in a session of its own.
 
-What loses its parent becomes a child of this process (PR_SET_CHILD_SUBREAPER), so that nothing escapes. SIGTERM ends
-the program as well. A script of the standard library alone: it is started for each episode of an agent.
+A process that loses its parent becomes a child of this process (PR_SET_CHILD_SUBREAPER), so that none escapes. SIGTERM
+ends the program as well. This script imports only the standard library, because it is started for each episode of an
+agent and must start quickly.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from contextlib import suppress
 
 PR_SET_CHILD_SUBREAPER = 36
 NOT_STARTED = 127
-"""The exit code of a program that cannot be started, as a shell has it."""
+"""Exit code if the program cannot be started, as in a shell."""
 
 
 def main(command: list[str]) -> None:
-    """Run it, and end as it does."""
+    """Run the program, kill its descendants, and exit with its exit code or signal."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, _stop)
     program = os.fork()
@@ -38,6 +39,7 @@ def main(command: list[str]) -> None:
 
 
 def _become(command: list[str]) -> None:
+    """Execute the program in this process. Exits with `NOT_STARTED` if it cannot be started."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.execvp(command[0], command)
@@ -54,7 +56,7 @@ def _stop(*_: object) -> None:
 
 
 def end_children() -> None:
-    """Kill until there are none: the children of each that dies become ours."""
+    """Kill child processes until there are none. The children of a killed process become children of this process."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0]:
@@ -62,12 +64,13 @@ def end_children() -> None:
         except ChildProcessError:
             return
         for child in _children():
-            with suppress(PermissionError):  # another user's by now: waited for, as long as we are let
+            with suppress(PermissionError):  # it runs as another user by now: only wait for it
                 os.kill(child, signal.SIGKILL)
         os.waitpid(-1, 0)
 
 
 def _children() -> list[int]:
+    """Return the ids of this process's children."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         try:
@@ -75,7 +78,7 @@ def _children() -> list[int]:
                 if name.isdigit() and int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     found.append(int(name))
         except OSError:
-            continue  # It has ended, or is no process.
+            continue  # the process has ended, or the entry is no process
     return found
 
 

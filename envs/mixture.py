@@ -1,10 +1,10 @@
-"""Mixture: one run over several environments, each problem from one of them.
+"""Mixture: one run over several environments; each problem comes from one of them.
 
-Which environment a problem comes from, its kind, follows from its seed and the weights. Seeds that follow each other
-take the kinds in turn, so that every stretch of them holds each kind by its weight; so do the held-out ones. The hub
-asks `kind_of` for the kind, so that one environment that keeps failing can be left out while the others go on, and
-`domains` for the weights: what is trained has the shares that they say, however long each kind takes and however much
-of it is filtered out.
+The kind of a problem is the name of the environment that it comes from. The kind follows from the seed and the weights.
+Consecutive seeds take the kinds in turn, so that every range of seeds, training or held-out, contains each kind in
+proportion to its weight. The hub calls `kind_of`, so that one environment that keeps failing can be put in quarantine
+while the others continue. The hub also reads the weights from `domains`: the trained groups have the shares that the
+weights give, no matter how long the problems of a kind take and how many groups are filtered out.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ divided by the golden ratio: its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
+"""2⁶⁴ divided by the golden ratio. Its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
 
 
 class Kind(Domain, frozen=True, kw_only=True):
-    """One environment of a mixture, and what the run does with its problems."""
+    """Environment of a mixture, and the run's settings for its problems."""
 
     path: str
-    """`module:Class`."""
+    """Class of the environment: `module:Class`."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the class, checked against its signature."""
     reward_scale: PositiveFloat = 1.0
-    """Multiplies the rewards of training problems; those of held-out ones stay as they are."""
+    """Factor for the rewards of training problems. Rewards of held-out problems are not scaled."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        """What cannot work: the option and what is wrong with it."""
+        """Yield each invalid option and the reason why it is invalid."""
         for name in ("weight", "reward_scale"):
             if math.isinf(value := getattr(self, name)):
                 yield name, f"expected a number above 0, got {value!r}"
@@ -62,7 +62,7 @@ class Kind(Domain, frozen=True, kw_only=True):
 
 
 class _Maker(msgspec.Struct, frozen=True, dict=True):
-    """Makes instances of one kind."""
+    """Factory of one kind's environments."""
 
     env: type[Environment | SyncEnvironment]
     kwargs: dict[str, Any]
@@ -72,14 +72,14 @@ class _Maker(msgspec.Struct, frozen=True, dict=True):
 
 
 class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The environments of a mixture. Their tables are read once, however many episodes there are.
+    """Environments of a mixture. Their tables are parsed once for all episodes.
 
     Raises:
-        ConfigError: naming the table, what was expected and what was given.
+        ConfigError: a table is invalid. The message names it, what was expected and what was given.
     """
 
     kinds: dict[str, dict[str, Any]]
-    """For each name a table with the `path` of the environment's class, its `options`, and its `weight`."""
+    """For each name, a table with the `path` of the environment's class, its `options`, and its `weight`."""
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -90,23 +90,23 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def parsed(self) -> dict[str, Kind]:
-        """The tables as kinds, without a look at the classes they name."""
+        """The tables as kinds. Their classes are not loaded."""
         return {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in self.kinds.items()}
 
     @cached_property
     def domains(self) -> dict[str, Domain]:
-        """What a run does with the problems of each."""
+        """The run's settings for the problems of each kind."""
         names = Domain.__struct_fields__
         return {name: Domain(**{each: getattr(kind, each) for each in names}) for name, kind in self.parsed.items()}
 
     @cached_property
     def makers(self) -> dict[str, _Maker]:
-        """The classes and their keyword arguments."""
+        """Factory of each kind's environments, by name. The first access loads the classes and checks their options."""
         return {name: _maker(name, kind) for name, kind in self.parsed.items()}
 
 
 class Mixture:
-    """One problem of one of several environments."""
+    """Environment of one problem, which comes from one of several environments."""
 
     def __init__(self, options: MixtureOptions) -> None:
         self._options = options
@@ -116,10 +116,10 @@ class Mixture:
 
     @classmethod
     def check(cls, options: MixtureOptions) -> None:
-        """Refuse a mixture with an environment that cannot work; each class checks its own options.
+        """Check each environment of the mixture; each class checks its own options.
 
         Raises:
-            ConfigError: naming the kind, what was expected and what was given.
+            ConfigError: a kind is invalid. The message names it, what was expected and what was given.
         """
         for name, maker in options.makers.items():
             try:
@@ -129,31 +129,31 @@ class Mixture:
 
     @classmethod
     async def prepare(cls, options: MixtureOptions) -> None:
-        """Prepare each environment that wants it."""
+        """Prepare each environment that has a method `prepare`."""
         for maker in options.makers.values():
             await nested.prepare(maker.env, maker.kwargs)
 
     @classmethod
     def kind_of(cls, seed: int, options: MixtureOptions) -> str:
-        """The name of the kind that the problem of this seed comes from."""
+        """Return the name of the kind that a seed's problem comes from."""
         weights = {name: kind.weight for name, kind in options.parsed.items()}
         at = seed * GOLDEN % 2**64 / 2**64 * sum(weights.values())
         for name, end in zip(weights, accumulate(weights.values()), strict=True):
             if at < end:
                 return name
-        return next(reversed(weights))  # reached only when rounding puts the last border below the sum
+        return next(reversed(weights))  # reached only if rounding puts the last border below the sum
 
     @classmethod
     def domains(cls, options: MixtureOptions) -> dict[str, Domain]:
-        """Every kind is a domain."""
+        """Return the domain of each kind."""
         return options.domains
 
     def inform(self, episode: EpisodeView) -> None:
-        """Let the environment know of tokens, if it wants to."""
+        """Keep the view of the episode for the environment, if it uses it."""
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Start the problem of this seed, in its environment."""
+        """Create the environment of this seed's kind, and reset it."""
         kind = self.kind_of(seed, self._options)
         self._scale = 1.0 if is_held_out(seed) else self._options.parsed[kind].reward_scale
         self._env = wrap(self._options.makers[kind]())
@@ -162,29 +162,29 @@ class Mixture:
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:
-        """Hand the answer to the environment."""
+        """Pass the answer to the environment, and scale its reward."""
         if self._env is None:
             raise EnvError("step() was called before reset()")
         observation, reward, terminated, truncated, info = await self._env.step(action)
         return observation, self._scale * reward, terminated, truncated, info
 
     async def close(self) -> None:
-        """Close the environment, if one was started."""
+        """Close the environment if one was created."""
         if self._env is not None:
             await self._env.close()
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` examples, each kind by its weight.
+        """Return `count` solved examples; each kind's share follows from its weight.
 
         Raises:
-            ConfigError: a kind has none to offer.
+            ConfigError: a kind has no solved examples.
         """
         names = [self.kind_of(seed * count + index, self._options) for index in range(count)]
         examples = {name: iter(env.solved_examples(names.count(name), seed)) for name, env in self._solved.items()}
         return [next(examples[name]) for name in names]
 
     def alphabet(self) -> str:
-        """Every character of every kind, each once."""
+        """Return every character of every kind, each once."""
         return "".join(dict.fromkeys("".join(env.alphabet() for env in self._solved.values())))
 
     @cached_property
@@ -200,14 +200,15 @@ class Mixture:
 
 
 def _maker(name: str, kind: Kind) -> _Maker:
+    """Load the class of a kind and check its options. Raises ConfigError if it is invalid or a mixture itself."""
     try:
         env = cast("type[Environment | SyncEnvironment]", load_environment(kind.path))
     except ConfigError as error:
         raise ConfigError(f"`kinds.{name}.path`: {error}") from error
-    # A mixture is refused before its options, which are of no use then.
+    # A mixture inside a mixture is refused below, so its options are not checked here.
     is_mixture = callable(getattr(env, "domains", None))
     kwargs = {} if is_mixture else check_options(env, kind.options, f"kinds.{name}.options")
     if is_mixture or class_with("domains", env, kwargs) is not None:
-        # Its domains would be lost without a word: a problem has one kind, that of the outer mixture.
+        # The inner mixture's domains would be lost silently: a problem has one kind, that of the outer mixture.
         raise ConfigError(f"`kinds.{name}.path`: a mixture cannot hold a mixture: name its environments here")
     return _Maker(env, kwargs)

@@ -1,4 +1,4 @@
-"""An environment within another's options: a table with its path and its options."""
+"""Environments that are named in the options of another one, by a table with a class path and options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flash.errors import ConfigError
 
 
 class ClassTable(msgspec.Struct, frozen=True):
-    """A class, such as that of the environment that gives tasks and judges answers, and its options."""
+    """Table that names a class, such as an environment class, and its options."""
 
     path: str
-    """`module:Class`."""
+    """Path of the class: `module:Class`."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
-    """The class that a table `tasks` names, and its keyword arguments.
+    """Return the class that a table `tasks` names, and its keyword arguments.
 
     Raises:
-        ConfigError: naming what is wrong in the table.
+        ConfigError: the table is invalid. The message names the fault.
     """
     tasks = ClassTable(**check_options(ClassTable, table, "tasks"))
     try:
@@ -34,10 +34,10 @@ def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
 
 
 def check(kind: type[Any], kwargs: dict[str, Any]) -> None:
-    """Have a class check its own options, where it does.
+    """Call the class's own `check`, if it has one.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: the options are invalid. The message names the fault.
     """
     own_check = getattr(kind, "check", None)
     if own_check is not None:
@@ -45,6 +45,6 @@ def check(kind: type[Any], kwargs: dict[str, Any]) -> None:
 
 
 async def prepare(kind: type[Any], kwargs: dict[str, Any]) -> None:
-    """Open what the episodes of a node share, where the class has something of the kind."""
+    """Call the class's `prepare`, if it has one, to open the resources that the episodes of a node share."""
     if isinstance(kind, Prepared):
         await kind.prepare(**kwargs)

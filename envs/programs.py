@@ -1,4 +1,4 @@
-"""Programs as agents, on the node itself."""
+"""Agents that are programs, and run on the node itself."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from flash.environment.calls import shortened
 from flash.errors import EnvError
 
 LAUNCHER = [sys.executable, "-IS", str(Path(__file__).with_name("launcher.py"))]
-"""What runs a command, and ends with it all that it has started."""
+"""Command that runs a program and kills all its descendants when it ends."""
 
 OUTPUT_BYTES = 1 << 20
-"""That a command may write as its answer."""
+"""Largest answer of a command, in bytes."""
 
 REST_S = 5.0
-"""Seconds for a program to end, and for the rest of what it wrote to be read, once it has ended."""
+"""Seconds that a program has to exit after SIGTERM, and that the rest of its output has to arrive after its exit."""
 
 STDERR_SHOWN = 1000
-"""Characters shown of the standard error of a command that failed, from both of its ends: programs that are wrapped in
-others name the cause first, and Python names it last."""
+"""Number of characters of a failed command's standard error in an error message. They are taken from both ends: wrapped
+programs print the cause first, and Python prints it last."""
 
 STDERR_BYTES = 1 << 16
-"""Bytes that are kept of each end of it."""
+"""Number of bytes of standard error that are kept from each end."""
 
 
 async def run_command(command: list[str], base_url: str, api_key: str, task: str) -> str:
-    """Run a program on the task; what it wrote is the answer.
+    """Run a program on the task, and return its standard output as the answer.
 
     Raises:
-        EnvError: it failed.
+        EnvError: the program failed, or wrote more than `OUTPUT_BYTES`.
     """
     variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
     process = await _begin([*LAUNCHER, *command], variables)
@@ -48,7 +48,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
         async with anyio.create_task_group() as streams:
             streams.start_soon(_gather, process.stdout, written)
             streams.start_soon(_gather_ends, process.stderr, complaint)
-            with suppress(anyio.BrokenResourceError):  # it need not read its task
+            with suppress(anyio.BrokenResourceError):  # the program may end without reading its task
                 await process.stdin.send(task.encode())
             await process.stdin.aclose()
             await process.wait()
@@ -66,7 +66,8 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
 
 
 async def _begin(command: list[str], variables: dict[str, str]) -> Process:
-    """Start a program. Cancelled half-way, it would be one that nobody knows, with pipes that nobody closes."""
+    """Start a program, even if the task is cancelled meanwhile."""
+    # A cancellation half-way would leave a process without an owner, and pipes that are never closed.
     with anyio.CancelScope(shield=True):
         return await anyio.open_process(
             command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
@@ -75,12 +76,12 @@ async def _begin(command: list[str], variables: dict[str, str]) -> Process:
 
 
 def too_long(command: list[str]) -> EnvError:
-    """Of a command that wrote more than an answer may have."""
+    """Return the error for a command whose answer is too long."""
     return EnvError(f"`{command[0]}` wrote more than {OUTPUT_BYTES} bytes to its standard output: that is its answer")
 
 
 async def _end(process: Process) -> None:
-    """End a program, if it has not ended, and all that it has started."""
+    """End a program if it still runs, and kill all processes that it has started."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -92,13 +93,13 @@ async def _end(process: Process) -> None:
 
 
 async def _gather(stream: ByteReceiveStream, into: bytearray) -> None:
-    """Read all there is, and keep a byte more of it than there may be."""
+    """Read the stream to its end. Keeps `OUTPUT_BYTES` and one more byte, which shows that the answer is too long."""
     async for piece in stream:
         into += piece[: OUTPUT_BYTES + 1 - len(into)]
 
 
 async def _gather_ends(stream: ByteReceiveStream, into: bytearray) -> None:
-    """Read all there is, and keep both ends of it."""
+    """Read the stream to its end. Keeps `STDERR_BYTES` from each end."""
     async for piece in stream:
         into += piece
         del into[STDERR_BYTES:-STDERR_BYTES]

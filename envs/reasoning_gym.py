@@ -1,14 +1,14 @@
-"""Reasoning Gym: the made problems of the package `reasoning-gym`, whose own graders judge; one turn.
+"""Reasoning Gym: generated problems of the package `reasoning-gym`, judged by its own graders. One turn.
 
-A problem comes from one of the families that the options name, in turn by seed. The right answer earns 1, anything else
-0: what a grader gives for less than the right answer is not counted. Problems and grades are made in worker processes,
-under a deadline; a grader that raises or does not end is an error, never a reward of 0.
+The options name families of problems, and the seed chooses the family in turn. The right answer earns 1 and any other
+answer 0: partial marks of a grader are not counted. Problems and grades are made in worker processes, under a deadline.
+A grader that raises an error or does not end causes an error, never a reward of 0.
 
-A grader is somebody else's code, and so is an answer for those that evaluate it. So a family is only played when its
-grader has been certified (`envs.grader_report`): for default settings in the report that ships with this module, for
-others on each node, before its engines start.
+A grader is foreign code, and some graders evaluate the answer as code. So a family is used only if its grader has been
+certified (`envs.grader_report`). The report that ships with this module certifies default settings. Other settings are
+certified on each node before its engines start.
 
-Problems are divided by their question.
+Problems are divided into training and held-out ones by their question.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
 ALL = "all"
-"""Every family that is certified with its default settings."""
+"""Name that stands for every family that is certified with its default settings."""
 
 WINDOW = 64
-"""Problems of a family that belong to one seed: the first one on its side of the division is shown."""
+"""Number of problems that belong to one seed. The first of them that is on the seed's side of the division is shown."""
 
 ALPHABET_PROBLEMS = 200
-"""Problems that are looked at for characters beyond the printable ones of ASCII."""
+"""Number of problems that are searched for characters beyond printable ASCII."""
 
 ASKED = "\nThink as long as you like; then write your final answer between <answer> and </answer>.\n"
 
 
 class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which problems are shown.
+    """Families of problems and their settings.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     families: list[str]
-    """Their names, such as `chain_sum`; `["all"]`: every one that is certified."""
+    """Names of the families, such as `chain_sum`. `["all"]`: every family that is certified."""
     settings: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    """For a family the fields of its configuration, such as `{ max_terms = 3 }`; the others keep their defaults."""
+    """For a family, fields of its configuration, such as `{ max_terms = 3 }`. Other fields keep their defaults."""
     template: Literal["chat", "plain"] = "chat"
-    """`chat`: a message that asks for the answer in tags; `plain`: the question and a line break."""
+    """Form of the prompt. `chat`: a message that asks for the answer in tags. `plain`: the question and a newline."""
     timeout: float = 30.0
-    """Seconds for a question to be made, and for an answer to be graded."""
+    """Seconds in which a question must be made, and in which an answer must be graded."""
 
     def __post_init__(self) -> None:
         if not self.families or len(set(self.families)) != len(self.families):
@@ -69,14 +69,14 @@ class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """The families, in their order."""
+        """The families' names, in the order in which seeds take them."""
         if self.families == [ALL]:
             return [report.family for report in read_reports().families if not report.refused]
         return self.families
 
 
 class ReasoningGym:
-    """One problem."""
+    """Environment of one problem."""
 
     def __init__(self, options: ReasoningGymOptions) -> None:
         self._options = options
@@ -84,10 +84,11 @@ class ReasoningGym:
 
     @classmethod
     def check(cls, options: ReasoningGymOptions) -> None:
-        """Look into the report; load no package.
+        """Check the families against the report; import no package.
 
         Raises:
-            ConfigError: a family is not there, or its grader was refused; or the package is not the one of the report.
+            ConfigError: a family is unknown or its grader is refused, a package is missing, or its version is not the
+                report's.
         """
         try:
             installed = version(PACKAGE)
@@ -99,7 +100,11 @@ class ReasoningGym:
 
     @staticmethod
     def check_families(options: ReasoningGymOptions, installed: str) -> None:
-        """The same, of a package of which this version is installed."""
+        """Check the families against the report. `installed` is the version of the installed package.
+
+        Raises:
+            ConfigError: a family is unknown, its grader is refused, or the report is for another version.
+        """
         reports = read_reports()
         if installed != reports.version:
             raise ConfigError(
@@ -114,10 +119,10 @@ class ReasoningGym:
 
     @classmethod
     async def prepare(cls, options: ReasoningGymOptions) -> None:
-        """Certify families that have settings of their own.
+        """Certify the families for which settings are given.
 
         Raises:
-            ConfigError: settings that a family does not take, or a grader that is refused.
+            ConfigError: a family does not accept its settings, or its grader is refused.
         """
         for name, settings in options.settings.items():
             report = await certified(name, settings)
@@ -126,12 +131,12 @@ class ReasoningGym:
 
     @classmethod
     def kind_of(cls, seed: int, options: ReasoningGymOptions) -> str:
-        """The family that the problem of this seed comes from."""
+        """Return the family of a seed's problem."""
         names = options.names
         return names[seed % len(names)]
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the problem of this seed."""
+        """Return the question of this seed's problem."""
         family = self.kind_of(seed, self._options)
         asked = _Asked(family, self._options.settings.get(family, {}), seed)
         try:
@@ -152,17 +157,17 @@ class ReasoningGym:
         return "", reward, True, False, {}
 
     async def close(self) -> None:
-        """Nothing to release: workers are the process's."""
+        """Do nothing: the worker processes belong to the node's process."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems with the answers that come with them."""
+        """Return `count` training problems with the answers that the package gives."""
         asked = [self._training(seed * count + index) for index in range(count)]
         return [
             SolvedExample(self._text(entry["question"]), _tagged(entry["answer"], self._options)) for entry in asked
         ]
 
     def alphabet(self) -> str:
-        """Printable ASCII, and what else the first problems consist of."""
+        """Return printable ASCII, and the other characters of the first problems."""
         shown = (example.prompt + example.answer for example in self.solved_examples(ALPHABET_PROBLEMS, 0))
         return "".join(dict.fromkeys(string.printable[:95] + "\n" + "".join(shown)))
 
@@ -175,7 +180,7 @@ class ReasoningGym:
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """Which problem: everything about it follows from this."""
+    """Key of a problem: the problem follows from these fields."""
 
     family: str
     settings: dict[str, Any]
@@ -183,13 +188,13 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 def final_answer(said: str) -> str:
-    """What stands in the last `<answer>…</answer>`, or all of it."""
+    """Return the text of the last `<answer>…</answer>`, or the complete text if it has no tags."""
     tagged = said.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in said else said
     return tagged.strip()
 
 
 def grade(completion: str, asked: str) -> float:
-    """Whether the grader of a family takes an answer for right: 1 or 0. A verifier, for worker processes."""
+    """Return 1 if the family's grader gives an answer full marks, else 0. A verifier for worker processes."""
     problem = msgspec.json.decode(asked, type=_Asked)
     entry = _entry(problem)
     return float(
@@ -202,7 +207,7 @@ def _question(asked: _Asked) -> str:
 
 
 def _entry(asked: _Asked) -> dict[str, Any]:
-    """The problem: the first of the seed's window that is on the seed's side."""
+    """Return the problem: the first of the seed's window that is on the seed's side of the division."""
     held_out = is_held_out(asked.seed)
     first = held_out * HELD_OUT + asked.seed * WINDOW % HELD_OUT
     problems = _dataset(asked.family, msgspec.json.encode(asked.settings), first)

@@ -1,6 +1,6 @@
-"""Calls of a user's code in worker processes: it may take long, never return, or end its process.
+"""Calls of user code in worker processes, because it may take long, never return, or end its process.
 
-The code may print, close its standard streams and fork: none of it reaches the answers to this call and to later ones.
+The code may print, close its standard streams and fork. None of that disturbs the results of this call and later calls.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _T = TypeVar("_T")
 
 
 async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.args, **_: _P.kwargs) -> _T:
-    """Call a function in a worker process and return its result; function, arguments and result are pickled.
+    """Call a function in a worker process and return its result. Function, arguments and result are pickled.
 
-    The deadline counts from the moment a worker is free; how many run at once is anyio's default, one per core. On a
-    deadline or a cancellation the worker is killed. Workers are kept, with what they have imported and cached.
+    The deadline counts from the moment when a worker is free. The number of parallel workers is anyio's default, one
+    per core. The worker is killed at its deadline or on a cancellation. Otherwise it is kept for later calls, with all
+    that it has imported and cached.
 
     Raises:
-        TimeoutError: it did not return within `timeout` seconds.
-        anyio.BrokenWorkerProcess: its process died.
-        FlashError: it raised this error.
-        EnvError: it raised anything else, which the message names with file and line.
+        TimeoutError: the function did not return within `timeout` seconds.
+        anyio.BrokenWorkerProcess: the worker process died.
+        FlashError: the function raised this error.
+        EnvError: the function raised another error. The message names it with file and line.
     """
     async with anyio.to_process.current_default_process_limiter():
         with anyio.fail_after(timeout):
@@ -48,14 +49,15 @@ async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.a
 def _guarded(
     timeout: float, function: Callable[..., object], arguments: tuple[object, ...]
 ) -> tuple[object, FlashError | None]:
-    """Call the function in the worker's main thread, and return its result or the error that it raised."""
-    # Where memory runs out, the kernel ends this process before the run's own.
+    """Call the function in the worker's main thread. Returns its result or the error that it raised."""
+    # If memory runs out, the kernel then kills this process before the run's own.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # Nobody kills a hanging worker when this run is killed itself: its own alarm does, by SIGALRM's default action.
+    # If the run itself is killed, nothing else kills a hanging worker: SIGALRM's default action ends it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
-    # The function, and processes that it starts, would read calls from these and write between the answers.
+    # The worker receives calls on stdin and sends results on stdout. The function and its child processes must not use
+    # them: they would read the next call, or write between results.
     streams = [os.dup(0), os.dup(1)]
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
@@ -66,10 +68,10 @@ def _guarded(
         value = function(*arguments)
     except FlashError as raised:
         error = _sendable(raised)
-    except BaseException as raised:  # whatever a user's code raises: SystemExit would end the worker
+    except BaseException as raised:  # user code may raise anything; SystemExit would end the worker
         error = EnvError(f"it raised {describe_error(raised)}")
     if os.getpid() != process:
-        os._exit(0)  # forked by the function: a second answer to this call would be taken for that to the next one
+        os._exit(0)  # a process that the function forked: its result would be taken for that of the next call
     for stream, kept in enumerate(streams):
         os.dup2(kept, stream)
     for file in (*streams, nothing):
@@ -79,7 +81,7 @@ def _guarded(
 
 
 def _sendable(error: FlashError) -> FlashError:
-    """Return the error, or one with its message where its class cannot be pickled, as a user's may not."""
+    """Return the error itself, or an EnvError with its message if a user's error class cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except BaseException:

@@ -1,16 +1,18 @@
-"""An agent of the official `openai` client that walks over a frozen lake, for examples/agent_frozen_lake.toml.
+"""Agent that walks over a frozen lake with the official `openai` client, for examples/agent_frozen_lake.toml.
 
-The lake is in its task. It shows the policy the lake, asks for a step, and goes it; its answer is all the steps.
+The task contains the lake. The agent shows the policy the lake, requests one move, makes the move, and repeats that.
+Its answer is the sequence of all moves.
 """
 
 from openai import AsyncOpenAI
 
-CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once: it takes a tenth of a second
+CLIENT = AsyncOpenAI(api_key="each episode has its own")  # made once, because it takes a tenth of a second
 STEPS = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 MOST_STEPS = 6
 
 
 async def solve(base_url: str, api_key: str, task: str) -> str:
+    """Walk over the lake of the task with the policy's moves, and return all moves."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     lake = dict(enumerate(map(list, task.split())))
     row, column = next((row, line.index("P")) for row, line in lake.items() if "P" in line)

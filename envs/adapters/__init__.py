@@ -1,1 +1,1 @@
-"""Environments of other frameworks, as they are."""
+"""Adapters for environments of other frameworks, which need no change."""

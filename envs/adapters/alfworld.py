@@ -1,4 +1,4 @@
-"""Games of ALFWorld: a task in a household, a command each turn, from the files that its own command downloads."""
+"""ALFWorld: household tasks as text games, one command per turn. `alfworld-download` provides the game files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 LEFT_OUT = re.compile("movable|Sliced")
-"""In the names of tasks that ALFWorld does not play as text."""
+"""Pattern in the names of tasks that ALFWorld does not play as text."""
 
 
 class AlfworldOptions(GameOptions, frozen=True, kw_only=True):
-    """Which games."""
+    """Selection of the games."""
 
     folder: str = os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")
-    """Has `json_2.1.1`."""
+    """Folder with the data of ALFWorld; it must contain `json_2.1.1`."""
     held_out: Literal["valid_seen", "valid_unseen"] = "valid_unseen"
-    """The games for evaluation: in rooms of training, or in others."""
+    """Games for evaluation: `valid_seen` uses rooms of the training games, `valid_unseen` other rooms."""
 
 
 class _File(NamedTuple):
     prompt: str
-    """Its path."""
+    """Path of the game file. Games are divided by it."""
 
 
 class _Game(msgspec.Struct):
@@ -43,17 +43,17 @@ class _Game(msgspec.Struct):
 
 
 class Alfworld(TextGame[AlfworldOptions]):
-    """One game."""
+    """Environment of one game."""
 
     def __init__(self, options: AlfworldOptions) -> None:
         super().__init__(options)
 
     @classmethod
     def check(cls, options: AlfworldOptions, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-        """Look whether the files and the packages are there; `find` finds no package of None.
+        """Check that the files and the packages exist. `find` returns None for a package that is not installed.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: a package or the game files are missing.
         """
         for package in ("textworld", "fast_downward"):
             if find(package) is None:
@@ -62,14 +62,14 @@ class Alfworld(TextGame[AlfworldOptions]):
         _games(options)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the room and the task of this seed's game."""
+        """Start this seed's game, and return its first observation with the task."""
         file = await anyio.to_thread.run_sync(_game_of, self._options, seed, abandon_on_cancel=True)
         return await self._begin(file), {"game": Path(file).parts[-3]}
 
 
 @functools.lru_cache(maxsize=4)
 def _games(options: AlfworldOptions) -> Split[_File]:
-    """Both sides. Raises ConfigError."""
+    """Find the training and the held-out games. Raises ConfigError if a side has none."""
     sides: list[list[_File]] = []
     for side in ("train", options.held_out):
         place = Path(options.folder).expanduser() / "json_2.1.1" / side
@@ -84,7 +84,7 @@ def _games(options: AlfworldOptions) -> Split[_File]:
 
 
 def _game_of(options: AlfworldOptions, seed: int) -> str:
-    """The seed's game, or the next one that can be solved."""
+    """Return the path of the seed's game, or of the next game that can be solved."""
     games = _games(options)
     for place in range(seed, seed + len(games.train) + len(games.held_out)):
         file = games.of_seed(place).prompt

@@ -1,7 +1,8 @@
-"""Environments of GEM, in worker processes, because they seed the random numbers of their whole process.
+"""GEM: its environments run in worker processes, because they seed the random numbers of their whole process.
 
-A worker keeps nothing of an episode: each step plays it anew from its seed, with all answers so far. That is exact for
-environments that only depend on these, as GEM's games do, and costs a game of n turns n²/2 quick steps.
+A worker keeps no state of an episode. Each step replays the episode from its seed, with all answers so far. That is
+exact for environments that depend only on the seed and the answers, as GEM's games do. An episode of n turns costs n²/2
+fast steps.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
 
 IMPORT_S = 120.0
-"""Seconds for the package to be imported."""
+"""Seconds that the import of the package may take."""
 
 
 class GemOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which environment."""
+    """Name and arguments of the environment."""
 
     id: str
     """Name in GEM's registry, such as `game:GuessTheNumber-v0-easy`."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     timeout: float = 30.0
-    """Seconds for a step."""
+    """Seconds that a step may take, including the replay."""
 
 
 class Gem:
-    """One episode."""
+    """Environment of one episode."""
 
     def __init__(self, options: GemOptions) -> None:
         self._options = options
@@ -42,17 +43,17 @@ class Gem:
 
     @classmethod
     def check(cls, options: GemOptions) -> None:
-        """Look whether the package is there.
+        """Check that the package is installed.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the package is not installed.
         """
         if importlib.util.find_spec("gem") is None:
             raise ConfigError("GEM is not installed: it is the package gem-llm")
 
     @classmethod
     async def prepare(cls, options: GemOptions) -> None:
-        """Show one problem, since GEM imports an environment's own packages when it is made.
+        """Reset one environment, because GEM imports the environment's own packages only when it makes one.
 
         Raises:
             ConfigError: GEM does not know the environment, or cannot make it.
@@ -66,19 +67,20 @@ class Gem:
             raise ConfigError(f"{options.id} cannot be played: {error}") from error
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Start with this seed."""
+        """Start an episode with this seed."""
         self._seed, self._answers = seed, []
         return (await self._played())[0], {}
 
     async def step(self, action: str) -> StepResult:
-        """Take the answer."""
+        """Replay the episode with the new answer at its end."""
         self._answers.append(action)
         return *(await self._played()), {}
 
     async def close(self) -> None:
-        """Nothing to release: workers keep nothing of an episode."""
+        """Do nothing: workers keep no state of an episode."""
 
     async def _played(self) -> tuple[str, float, bool, bool]:
+        """Replay the episode in a worker process. Raises EnvError if the worker dies or takes too long."""
         options = self._options
         try:
             return await in_worker(options.timeout, _play, options.id, options.kwargs, self._seed, self._answers)
@@ -94,6 +96,7 @@ def _known() -> list[str]:
 
 
 def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
+    """Replay an episode in a worker. Returns the observation, the reward, `terminated` and `truncated` of its end."""
     env = _library().make(name, **kwargs)
     (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False
     for answer in answers:
@@ -104,5 +107,5 @@ def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> t
 
 @functools.cache
 def _library() -> Any:
-    importlib.import_module("gem.envs")  # registers what ships
+    importlib.import_module("gem.envs")  # registers the environments that ship with GEM
     return importlib.import_module("gem")

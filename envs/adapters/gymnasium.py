@@ -1,7 +1,7 @@
-"""Environments of Gymnasium that show text and take text, or one of a few named actions.
+"""Gymnasium: environments that show text, and take text or one of a few named actions.
 
-What is shown is the observation where that is text, and otherwise what the environment renders as `ansi`. An answer
-that names no action changes nothing. Its calls block: they run in a worker thread.
+The observation is shown if it is text; otherwise the environment's `ansi` rendering is shown. An answer that names no
+action changes nothing. The environment's blocking calls run in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from flash.errors import ConfigError, EnvError
 
 
 class GymnasiumOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which environment."""
+    """Name, arguments and actions of the environment."""
 
     id: str
-    """As it is registered; `module:Name-v0` imports the module first."""
+    """Name in Gymnasium's registry. `module:Name-v0` imports the module first."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of the environment, such as `{ map_name = "8x8" }`."""
+    """Keyword arguments of the environment, such as `{ map_name = "8x8" }`."""
     actions: list[str] = msgspec.field(default_factory=list)
-    """Names of the actions, in their order, where they are numbers; the last word of an answer is one of them."""
+    """Names of the actions, in order, if actions are numbers. The last word of an answer names the action."""
     instructions: str = ""
-    """Shown before the first observation."""
+    """Text before the first observation."""
 
 
 class Gymnasium:
-    """One episode."""
+    """Environment of one episode."""
 
     def __init__(self, options: GymnasiumOptions) -> None:
         self._options = options
@@ -39,10 +39,10 @@ class Gymnasium:
 
     @classmethod
     def check(cls, options: GymnasiumOptions) -> None:
-        """Make one, and look at its actions and at what it shows.
+        """Make one environment, and check its actions and its observations.
 
         Raises:
-            ConfigError: it cannot be made, or shows or takes anything but text.
+            ConfigError: the environment cannot be made, or it shows or takes something other than text.
         """
         try:
             env = _make(options)
@@ -56,13 +56,13 @@ class Gymnasium:
             raise ConfigError(f"{options.id} takes {env.action_space}: give `actions` as many different names")
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        """Start with this seed."""
+        """Start an episode with this seed."""
         observation, _ = self._env.reset(seed=seed)
         self._shown = self._text(observation)
         return self._options.instructions + self._shown, {}
 
     def step(self, action: str) -> StepResult:
-        """Take the action that an answer names."""
+        """Take the action that the answer names."""
         chosen: Any = action
         if self._options.actions:
             word = (action.split() or [""])[-1].strip(".,:;!*`'\"").casefold()
@@ -86,5 +86,5 @@ class Gymnasium:
 
 
 def _make(options: GymnasiumOptions) -> gymnasium.Env[Any, Any]:
-    # Its checker warns of every answer that is not in the space of actions, which most texts of a policy are not.
+    # Gymnasium's checker warns about each action outside of the action space, and most texts of a policy are outside.
     return gymnasium.make(options.id, disable_env_checker=True, **options.kwargs)

@@ -1,11 +1,12 @@
-"""Tasks of Harbor and Terminal-Bench 2, in sandboxes: the policy works in a shell, and the task's own tests judge.
+"""Harbor and Terminal-Bench 2: the policy works in a shell in a sandbox, and the task's own tests judge the result.
 
-Each answer is one or more lines of shell, for one shell that lives as long as the episode, and the observation is what
-they wrote. `submit`, or the last answer that there may be, ends the work: the tests are copied to /tests and run in the
-same sandbox, as the format has it, and the reward is the number that they leave in /logs/verifier. What was there
-before is removed first, but the tests run among whatever the policy has changed: they are as hard to deceive as they
-were written to be. Without a reward file in time the reward is 0, and the note says why. A file that holds no number,
-or a sandbox that fails, ends the episode with an error, never with a reward.
+Each answer is one or more lines of shell. They run in one shell session, which lives as long as the episode, and their
+output is the observation. `submit`, or the last allowed answer, ends the work. Then the tests are copied to /tests and
+run in the same sandbox, as the format prescribes. The reward is the number that they write to /logs/verifier. Earlier
+contents of these two folders are removed first. But the tests run beside everything else that the policy has changed,
+so they are only as hard to deceive as their author made them. If there is no reward file in time, the reward is 0 and
+the note gives the reason. A reward file without a number, or a sandbox that fails, ends the episode with an error and
+without a reward.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from flash.errors import ConfigError, RewardError, SandboxFileError, SandboxLimi
 from flash.types import Observation
 
 REWARDS = "/logs/verifier"
-"""Where tests leave their reward."""
+"""Folder in the sandbox in which tests leave their reward."""
 LARGEST_REWARD = 1 << 16
-"""Bytes of its file."""
+"""Largest size of a reward file, in bytes."""
 ALONE = "reward"
-"""What the number of reward.txt is called."""
+"""Name of the number in reward.txt."""
 SETUP_S = 60.0
-"""Seconds for folders to be made."""
+"""Seconds that the creation of the folders may take."""
 
 RULES = """Answer with shell commands in a block that begins with ```bash: they run for at most {seconds:g} s, in one \
 shell that lives on, and you are shown what they write. When you are done, answer with a block whose last line is \
@@ -44,25 +45,25 @@ shell that lives on, and you are shown what they write. When you are done, answe
 
 
 class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
-    """Which tasks, and what the policy may use.
+    """Tasks, and limits of the policy.
 
     Raises:
-        ConfigError: naming what is wrong and what was expected.
+        ConfigError: an option or a file is invalid. The message names the fault and what was expected.
     """
 
     path: str
-    """A folder of tasks, a folder each."""
+    """Folder of the tasks; each task is a subfolder."""
     held_out_path: str | None = None
-    """Another one, for evaluation. None: a part of the first is kept aside."""
+    """Folder of other tasks for evaluation. None: a part of the tasks of `path` is held out."""
     held_out_fraction: float = 0.2
-    """The share that is kept aside then."""
+    """Share of the tasks that is held out if `held_out_path` is None."""
     image: str = "harbor-{name}"
-    """Of tasks whose task.toml names none; `{name}` is the task's folder, in lower case."""
+    """Image of tasks whose task.toml names none. `{name}` stands for the task's folder, in lower case."""
     reward: str = ALONE
-    """Which number of a reward.json counts; the others are metrics, as it is."""
+    """Name of the number in reward.json that is the reward. All numbers are metrics."""
     network: Literal["none", "bridge"] = "none"
-    """`bridge`: tasks that allow the internet get it, in their tests too. The policy's programs then reach what this
-    machine reaches."""
+    """Network of the sandboxes. `bridge`: tasks that allow the internet get it, also in their tests. The policy's
+    programs can then reach everything that this machine can reach."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,16 +71,16 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
             raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {self.held_out_fraction!r}")
 
     def tasks(self) -> Split[HarborTask]:
-        """All of them, read once.
+        """Return all tasks; they are read once.
 
         Raises:
-            ConfigError: one is no task, or a side would be empty.
+            ConfigError: a folder is not a valid task, or one of the two sides would be empty.
         """
         held_out = None if self.held_out_path is None else Path(self.held_out_path)
         return load_tasks(Path(self.path), held_out, self.held_out_fraction, self.image)
 
     def spec_of(self, task: HarborTask) -> Spec:
-        """The sandbox of a task: it runs as its image's user, who may change every file."""
+        """Return the description of a task's sandbox, which runs as the image's user and can change every file."""
         machine = task.machine
         return Spec(
             image=task.image,
@@ -94,28 +95,28 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
 
 
 class Harbor(ShellEnv[HarborOptions, HarborTask]):
-    """One task."""
+    """Environment of one task."""
 
     def __init__(self, options: HarborOptions) -> None:
         super().__init__(options)
         self._open: tuple[Sandbox, Session] | None = None
-        """The sandbox and its shell."""
+        """The sandbox and its shell session."""
 
     @classmethod
     def check(cls, options: HarborOptions) -> None:
         """Read the tasks; start no sandbox.
 
         Raises:
-            ConfigError: naming what is wrong and what was expected.
+            ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
         options.tasks()
 
     @classmethod
     async def prepare(cls, options: HarborOptions) -> None:
-        """Open the sandboxes and start that of the first task, so that what is missing is missed before a run begins.
+        """Open the sandboxes and start that of the first task, so that missing parts are found before the run begins.
 
         Raises:
-            ConfigError: there is no engine, a package or a token is missing.
+            ConfigError: there is no engine, or a package or a token is missing.
             SandboxError: the engine or the service does not answer, or the image does not start.
         """
         judge = await shared_judge(options.pool, cls.opener)
@@ -123,7 +124,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
             pass
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the instruction of this seed's task."""
+        """Return the instruction of this seed's task."""
         options = self._options
         tasks = await anyio.to_thread.run_sync(options.tasks, abandon_on_cancel=True)
         self._task = tasks.of_seed(seed)
@@ -135,6 +136,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return await shell.run(command, timeout=self._options.command_timeout)
 
     async def _opened(self, task: HarborTask) -> tuple[Sandbox, Session]:
+        """Return the episode's sandbox and shell session. The first call opens them."""
         if self._open is None:
             options = self._options
             judge = await self._judge()
@@ -144,7 +146,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return self._open
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:
-        """Run the tests as things are. What the policy runs in the background goes on meanwhile: it may be judged."""
+        """Run the tests in the current state of the sandbox. Background processes of the policy keep running."""
         sandbox, _ = await self._opened(task)
         try:
             ran, left = await _tested(sandbox, task)
@@ -162,10 +164,10 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
 
 
 def _numbers(left: dict[str, str], task: str) -> dict[str, float]:
-    """Return the numbers of the files that tests left, as Harbor reads them: reward.json counts before reward.txt.
+    """Return the numbers in the files that the tests left, as Harbor reads them: reward.json before reward.txt.
 
     Raises:
-        RewardError: a file holds something else than finite numbers.
+        RewardError: a file contains something other than finite numbers.
     """
     for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
         text = left.get(name, "").strip()
@@ -180,12 +182,16 @@ def _numbers(left: dict[str, str], task: str) -> dict[str, float]:
 
 
 def read_text(text: str) -> dict[str, float]:
-    """Return the number of a reward.txt. Raises ValueError where there is none."""
+    """Return the number of a reward.txt. Raises ValueError if it is not a finite number."""
     return {ALONE: _finite(float(text))}
 
 
 def read_json(text: str) -> dict[str, float]:
-    """Return the numbers of a reward.json by name; one alone is called `reward`. Raises ValueError at other values."""
+    """Return the numbers of a reward.json by name; a single one is named `reward`.
+
+    Raises:
+        ValueError: a value is not a finite number.
+    """
     found: object = json.loads(text)
     table = cast("dict[str, object]", found) if isinstance(found, dict) else {ALONE: found}
     numbers: dict[str, float] = {}
@@ -203,7 +209,7 @@ def _finite(number: float) -> float:
 
 
 async def _tested(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
-    """Run the tests of a task. Returns how they ended, and the text of each reward file that they left."""
+    """Run the tests of a task. Returns their result, and the text of each reward file that they left."""
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)
     await sandbox.run(["mkdir", "-p", REWARDS, "/logs/agent"], timeout=SETUP_S)

@@ -1,13 +1,13 @@
-"""The tasks of a folder in Harbor's format, in which Terminal-Bench 2 comes too: https://harborframework.com/docs/tasks.
+"""Tasks in Harbor's format, which Terminal-Bench 2 uses too: https://harborframework.com/docs/tasks.
 
-    NAME/task.toml                 what the sandbox and the tests may use
-    NAME/instruction.md            what the policy is told
+    NAME/task.toml                 resources of the sandbox and of the tests
+    NAME/instruction.md            the prompt
     NAME/environment/Dockerfile    the sandbox's image, which you build, unless task.toml names one that exists
-    NAME/tests/test.sh             run as /tests/test.sh in the sandbox; leaves a reward in /logs/verifier
-    NAME/solution/solve.sh         not looked at
+    NAME/tests/test.sh             runs as /tests/test.sh in the sandbox and leaves a reward in /logs/verifier
+    NAME/solution/solve.sh         ignored
 
-Keys of task.toml that are not known here are passed over, as the format grows; those that ask for what a sandbox is not
-given are refused.
+Unknown keys of task.toml are ignored, because the format grows. Keys that request something that a sandbox does not
+have are refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.IGNORECASE | re.MULTILINE)
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 DEFAULT_WORKDIR = "/app"
-"""Where nothing says it."""
+"""Working directory if neither task.toml nor the Dockerfile sets one."""
 
 _Positive = Annotated[float, Meta(gt=0)]
 
 
 class HarborVerifier(msgspec.Struct, frozen=True):
-    """`[verifier]`."""
+    """Table `[verifier]` of a task.toml."""
 
     timeout_sec: _Positive = 600.0
     env: dict[str, str] = {}
@@ -44,28 +44,28 @@ class HarborVerifier(msgspec.Struct, frozen=True):
 
 
 class HarborAgent(msgspec.Struct, frozen=True):
-    """`[agent]`."""
+    """Table `[agent]` of a task.toml."""
 
     user: str | int | None = None
 
 
 class HarborMachine(msgspec.Struct, frozen=True):
-    """`[environment]`."""
+    """Table `[environment]` of a task.toml."""
 
     docker_image: str | None = None
     cpus: _Positive = 1.0
     memory_mb: Annotated[int, Meta(gt=0)] | None = None
     memory: str | None = None
-    """The older form, `2G`; so is `storage`."""
+    """Older form of `memory_mb`, such as `2G`. `storage` is the older form of `storage_mb`."""
     storage_mb: Annotated[int, Meta(gt=0)] | None = None
     storage: str | None = None
     env: dict[str, str] = {}
     gpus: int = 0
     allow_internet: bool | None = None
-    """The older form of `network_mode`."""
+    """Older form of `network_mode`."""
     network_mode: str = "public"
     workdir: str | None = None
-    """Where commands start; None: where the Dockerfile says."""
+    """Working directory of commands. None: the Dockerfile sets it."""
     os: str = "linux"
     tpu: Any = None
     healthcheck: Any = None
@@ -73,22 +73,22 @@ class HarborMachine(msgspec.Struct, frozen=True):
 
     @property
     def online(self) -> bool:
-        """True if the task may be given the internet."""
+        """True if the task allows access to the internet."""
         return self.network_mode == "public" if self.allow_internet is None else self.allow_internet
 
     @property
     def memory_mib(self) -> int:
-        """Memory, 2 GiB where nothing is said."""
+        """Memory in MiB; 2 GiB by default."""
         return self.memory_mb or _mib(self.memory or "2G")
 
     @property
     def storage_mib(self) -> int:
-        """Room for files, 10 GiB where nothing is said."""
+        """Disk space in MiB; 10 GiB by default."""
         return self.storage_mb or _mib(self.storage or "10G")
 
 
 class _File(msgspec.Struct, frozen=True):
-    """A task.toml."""
+    """Contents of a task.toml."""
 
     verifier: HarborVerifier = HarborVerifier()
     agent: HarborAgent = HarborAgent()
@@ -97,11 +97,11 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class HarborTask(msgspec.Struct, frozen=True):
-    """One task."""
+    """A task and its files."""
 
     name: str
     prompt: str
-    """Its instruction."""
+    """Text of instruction.md."""
     image: str
     workdir: str
     tests: Path
@@ -110,10 +110,10 @@ class HarborTask(msgspec.Struct, frozen=True):
 
 
 def read_task(folder: Path, image: str) -> HarborTask:
-    """The task of a folder. `image` is for those that name none, with `{name}` for the task's.
+    """Read the task of a folder. `image` is used if the task names none; `{name}` in it stands for the task's name.
 
     Raises:
-        ConfigError: naming the file and what is wrong with it.
+        ConfigError: a file is invalid. The message names the file and the fault.
     """
     path = folder / "task.toml"
     try:
@@ -137,7 +137,7 @@ def read_task(folder: Path, image: str) -> HarborTask:
 
 
 def _not_given(folder: Path, file: _File) -> Iterator[str]:
-    """What the task asks for that a sandbox does not have."""
+    """Yield each request of the task that a sandbox cannot fulfil."""
     machine, verifier = file.environment, file.verifier
     asked = {
         "GPUs (environment.gpus)": machine.gpus > 0,
@@ -156,7 +156,7 @@ def _not_given(folder: Path, file: _File) -> Iterator[str]:
 
 
 def _workdir(folder: Path) -> str:
-    """Where commands start: the last WORKDIR of the Dockerfile, each relative to the one before."""
+    """Return the Dockerfile's working directory: its last WORKDIR, resolved against the WORKDIRs before it."""
     path = PurePosixPath("/")
     dockerfile = folder / "environment" / "Dockerfile"
     for word in WORKDIR.findall(dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""):
@@ -173,10 +173,10 @@ def _mib(text: str) -> int:
 
 @functools.lru_cache(maxsize=4)
 def load_tasks(folder: Path, held_out: Path | None, fraction: float, image: str) -> Split[HarborTask]:
-    """The tasks of a folder; without held-out ones of their own, a `fraction` of them is kept aside.
+    """Read the tasks of a folder. If `held_out` is None, a `fraction` of them is held out.
 
     Raises:
-        ConfigError: one is no task, or a side would be empty.
+        ConfigError: a folder is not a valid task, or one of the two sides would be empty.
     """
     aside = None if held_out is None else _all(held_out, image)
     return divide(_all(folder, image), aside, fraction, str(folder))

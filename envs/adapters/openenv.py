@@ -1,7 +1,8 @@
-"""Environments that an OpenEnv server offers, by the protocol of its client: JSON over one WebSocket per episode.
+"""OpenEnv: environments of an OpenEnv server, through its client protocol: JSON over one WebSocket per episode.
 
-`reset` and `step` are answered with an observation, a reward and whether the episode is over. The text that is shown is
-one field of the observation, and an answer becomes one field of the action. Nothing of the package `openenv` is needed.
+The server answers `reset` and `step` with an observation, a reward and a flag that is true when the episode is over.
+One field of the observation is shown to the policy, and the answer becomes one field of the action. The package
+`openenv` is not needed.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
 
 LARGEST_MESSAGE = 16 << 20
-"""Bytes."""
+"""Largest message of the server, in bytes."""
 
 
 class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which server, and where its text is.
+    """Address of the server, and the fields for texts.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is not a URL.
     """
 
     url: str
-    """`http://host:port`, or `https://`."""
+    """Address of the server: `http://host:port` or `https://…`."""
     observation_field: str
-    """Of the observation, shown to the policy; a value that is no text is shown as JSON."""
+    """Field of the observation that the policy is shown. A value that is not text is shown as JSON."""
     action_field: str
-    """Of the action: holds the answer."""
+    """Field of the action that receives the answer."""
     action: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The other fields of the action."""
+    """Remaining fields of the action."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -42,21 +43,21 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Told(msgspec.Struct):
-    """What the server says."""
+    """Message of the server."""
 
     type: str
     data: dict[str, Any]
 
 
 class OpenEnv:
-    """One episode, over a connection of its own."""
+    """Environment of one episode, with its own connection."""
 
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
         self._connection: ClientConnection | None = None
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Connect, and start with this seed."""
+        """Connect, and start an episode with this seed."""
         address = f"ws{self._options.url.removeprefix('http').rstrip('/')}/ws"
         try:
             self._connection = await connect(address, max_size=LARGEST_MESSAGE, proxy=None)
@@ -65,20 +66,22 @@ class OpenEnv:
         return self._shown(await self._asked("reset", {"seed": seed})), {}
 
     async def step(self, action: str) -> StepResult:
-        """Send the answer."""
+        """Send the answer, and return the server's reply."""
         told = await self._asked("step", {**self._options.action, self._options.action_field: action})
         return self._shown(told), told.get("reward") or 0.0, bool(told.get("done")), False, {}
 
     async def close(self) -> None:
-        """Say good-bye."""
+        """Close the connection."""
         if self._connection is not None:
             await self._connection.close()
 
     async def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the data of the server's reply. Raises EnvError if the server fails."""
         if self._connection is None:
             raise EnvError("step() was called before reset()")
         try:
-            # A server without a free place says so and hangs up before it is asked.
+            # A server without a free slot sends an error and closes the connection before it has read the request. So a
+            # failed send is ignored, and the error is received below.
             with suppress(ConnectionClosed):
                 await self._connection.send(msgspec.json.encode({"type": kind, "data": data}).decode())
             said = await self._connection.recv()
@@ -93,6 +96,7 @@ class OpenEnv:
         return answer.data
 
     def _shown(self, told: dict[str, Any]) -> str:
+        """Return the text of a reply's observation. Raises EnvError if the configured field is missing."""
         field, observation = self._options.observation_field, told.get("observation") or {}
         if not isinstance(observation, dict):
             raise EnvError(f"the observation must have fields, but is {observation!r:.200}")

@@ -1,7 +1,8 @@
-"""Task sets of `verifiers`, in a Python of their own: that package does not go with what Flash needs.
+"""Verifiers: task sets of the package `verifiers`, whose requirements conflict with those of Flash.
 
-There `envs/adapters/verifiers_server` runs. An episode is one of `envs.agent:Agent`, whose `function` is `play` and
-whose `tasks` are `Verifiers`: a harness of `verifiers` asks the policy as often as it likes, and rewards it.
+So `verifiers` runs in a Python environment of its own, in the server `envs/adapters/verifiers_server`. An episode is
+one of `envs.agent:Agent` with `play` as its `function` and `Verifiers` as its `tasks`. A harness of `verifiers` sends
+any number of requests to the policy, and gives the reward.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from flash.environment import Info, StepResult, shared
 from flash.errors import EnvError
 
 SERVER = "envs/adapters/verifiers_server"
-"""Runs where `verifiers` is."""
+"""Path of the server, which runs in the Python environment of `verifiers`."""
 
 
 class VerifiersOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which server."""
+    """Address of the server, and the division of its tasks."""
 
     url: str = "http://127.0.0.1:8400"
     held_out_fraction: float = 0.05
-    """The share of the tasks that is kept aside for evaluation."""
+    """Share of the tasks that is held out for evaluation."""
 
 
 class _Task(NamedTuple):
@@ -41,33 +42,37 @@ class _Played(msgspec.Struct):
 
 
 class Verifiers:
-    """One task of the server's."""
+    """Environment of one task of the server."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options
 
     @classmethod
     async def prepare(cls, options: VerifiersOptions) -> None:
-        """Ask the server for its tasks."""
+        """Connect to the server, and read its list of tasks."""
         await _opened(options)
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Name the task of this seed to `play`."""
+        """Return the task of this seed as a text for `play`."""
         _, tasks = await _opened(self._options)
         number = tasks.of_seed(seed).number
         return msgspec.json.encode((self._options, number)).decode(), {"task": number}
 
     async def step(self, action: str) -> StepResult:
-        """Take what `play` returned; nothing, where a limit of the run ended it."""
+        """Return the reward in the result of `play`. An empty action, after a limit of the run, has the reward 0."""
         played = msgspec.json.decode(action, type=_Played) if action else _Played()
         return "", played.reward, True, False, {"metrics": played.metrics}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: the connection belongs to the node."""
 
 
 async def play(base_url: str, api_key: str, task: str) -> str:
-    """Have the server play a task against the endpoint of an episode."""
+    """Let the server run a task against the episode's endpoint. Returns the result as JSON.
+
+    Raises:
+        EnvError: the server reports an error.
+    """
     options, number = msgspec.json.decode(task, type=tuple[VerifiersOptions, int])
     client, _ = await _opened(options)
     reply = await client.post("/play", json={"number": number, "base_url": base_url, "api_key": api_key})
@@ -82,7 +87,8 @@ async def _opened(options: VerifiersOptions) -> tuple[httpx.AsyncClient, Split[_
 
 @asynccontextmanager
 async def _open(options: VerifiersOptions) -> AsyncGenerator[tuple[httpx.AsyncClient, Split[_Task]]]:
-    # A server answers when an episode is over: the deadlines are those of the run.
+    """Connect to the server for the life of the node, and divide its tasks."""
+    # The server replies when an episode is over, so only the run's own deadlines apply.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=options.url, timeout=None, limits=limits, trust_env=False) as client:
         try:

@@ -1,7 +1,7 @@
-"""Rows of a data set, divided into training and held-out rows and dealt to seeds, and their prompts.
+"""Rows of a data set: their prompts, their division into training and held-out rows, and their assignment to seeds.
 
-Training seeds that follow each other walk through the training rows in a shuffled order without repetition, and through
-another order in the next epoch. No prompt is on both sides.
+Consecutive training seeds go through the training rows in a shuffled order without repetition. Each epoch has another
+order. No prompt is on both sides.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from flash.errors import ConfigError
 from flash.types import Int32Array, Message
 
 Prompt = str | tuple[Message, ...]
-"""A row's prompt: text, or a whole chat."""
+"""Prompt of a row: text, or a complete chat."""
 
 
 class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of every environment over a data set.
 
     Raises:
-        ConfigError: no share of the prompts would be kept aside.
+        ConfigError: `held_out_fraction` is not between 0 and 1.
     """
 
     prompt_column: str | None = None
     """Column with the prompt: text, or the messages of a chat. None: `prompt`, `question` or another usual name."""
     held_out_path: str | None = None
-    """Another data set of the same kind, for evaluation. None: a part of the first one is kept aside."""
+    """Data set of the same form for evaluation. None: a part of the training data set is held out."""
     held_out_fraction: float = 0.05
-    """The share of the distinct prompts that is kept aside then."""
+    """Share of the distinct prompts that is held out if `held_out_path` is None."""
     system_prompt: str | None = None
-    """Comes before each prompt: as system message, or as text in front of plain text."""
+    """Text before each prompt: a system message, or plain text before a plain prompt."""
     template: Literal["chat", "plain"] = "chat"
-    """`chat` sends a text prompt as user message through the model's chat template, `plain` as it is."""
+    """`chat` sends a text prompt as a user message through the model's chat template; `plain` sends the bare text."""
 
     def __post_init__(self) -> None:
         if self.held_out_path is None and not 0 < self.held_out_fraction < 1:
@@ -46,7 +46,7 @@ class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HasPrompt(Protocol):
-    """A row, as far as dividing looks at it."""
+    """A row with a prompt. Dividing needs nothing else."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -56,7 +56,7 @@ R = TypeVar("R", bound=HasPrompt)
 
 
 class Split(msgspec.Struct, Generic[R], frozen=True):
-    """The divided data set."""
+    """Training rows and held-out rows of a data set."""
 
     train: list[R]
     held_out: list[R]
@@ -66,7 +66,7 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
         return (self.held_out if is_held_out(seed) else self.train)[self.place(seed)]
 
     def place(self, seed: int) -> int:
-        """Return the place of a seed's row among the rows of its side."""
+        """Return the index of a seed's row among the rows of its side."""
         if is_held_out(seed):
             count, epoch, place = len(self.held_out), -1, (seed - HELD_OUT) % len(self.held_out)
         else:
@@ -75,15 +75,15 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
 
 
 def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, name: str) -> Split[R]:
-    """Divide rows; without held-out rows of their own, a `fraction` of the distinct prompts is kept aside.
+    """Divide rows. If `held_out` is None, a `fraction` of the distinct prompts is held out.
 
     Raises:
-        ConfigError: a side would be empty. `name` is the data set's, for the message.
+        ConfigError: a side would be empty. The message gives `name`, the data set's name.
     """
     if held_out is not None:
         aside = {row.prompt for row in held_out}
     else:
-        # By the hash of the prompt, so that rows with the same prompt stay together, wherever they stand in the file.
+        # The hash of the prompt decides, so that rows with the same prompt stay together, at any position in the file.
         prompts = sorted({row.prompt for row in rows}, key=_hash)
         aside = set(prompts[: max(1, round(fraction * len(prompts)))])
         held_out = [row for row in rows if row.prompt in aside]
@@ -107,7 +107,7 @@ def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str
 
 @functools.lru_cache(maxsize=4)
 def _order(count: int, epoch: int) -> Int32Array:
-    """int32 [count]: the shuffled order of an epoch; −1 is the one order of the held-out rows."""
+    """Return the shuffled order of an epoch, int32 [count]. Epoch −1 is the one order of the held-out rows."""
     return np.random.default_rng([count, epoch + 1]).permutation(count).astype(np.int32)
 
 

@@ -1,8 +1,7 @@
-"""Tests that call a function of the program: the runner in the sandbox; and the comparison of what a test showed with
-what it must show, which runs outside of it.
+"""Tests that call a function of the program: the runner in the sandbox, and the comparison outside of it.
 
-The program runs in a process of its own, and all that comes back is text. The expected value never enters the sandbox,
-and nothing in there decides about the test: a program can only answer.
+The program runs in its own process in the sandbox, and returns only text. The expected value never enters the sandbox,
+and no code in the sandbox decides about a test: a program can only answer.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PROVIDED = {
     "enum": "Enum",
     "abc": "ABC abstractmethod",
 }
-"""Modules, and names of theirs, that a called program need not import: sites that ask for functions provide them."""
+"""Modules and names in them that a called program need not import. Sites that ask for functions provide them."""
 
 PROVIDED_MODULES = ("sys", "re", "json", "datetime", "statistics", "time", *PROVIDED)
 
@@ -75,20 +74,21 @@ except (TypeError, ValueError):
 with open(answer, "w") as file:
     file.write("\\n" + text + "\\n")
 """
-"""Reads `{"call", "args", "provided"}` and writes the value that the function of `main.py` returned, as JSON, on the
-last line. Provided names join the builtins, so that the program's own names and modules are as they would be."""
+"""Python source of the runner. It reads `{"call", "args", "provided"}`, calls the function of `main.py`, and writes the
+returned value as JSON on the last line. Provided names become builtins, so that they never hide names or modules of the
+program."""
 
 TOLERANCE = 1e-5
-"""Difference, absolute or relative, up to which a number is the expected one, if that has a fraction; an integer is
-exact. Sites that ask for functions allow as much, and show expected numbers with five decimals."""
+"""Largest absolute or relative difference between a number and an expected number with a fraction. Integers must be
+equal. Sites that ask for functions allow as much, and show expected numbers with five decimals."""
 
 FRACTION = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]\d+")
-"""A number with a fraction or an exponent, as programs print it."""
+"""Pattern of a number with a fraction or an exponent, as programs print it."""
 WHOLE = re.compile(r"[-+]?\d+")
 
 
 def question(call: str, args: list[Any]) -> bytes:
-    """Return the input of the runner of a language."""
+    """Return the input of a runner."""
     provided = {module: PROVIDED.get(module, "").split() for module in PROVIDED_MODULES}
     return json.dumps({"call": call, "args": args, "provided": provided}).encode()
 
@@ -99,7 +99,7 @@ def provided_names() -> list[str]:
 
 
 def returned_this(output: bytes, expected: Any) -> bool:
-    """Return True if the last line of a runner's output is this value."""
+    """Return True if the last line of a runner's output is the expected value, as JSON."""
     try:
         found = json.loads(output.rstrip().rpartition(b"\n")[2])
     except (ValueError, RecursionError):
@@ -108,12 +108,13 @@ def returned_this(output: bytes, expected: Any) -> bool:
 
 
 def _same(found: Any, expected: Any) -> bool:
+    """Return True if two JSON values are equal, with `TOLERANCE` for expected numbers with a fraction."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(expected, float):
         return isinstance(found, int | float) and close(found, expected)
     if isinstance(expected, int):
-        # 12.0 is 12; Python compares the two exactly.
+        # Integers are compared exactly. A found 12.0 counts as 12.
         return isinstance(found, int | float) and found == expected
     if isinstance(found, list) and isinstance(expected, list):
         ours, theirs = cast("list[Any]", found), cast("list[Any]", expected)
@@ -125,18 +126,18 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def close(found: float, expected: float) -> bool:
-    """Return True if two numbers differ by `TOLERANCE` at most."""
+    """Return True if two numbers differ by at most `TOLERANCE`."""
     try:
         return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # An integer that no float can hold.
+    except OverflowError:  # an integer is too large for a float
         return False
 
 
 def printed_this(output: bytes, expected: str) -> bool:
     """Return True if an output has the expected lines.
 
-    White space at the ends of lines and empty lines at both ends do not count. A line with a number that has a
-    fraction, or of nothing but numbers, is compared word by word, and its numbers as numbers.
+    White space at the ends of lines and empty lines at both ends do not count. A line is compared word by word, and its
+    numbers as numbers, if it has a number with a fraction or consists only of numbers.
     """
     ours, theirs = output.decode("utf-8", "replace"), expected.encode("utf-8", "replace").decode("utf-8", "replace")
     found, wanted = ours.strip("\r\n").rstrip().split("\n"), theirs.strip("\r\n").rstrip().split("\n")
@@ -144,6 +145,7 @@ def printed_this(output: bytes, expected: str) -> bool:
 
 
 def _same_line(found: str, expected: str) -> bool:
+    """Return True if two lines are equal, as text or word by word: see `printed_this`."""
     if found.rstrip() == expected.rstrip():
         return True
     ours, theirs = found.split(), expected.split()
@@ -154,11 +156,12 @@ def _same_line(found: str, expected: str) -> bool:
 
 
 def _same_word(found: str, expected: str, fraction: bool) -> bool:
+    """Return True if two words are equal as texts or as numbers. `fraction`: the expected number has a fraction."""
     if found == expected:
         return True
     if fraction:
         number = FRACTION.fullmatch(found) or WHOLE.fullmatch(found)
         return number is not None and close(float(found), float(expected))
-    # 12.0 is 12, as in calls; but 012 may be a text.
+    # A found 12.0 counts as 12, as in calls. But 012 may be a text, so it does not.
     whole, _, zeros = found.partition(".")
     return whole == expected and zeros.strip("0") == "" and WHOLE.fullmatch(whole) is not None

@@ -1,11 +1,11 @@
-"""The choice of the program to grade among the blocks of an answer. Runs in the sandbox, before any program does.
+"""Choose the program to grade among the blocks of an answer. This script runs in the sandbox, before any program does.
 
-It reads one JSON object: `blocks`, the most likely first, each a list of texts that the block may be; `calls`, the
-functions that the tests call; `prints` and `reads`, true if a test expects output or gives input; `provided`, names
-that need no import. It writes the chosen text as JSON. Python's own parser judges Python; for other languages the
-arguments are a command that reads a program and exits with 0 if it parses.
+It reads one JSON object. `blocks`: the blocks, the most likely first; each is a list of texts that the block may be.
+`calls`: the functions that the tests call. `prints` and `reads`: true if a test expects output or gives input.
+`provided`: names that need no import. The script writes the chosen text as JSON. For Python, it uses Python's own
+parser. For other languages, its arguments are a command that reads a program and exits with 0 if it parses.
 
-The image's Python may be as old as 3.6. Nothing is imported but the standard library.
+The image's Python may be as old as 3.6, so the script uses only the standard library and old syntax.
 """
 
 import ast
@@ -20,21 +20,21 @@ import warnings
 from typing import Any
 
 PARSE_SECONDS = 5
-"""Seconds for the command that parses one text of another language."""
+"""Seconds that the parser of another language has for one text."""
 MOST_STARTS = 40
-"""Lines of an unfenced text that are tried as the first line of a program."""
+"""Number of lines of an unfenced text that are tried as the first line of a program."""
 MOST_CUTS = 20
-"""Lines at which the end of an unfenced program is tried."""
+"""Number of lines that are tried as the end of an unfenced program."""
 
 CODE_START = re.compile(
     r"(?:import|from|def|class|async def|for|while|if|try|with|print|@|#|[A-Za-z_]\w*(?:\s*,\s*\w+)*\s*[=(.])"
 )
-"""A line that may be the first of a program that stands among words."""
+"""Pattern of a line that may be the first of a program in running text."""
 
 LOOKALIKES = str.maketrans(
     "\u201c\u201d\u201e\u2018\u2019\u201a\u00a0\u2003\u3000", "\"\"\"'''   ", "\u200b\u200c\u200d\u2060\ufeff"
 )
-"""Characters that typography puts in the place of quotes and blanks."""
+"""Replacements of typographic quotes and blanks. Invisible characters are deleted."""
 
 OUTPUT_NAMES = {"print", "write", "writelines", "pprint"}
 """Functions and methods that write output."""
@@ -44,22 +44,23 @@ INPUT_NAMES = {"input", "stdin", "open", "fileinput", "read"}
 """Functions, methods and modules that read input."""
 
 BEST = 5
-"""Rank of a program that has all that its tests need."""
+"""Highest rank: the program has everything that its tests need."""
 
 
 def compiled(text: str) -> "ast.AST | None":
-    """Return the syntax tree of a Python program; None if it is none."""
+    """Return the syntax tree of a Python program; None if the text is not a program."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(text, "main.py", "exec", dont_inherit=True)  # finds more than the parser, as a `return` outside
+            # `compile` finds more errors than the parser, such as a `return` outside of a function.
+            compile(text, "main.py", "exec", dont_inherit=True)
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
 
 
 def repairs(text: str) -> "list[str]":
-    """Return a text, and what it may have been before it was indented, typeset or copied from a console."""
+    """Return a text, and its likely originals before it was indented, typeset or copied from a console."""
     prompts = [line.lstrip()[4:] for line in text.split("\n") if line.lstrip()[:4] in (">>> ", "... ", "...", ">>>")]
     no_magics = [line for line in text.split("\n") if line.lstrip()[:1] not in ("%", "!")]
     variants = [text, textwrap.dedent(text), textwrap.dedent(text.translate(LOOKALIKES))]
@@ -67,7 +68,7 @@ def repairs(text: str) -> "list[str]":
 
 
 def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
-    """Return how good a program is for these tests, from 0: it does nothing, to `BEST`."""
+    """Return the rank of a program for these tests, from 0 (it does nothing) to `BEST`."""
     nodes = list(ast.walk(tree))
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     if not any(isinstance(node, (ast.Call, *definitions)) for node in nodes):
@@ -76,7 +77,7 @@ def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, definitions)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    # Names of `except … as` and of patterns are plain text.
+    # Names in `except … as` and in patterns are plain strings in the tree.
     named = [getattr(node, field, None) for node in nodes for field in ("name", "rest")]
     bound |= {name for name in named if isinstance(name, str)}
     modules = []
@@ -91,7 +92,7 @@ def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
     if free or not all(found(module) for module in modules):
         return 2
     named_there = loaded | {node.attr for node in nodes if isinstance(node, ast.Attribute)} | set(modules)
-    # An example behind the solution prints as well, but does not read what the tests give.
+    # An example call after the solution also prints, but does not read the tests' input.
     return (
         3
         + bool(not asked["prints"] or OUTPUT_NAMES & named_there)
@@ -100,7 +101,7 @@ def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
 
 
 def found(module: str) -> bool:
-    """Return True if a module can be imported here."""
+    """Return True if a module can be imported in the sandbox."""
     top = module.partition(".")[0]
     try:
         return top in sys.modules or importlib.util.find_spec(top) is not None
@@ -109,7 +110,7 @@ def found(module: str) -> bool:
 
 
 def region(text: str, asked: "dict[str, Any]") -> "str | None":
-    """Return the first part of a text that is a program: of words with code among them, but without a fence."""
+    """Return the first program in an unfenced text of code and prose; None if there is none."""
     lines = text.split("\n")
     starts = [number for number, line in enumerate(lines) if CODE_START.match(line)][:MOST_STARTS]
     for start in starts:
@@ -133,7 +134,7 @@ def region(text: str, asked: "dict[str, Any]") -> "str | None":
 
 
 def choose_python(asked: "dict[str, Any]") -> str:
-    """Return the best program, of equals the first; of a block the first text that is a program."""
+    """Return the program with the highest rank; of equal ones, the first. A block counts with its first valid text."""
     blocks = asked["blocks"]
     best, chosen = -1, blocks[0][0]
     for texts in blocks:
@@ -147,7 +148,7 @@ def choose_python(asked: "dict[str, Any]") -> str:
         if best == BEST:
             return chosen
     if best < 3:
-        # The best may stand among words, in a text without a fence or in a block that was never closed.
+        # The best program may be surrounded by prose, in a text without a fence or in a block that was never closed.
         for part in (region(text, asked) for texts in blocks for text in texts):
             value = -1 if part is None else rank(ast.parse(part), asked)
             if part is not None and value > best:
@@ -156,7 +157,7 @@ def choose_python(asked: "dict[str, Any]") -> str:
 
 
 def choose_parsed(blocks: "list[list[str]]", command: "list[str]") -> str:
-    """Return the first text that a command takes for a program; the first of all if it takes none."""
+    """Return the first text that a command accepts as a program; if it accepts none, the first text."""
     for texts in blocks:
         for text in texts:
             source, null = text.encode("utf-8", "replace"), subprocess.DEVNULL
@@ -170,7 +171,7 @@ def choose_parsed(blocks: "list[list[str]]", command: "list[str]") -> str:
 
 
 def main() -> None:
-    """Read the question from the standard input, and write the answer."""
+    """Read the question from standard input, and write the chosen text to standard output."""
     asked = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     chosen = choose_parsed(asked["blocks"], sys.argv[1:]) if sys.argv[1:] else choose_python(asked)
     sys.stdout.write(json.dumps(chosen))

@@ -1,8 +1,8 @@
-"""A node's judge: borrows a sandbox of the judge pool for each answer, and another one where the first fails.
+"""Judge: judges programs on one node. It borrows a sandbox for each answer, and another one if the first fails.
 
-What is judged, and how, is in `envs.judging.tests`. Where no sandbox could do it, the answer has no verdict but an
-error, of `flash.errors.SandboxError`. But a program that loses each of its sandboxes while a harmless one keeps its own
-has failed: it has found a way to end them, and would otherwise never be scored.
+`envs.judging.tests` describes the tests. If every sandbox fails, the answer gets an error (`flash.errors.SandboxError`)
+instead of a verdict. There is one exception: if the program loses each of its sandboxes while a harmless program keeps
+its own, the program has failed. It has found a way to end sandboxes, and without a verdict it would be retried forever.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 from flash.types import Stock
 
 WITNESS_S = 5.0
-"""Longest time for which a harmless program has to keep its sandbox, where another one has lost all of its own."""
+"""Longest time for which a harmless program must keep its sandbox, to show that another program has ended its own."""
 PAUSE_S = 0.5
-"""Before another sandbox is tried; twice as long each time."""
+"""Seconds before another sandbox is tried. The pause doubles each time."""
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
-"""What an owner of sandboxes may not be called."""
+"""Characters that the name of a sandboxes' owner may not have."""
 
 SandboxOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
-"""Opens sandboxes for an owner, for the time of a block: `envs.sandbox.open.open_sandboxes`, or a test's own."""
+"""Function that opens sandboxes for an owner, for the time of a block: `open_sandboxes`, or a fake of a test."""
 
 
 class Judge:
-    """Judges programs, each answer in a new sandbox. Shared by all episodes of a node: see `shared_judge`."""
+    """Judges programs, each answer in a new sandbox. All episodes of a node share it: see `shared_judge`."""
 
     def __init__(self, sandboxes: BoundedSandboxes, settings: JudgePool) -> None:
         self.sandboxes = sandboxes
@@ -48,10 +48,10 @@ class Judge:
     async def judge(
         self, answer: str, suite: Suite, languages: Mapping[str, Language], limits: JudgingLimits, *, every: bool
     ) -> SuiteVerdict:
-        """The verdict on the program in an answer. A sandbox that fails is replaced, a few times.
+        """Return the verdict on the program in an answer. A sandbox that fails is replaced, a few times.
 
         Raises:
-            SandboxError: every attempt failed, and not by the program; or there was no room.
+            SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
         """
         language = languages[suite.language]
         found = find_blocks(answer, (suite.language, *language.fences))
@@ -67,7 +67,7 @@ class Judge:
         return await self.try_in(spec_of(language, limits), judged, len(suite.tests), limits.total)
 
     def stock(self) -> Stock:
-        """How many sandboxes it has."""
+        """Return the numbers of sandboxes in use and of callers that wait for one."""
         return self.sandboxes.stock()
 
     async def try_in(
@@ -76,13 +76,13 @@ class Judge:
         """Return the verdict of `judged` in a new sandbox. A sandbox that fails is replaced, a few times.
 
         Args:
-            spec: of the sandbox.
-            judged: runs the tests.
-            tests: how many there are.
-            total: seconds after which no sandbox is replaced that was lost in a test.
+            spec: description of the sandbox.
+            judged: coroutine function that runs the tests in a sandbox.
+            tests: number of tests.
+            total: seconds after which a sandbox that was lost in a test is not replaced again.
 
         Raises:
-            SandboxError: every attempt failed, and not by the program; or there was no room.
+            SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
         """
         begin, losses = anyio.current_time(), 0
         for attempt in range(self._settings.attempts):
@@ -95,7 +95,7 @@ class Judge:
                 raise
             except LostInTestError as error:
                 losses += 1
-                # A program that waits before each end must not take more time than a step has.
+                # A program that waits before it ends each sandbox must not take more time than a step has.
                 last = last or (losses > 1 and anyio.current_time() - begin > total)
                 own = last and 1 < losses == attempt + 1 and await self._others_live(spec, anyio.current_time() - start)
                 if own:
@@ -109,7 +109,7 @@ class Judge:
         raise AssertionError("at least one attempt")
 
     async def _others_live(self, spec: Spec, seconds: float) -> bool:
-        """Whether a harmless program keeps such a sandbox for as long."""
+        """Return True if a harmless program keeps such a sandbox for the same time, at most `WITNESS_S`."""
         pause = str(math.ceil(min(seconds, WITNESS_S)))
         try:
             async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
@@ -118,20 +118,20 @@ class Judge:
             return False
 
     async def try_out(self, language: Language, limits: JudgingLimits) -> None:
-        """Start one sandbox of a language.
+        """Start one sandbox of a language, and check its image.
 
         Raises:
-            SandboxError: it cannot be made, or its image lacks what the language needs.
+            SandboxError: the sandbox cannot be made, or its image lacks a program that the language needs.
         """
         async with self.sandboxes.borrow(spec_of(language, limits), self._settings.wait) as sandbox:
             await self.look_for(language, sandbox)
 
     async def look_for(self, language: Language, sandbox: Sandbox) -> None:
-        """Refuse an image without the language, which would make every program crash."""
+        """Refuse an image without the programs of the language, in which every answer would crash."""
         if language in self._usable:
             return
         for words in (language.compile, language.run, language.call, language.test):
-            # What begins with a dot is what compiling leaves.
+            # A path that begins with a dot is a result of compiling, so it does not exist yet.
             if words is not None and not words[0].startswith("."):
                 found = await sandbox.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=10)
                 if not found.ok:
@@ -140,10 +140,10 @@ class Judge:
 
 
 async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) -> Judge:
-    """This node's judge with this judge pool, which is opened by the first who asks and closed with the node.
+    """Return this node's judge for a judge pool. The first call opens it, and it is closed with the node.
 
     Raises:
-        ConfigError: there is no engine, a package or a token is missing.
+        ConfigError: there is no engine, or a package or a token is missing.
         SandboxError: the engine or the service does not answer.
     """
 

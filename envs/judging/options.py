@@ -1,6 +1,6 @@
-"""What a configuration or a row says about judging: languages, suites of tests, limits, and the judge pool.
+"""Options of judging: languages, suites of tests, limits, and the judge pool.
 
-`envs.judging.tests` runs a suite on a program in one sandbox; `envs.judging.judge` finds the sandbox.
+`envs.judging.tests` runs a suite on a program in one sandbox. `envs.judging.judge` provides the sandbox.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from flash.config.objects import check_options
 from flash.errors import ConfigError
 
 MARK = "{mark}"
-"""Stands in `Language.test_end` for the text drawn for a run."""
+"""Placeholder in `Language.test_end` for a random text that is drawn for each run."""
 
 _Words = Annotated[tuple[str, ...], Meta(min_length=1)]
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How programs of a language are run."""
+    """Commands that run programs of one language. Each command is a tuple of words."""
 
     image: str
-    """Of the sandbox."""
+    """Image of the sandbox."""
     file: str
-    """What the program's file is called, in the working directory."""
+    """Name of the program's file in the working directory."""
     run: _Words
-    """Runs it."""
+    """Command that runs the program."""
     compile: _Words | None = None
-    """Runs once before all tests."""
+    """Command that compiles the program, once before all tests."""
     call: _Words | None = None
-    """Calls a function of the program, as `envs.judging.calls.CALL_PYTHON` does; without it there are no calls."""
+    """Command that calls a function of the program, like `envs.judging.calls.CALL_PYTHON`. None: no calls."""
     test: _Words | None = None
-    """Runs a test program that it reads from its input; without it the language has no test programs."""
+    """Command that runs a test program from standard input. None: the language has no test programs."""
     test_end: str = ""
-    """Last line of each test program: prints `{mark}`."""
+    """Last line of each test program. It must print `{mark}`."""
     fences: tuple[str, ...] = ()
-    """Names of fenced blocks that hold the language, beside its own. `python3.11` is `python`."""
+    """Names of fenced blocks for this language, besides its own. Versions are ignored: `python3.11` is `python`."""
     choose: _Words | None = None
-    """Chooses the program among the blocks of an answer, as `envs.judging.chooser` does; without it the last block."""
+    """Command that chooses the program among an answer's blocks, like `envs.judging.chooser`. None: the last block."""
 
 
 LANGUAGES: dict[str, Language] = {
     "python": Language(
         image="flash-sandbox-python",
         file="main.py",
-        # Contests ask for numbers of more digits than Python turns into text by default. Others than 3.11 ignore it.
+        # Contests ask for numbers with more digits than Python converts to text by default. Versions without this limit
+        # ignore the option.
         run=("python3", "-X", "int_max_str_digits=0", "main.py"),
         call=("python3", "-X", "int_max_str_digits=0", "-c", CALL_PYTHON),
         test=("python3", "-"),
@@ -64,7 +65,8 @@ LANGUAGES: dict[str, Language] = {
         image="flash-sandbox-python",
         file="main.sh",
         run=("bash", "main.sh"),
-        # Read to its end before it runs: what runs in it shares its input, and would find the rest there.
+        # The test is read completely before it runs. Otherwise the program would share the test's input and could read
+        # the rest of it.
         test=("bash", "-c", 'IFS= read -r -d "" test; exec </dev/null; eval "unset test; $test"'),
         test_end="echo {mark}",
         fences=("sh", "shell", "zsh"),
@@ -78,21 +80,21 @@ LANGUAGES: dict[str, Language] = {
         choose=("python3", "-c", CHOOSER, "tcc", "-c", "-o", "/dev/null", "-"),
     ),
 }
-"""Those that are known without being configured. The images are made by `python -m envs.sandbox.images`."""
+"""Languages that need no configuration. `python -m envs.sandbox.images` builds their images."""
 
 
 class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An input with the output that it must give, a call with what it must return, or a test program."""
+    """Test of a program: an input and its expected output, a call and its expected result, or a test program."""
 
     stdin: str = ""
     stdout: str | None = None
-    """What must be printed. White space at the ends of lines, and empty lines at both ends, do not count. Where a line
-    has a number with a fraction, or nothing but numbers, they are compared as numbers, to 1e-5."""
+    """Expected output. White space at the ends of lines and empty lines at both ends do not count. In a line that has a
+    number with a fraction, or that consists only of numbers, the numbers are compared with a tolerance of 1e-5."""
     call: str | None = None
-    """A function of the program, or of a class of it that is made without arguments: `add`, `Solution.add`."""
+    """Function of the program, or method of a class that is made without arguments: `add`, `Solution.add`."""
     args: list[Any] = []
     returns: Any = None
-    """What the call must return, in the form of JSON: tuples are lists. Numbers with a fraction may differ by 1e-5."""
+    """Expected result of the call, as JSON: tuples are lists. Numbers with a fraction may differ by 1e-5."""
     program: str | None = None
 
     def __post_init__(self) -> None:
@@ -105,49 +107,50 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What judges a program."""
+    """Tests that judge a program."""
 
     tests: Annotated[list[SuiteCase], Meta(min_length=1)]
     language: str
     timeout: _Seconds | None = None
-    """Seconds for each test, where it is not the usual."""
+    """Seconds for each test. None: the timeout of `JudgingLimits`."""
     memory_mib: Annotated[int, Meta(ge=16)] | None = None
 
 
 class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a program may use."""
+    """Limits of a program."""
 
     timeout: _Seconds = 5.0
-    """Seconds for one test; three times that for compiling. The time in which the program was ready to run and had no
-    CPU does not count, until thirty times as much has passed."""
+    """Seconds for one test; compiling may take three times as long. Time in which the program was ready to run but had
+    no CPU does not count, up to a total of thirty times the timeout."""
     total: _Seconds = 30.0
-    """Seconds for all tests of one answer, counted the same way; those that are left then have failed."""
+    """Seconds for all tests of one answer, counted in the same way. Tests that have not run by then have failed."""
     memory_mib: Annotated[int, Meta(ge=16)] = 256
     pids: Annotated[int, Meta(ge=8)] = 64
     cpus: _Seconds = 1.0
 
 
 class JudgePool(Location, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sandboxes that programs are judged in. Environments of a node with the same judge pool share it."""
+    """Sandboxes in which programs are judged. Environments of a node with equal judge pools share one pool."""
 
     parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
-    """Sandboxes at once on each node."""
+    """Number of sandboxes in use at the same time on each node."""
     wait: _Seconds = 60.0
-    """Seconds to wait for a sandbox."""
+    """Seconds to wait for a free sandbox."""
     attempts: Annotated[int, Meta(ge=1, le=10)] = 3
-    """How often an answer is judged when its sandbox fails, before its episode fails."""
+    """Number of sandboxes that are tried for one answer before its episode fails."""
 
 
 def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:
-    """The known languages, with one's own tables added or in their place.
+    """Return the known languages, with the tables of `own` added. A table with a known name replaces that language.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: an option is invalid. The message names the fault.
     """
     return {**LANGUAGES, **{name: _language(name, table) for name, table in own.items()}}
 
 
 def _language(name: str, table: Mapping[str, Any]) -> Language:
+    """Return the language of a table. Raises ConfigError if the table is invalid."""
     language = Language(**check_options(Language, table, f"languages.{name}"))
     if language.test is not None and MARK not in language.test_end:
         raise ConfigError(f"languages.{name}.test_end must print {MARK}, but is {language.test_end!r}")
@@ -157,19 +160,19 @@ def _language(name: str, table: Mapping[str, Any]) -> Language:
 
 
 def limits_of(table: Mapping[str, Any]) -> JudgingLimits:
-    """The limits that a table `limits` describes.
+    """Return the limits that a table `limits` describes.
 
     Raises:
-        ConfigError: naming the option that is wrong.
+        ConfigError: an option is invalid. The message names it.
     """
     return JudgingLimits(**check_options(JudgingLimits, table, "limits"))
 
 
 def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
-    """The judge pool that a table `sandboxes` describes.
+    """Return the judge pool that a table `sandboxes` describes.
 
     Raises:
-        ConfigError: naming the option that is wrong.
+        ConfigError: an option is invalid. The message names it.
     """
     if "reuse" in table:
         raise ConfigError("sandboxes.reuse was removed: each answer gets a new sandbox. Leave the option out")
@@ -182,10 +185,10 @@ def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
 
 
 def check_suite(suite: Suite, languages: Mapping[str, Language], *, test_programs: bool) -> None:
-    """Refuse tests that nothing could run, and test programs unless they are allowed.
+    """Refuse tests that cannot run, and test programs unless they are allowed.
 
     Raises:
-        ConfigError: the language is unknown or has no tests of this kind, or test programs are not allowed.
+        ConfigError: the language is unknown or does not support such tests, or test programs are not allowed.
     """
     language = languages.get(suite.language)
     if language is None:
@@ -204,5 +207,5 @@ def check_suite(suite: Suite, languages: Mapping[str, Language], *, test_program
 
 
 def spec_of(language: Language, limits: JudgingLimits) -> Spec:
-    """The sandbox for programs of a language."""
+    """Return the description of the sandbox for programs of a language."""
     return Spec(image=language.image, memory_mib=limits.memory_mib, pids=limits.pids, cpus=limits.cpus)

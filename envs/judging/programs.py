@@ -1,11 +1,12 @@
-"""Programs in answers: the fenced blocks of a text, and which of them is graded.
+"""Find the program in an answer: the fenced blocks of the text, ordered by how likely each is the program.
 
-Only what follows the reasoning counts, and of that the part in `<answer>` tags where there are any. Blocks named by the
-language come first, the last of them before the others; unnamed blocks count only where none is named, and words
-without a block only where there is no block at all. Where that leaves a choice, `envs.judging.chooser` makes it in the
-sandbox, with the parser of the language: reading a text that a model wrote can take any time.
+Only the text after the reasoning counts, and of that the part in `<answer>` tags if there are any. Blocks with the
+language's name come first, the last of them before the others. Blocks without a name count only if no block has the
+language's name. Prose without a block counts only if there is no block at all. If that leaves a choice,
+`envs.judging.chooser` makes it in the sandbox with the parser of the language, because parsing a model's text may take
+any time.
 
-Everything here is linear in the answer: it runs on the event loop.
+Everything in this module takes time linear in the length of the answer, because it runs on the event loop.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHOOSER = Path(__file__).with_name("chooser.py").read_text(encoding="utf-8")
-"""The source of the chooser, which is given to the Python of the sandbox."""
+"""Source of the chooser, which the Python of the sandbox executes."""
 
 MOST_BLOCKS = 12
-"""Blocks of an answer that are looked at, the last ones."""
+"""Number of blocks that are considered: the last ones of an answer."""
 MOST_FENCES = 256
-"""Lines that may begin or end a block that are looked at, the last ones."""
+"""Number of lines that are considered as the beginning or end of a block: the last ones."""
 MOST_ENDS = 4
-"""Lines at which one block may end that are tried."""
+"""Number of lines that are tried as the end of one block."""
 
 END_OF_THOUGHT = ("</think>", "</thinking>", "</thought>", "</reasoning>", "</seed:think>", "[/THINK]")
 START_OF_THOUGHT = ("<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[THINK]")
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<solution>", "</solution>"))
 QUOTES = "\"'`"
-"""A tag behind one of these characters is a text of the program."""
+"""Quotation marks. A tag after one of them is part of a program's text."""
 
 CONTAINER = re.compile(r"[\s>]*(?:[-*+]\s+|\d{1,9}[.)]\s+)?[\s>]*\Z")
-"""Precedes a fence within a quotation or a list."""
+"""Pattern of the text before a fence within a quotation or a list."""
 WIDEST_CONTAINER = 80
-"""Characters of it that are looked at: the pattern takes their square."""
+"""Number of characters before a fence that are matched. The pattern's time is quadratic in this number."""
 QUOTATION = re.compile(r"\s{0,3}>\s?")
 ODD_MARKS = "\u00b4\u2018\u2019\u02cb'["
-"""Characters with which other fences begin."""
+"""First characters of fences that are not made of backticks or tildes."""
 ODD_FENCE = re.compile(r"([\u00b4\u2018\u2019\u02cb]{3,}|'{3,})([^'\u00b4\u2018\u2019\u02cb]*)\Z")
-"""A fence of characters that typography puts in the place of backticks."""
+"""Pattern of a fence in which typography has replaced the backticks."""
 WORDS = re.compile(r"[^\s,:;={}()\[\]|\"'<>/\\]+")
 IGNORED_WORDS = frozenset({"lang", "language", "code", "code-block", "code-cell", "sourcecode", "solution", "answer"})
-"""Words of a block's name that name no language."""
+"""Words in a block's name that are not the name of a language."""
 INLINE = re.compile(r"```([^`\n]+)```")
 ODD = re.compile(r"[\u201c\u201d\u2018\u2019\u00a0\u200b\ufeff]|^[ \t]*(?:>>>|%|!)|\A\s", re.MULTILINE)
-"""Shows a program that was typeset, indented or copied from a console."""
+"""Pattern in a program that was typeset, indented or copied from a console."""
 
 
 class Fence(NamedTuple):
@@ -54,26 +55,26 @@ class Fence(NamedTuple):
 
     line: int
     before: str
-    """Text in front of the marks."""
+    """Text before the marks."""
     marks: str
     info: str
-    """Text behind the marks."""
+    """Text after the marks."""
     named: bool | None
-    """True if that is a name of the language; None if it names no language at all."""
+    """True if `info` names the language; None if it names no language at all."""
 
     @property
     def clean(self) -> bool:
-        """True if nothing but the marks of a list or a quotation is in front."""
+        """True if nothing but the marks of a list or a quotation precedes the fence."""
         return len(self.before) <= WIDEST_CONTAINER and CONTAINER.match(self.before) is not None
 
     @property
     def ends_only(self) -> bool:
-        """True if it cannot begin a block: it has no name, or a sentence behind it."""
+        """True if the fence cannot begin a block: it has no name, or a sentence follows it."""
         return not self.info or (not self.named and " " in self.info)
 
 
 class Block(NamedTuple):
-    """A fenced block and the texts that it may be, the most likely first."""
+    """A fenced block, and the texts that it may be, the most likely first."""
 
     named: bool
     texts: list[str]
@@ -81,7 +82,7 @@ class Block(NamedTuple):
 
 
 def final_part(answer: str) -> str:
-    """Return the text of an answer behind its reasoning; empty if it does not come to the end of that."""
+    """Return the text of an answer after its reasoning; empty if the reasoning does not end."""
     text = answer.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
     ends = [at + len(tag) for tag in END_OF_THOUGHT if (at := _rfind_tag(text, tag)) >= 0]
     if ends:
@@ -90,16 +91,16 @@ def final_part(answer: str) -> str:
 
 
 class Found(NamedTuple):
-    """The blocks of an answer that may be its program, the best first; none if there is no program."""
+    """Blocks of an answer that may be its program, the best first; empty if there is no program."""
 
     blocks: list[list[str]]
-    """For each block the texts that it may be, the most likely first."""
+    """For each block, the texts that it may be, the most likely first."""
     certain: bool
-    """True if there is nothing to choose."""
+    """True if there is only one candidate."""
 
 
 def find_blocks(answer: str, names: Sequence[str]) -> Found:
-    """Find what may be a program in the language of these names. An answer without a fence is one block."""
+    """Find the texts that may be a program in the language of `names`. An answer without a fence is one block."""
     text = final_part(answer)
     lines, fences = _scan(text, names)
     blocks = _fenced(lines, fences)
@@ -111,14 +112,14 @@ def find_blocks(answer: str, names: Sequence[str]) -> Found:
     if not blocks:
         marks = {fence.line for fence in fences}
         words = "\n".join(line for at, line in enumerate(lines) if at not in marks).strip()
-        # Words may stand around the program, unless there is but one line.
+        # Prose may surround the program, unless there is only one line.
         return Found([[text.strip("\n")]] if words else [], "\n" not in words)
     sure = len(blocks) == len(blocks[0].texts) == 1 and blocks[0].closed and not ODD.search(blocks[0].texts[0])
     return Found([block.texts for block in blocks], sure)
 
 
 def last_block(answer: str, names: Sequence[str]) -> str | None:
-    """Return the last fenced block named by one of `names`, or by none if no block is; None without such a block."""
+    """Return the last block named by one of `names`, or the last unnamed one if none is; None if there is no block."""
     blocks = _fenced(*_scan(final_part(answer), names))
     return blocks[0].texts[0] if blocks else None
 
@@ -130,7 +131,7 @@ def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, 
 
 
 def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
-    """Return the text before the first fence where that has no name: the prompt may have begun the block it ends."""
+    """Return the text before the first fence if that has no name: the block that it ends may begin in the prompt."""
     if not fences or fences[0].info:
         return []
     head = "\n".join([*lines[: fences[0].line], fences[0].before]).strip("\n")
@@ -138,7 +139,7 @@ def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
 
 
 def _inline(text: str, names: Sequence[str]) -> list[Block]:
-    """Return the programs that begin and end on one line."""
+    """Return the programs in single-line code spans."""
     blocks: list[Block] = []
     for span in INLINE.findall(text)[-MOST_BLOCKS:]:
         name, _, rest = span.strip().partition(" ")
@@ -148,7 +149,7 @@ def _inline(text: str, names: Sequence[str]) -> list[Block]:
 
 
 def _rfind_tag(text: str, tag: str, end: int | None = None) -> int:
-    """Return the last place of a tag that is not quoted; -1 without one."""
+    """Return the position of the last occurrence of a tag that is not quoted; -1 if there is none."""
     at = text.rfind(tag, 0, end)
     while at > 0 and text[at - 1] in QUOTES and text[max(at - 3, 0) : at] != "```":
         at = text.rfind(tag, 0, at)
@@ -156,11 +157,11 @@ def _rfind_tag(text: str, tag: str, end: int | None = None) -> int:
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text in the last answer tags; None without one."""
+    """Return the text in the last answer tags; None if there are no tags."""
     for opening, closing in ANSWER_TAGS:
         end = _rfind_tag(text, closing)
         start = _rfind_tag(text, opening, None if end < 0 else end)
-        # A tag that is only spoken of stands within a line.
+        # A tag that is only mentioned stands in the middle of a line.
         if start >= 0 and (end >= 0 or text[:start].rpartition("\n")[2].strip() == ""):
             inside = text[start + len(opening) : len(text) if end < 0 else end]
             if inside.strip():
@@ -169,7 +170,7 @@ def answer_part(text: str) -> str | None:
 
 
 def _is_language(info: str, names: Sequence[str]) -> bool | None:
-    """Return True if the name of a block is one of a language; None if it names no language at all."""
+    """Return True if the name of a block is one of a language's names; None if it names no language at all."""
     words = [word.lower().removeprefix("language-").removeprefix("lang-") for word in WORDS.findall(info)]
     words = [word.lstrip(".#") for word in words]
     words = [word for word in words if word and word not in IGNORED_WORDS]
@@ -185,7 +186,7 @@ def _core(name: str) -> str:
 
 
 def _scan(text: str, names: Sequence[str]) -> tuple[list[str], list[Fence]]:
-    """Return the lines of a text, and the last ones of them that may begin or end a block."""
+    """Return the lines of a text, and the last fences among them."""
     lines = text.split("\n")
     places: list[int] = []
     for place in range(len(lines) - 1, -1, -1):
@@ -210,14 +211,14 @@ def _scan(text: str, names: Sequence[str]) -> tuple[list[str], list[Fence]]:
             info = "python" if bare == "[PYTHON]" else ""
             fences.append(Fence(place, "", "[]" * 2, info, _is_language(info, names)))
         elif (match := ODD_FENCE.match(bare)) and ((named := _is_language(match[2], names)) or (odd and bare == odd)):
-            # Three quotes begin a text of a program as well: they are a fence only with the name of the language.
+            # Three quotes also begin a string in a program, so they are a fence only with the name of the language.
             odd = "" if odd else match[1]
             fences.append(Fence(place, line[: line.index(match[1])], match[1], match[2].strip(), named))
     return lines, fences
 
 
 def _fenced(lines: list[str], fences: list[Fence]) -> list[Block]:
-    """Return the blocks named by the language, or else those named by nothing: the last first, no empty one."""
+    """Return the blocks with the language's name, or else the unnamed blocks: the last first, without empty ones."""
     spans: list[tuple[bool, int, int]] = []
     place = 0
     while place < len(fences):
@@ -225,7 +226,7 @@ def _fenced(lines: list[str], fences: list[Fence]) -> list[Block]:
         end = _closing(fences, place)
         if opening.named or (opening.named is None and (opening.clean or not opening.info)):
             spans.append((bool(opening.named), place, end))
-        # A fence that is never closed may be no fence, and must not hide the blocks behind it.
+        # A fence that is never closed may be no fence, and must not hide the blocks after it.
         place = place + 1 if end == len(fences) else end + fences[end].ends_only
     for wanted in (True, False):
         blocks: list[Block] = []
@@ -238,7 +239,7 @@ def _fenced(lines: list[str], fences: list[Fence]) -> list[Block]:
 
 
 def _closing(fences: list[Fence], place: int) -> int:
-    """Return the place of the fence that ends the block opened at `place`; the number of fences if none does."""
+    """Return the index of the fence that ends the block opened by `fences[place]`; `len(fences)` if none does."""
     opening = fences[place]
     indent = len(opening.before) if opening.clean else 0
     for at in range(place + 1, len(fences)):
@@ -246,14 +247,14 @@ def _closing(fences: list[Fence], place: int) -> int:
         if fence.marks[0] != opening.marks[0] or len(fence.marks) < len(opening.marks):
             continue
         if fence.clean and len(fence.before) > indent + 3:
-            continue  # It stands within a text of the program.
+            continue  # it is part of a string in the program
         if not fence.info or ((fence.ends_only or fence.named) and fence.clean):
             return at
     return len(fences)
 
 
 def _texts(lines: list[str], fences: list[Fence], place: int, end: int) -> list[str]:
-    """Return the texts that a block may be: up to its end, and up to other fences, which may be the program's own."""
+    """Return the texts that a block may be: up to its end, and up to other fences, which may be part of the program."""
     opening = fences[place]
     others = [fence for at, fence in enumerate(fences[place + 1 :], place + 1) if at != end][:MOST_ENDS]
     first = fences[end] if end < len(fences) else None
@@ -264,7 +265,7 @@ def _texts(lines: list[str], fences: list[Fence], place: int, end: int) -> list[
         if fence is not None and not fence.clean and not fence.info:
             body = [*body, fence.before]
         text = "\n".join(_inner(body, opening)).strip("\n")
-        # The first line of the program may stand behind the name of the language.
+        # The first line of the program may follow the name of the language on the same line.
         for one in (text, f"{rest}\n{text}") if rest else (text,):
             if one.strip() and one not in texts:
                 texts.append(one)
@@ -272,7 +273,7 @@ def _texts(lines: list[str], fences: list[Fence], place: int, end: int) -> list[
 
 
 def _inner(body: list[str], opening: Fence) -> list[str]:
-    """Return the lines of a block without the marks of the list or the quotation that it stands in."""
+    """Return the lines of a block without the marks of the list or quotation that contains it."""
     depth = opening.before.count(">") if opening.clean else 0
     for _ in range(depth):
         body = [QUOTATION.sub("", line, count=1) for line in body]

@@ -1,16 +1,17 @@
-"""The tests of a suite, run on one program in one clean sandbox, and the verdict.
+"""Run the tests of a suite on one program in one clean sandbox, and form the verdict. There are three kinds of tests:
 
-Three kinds of tests. *Input and output*: the program runs with an input, and what it printed is compared here, outside
-of the sandbox, so that the expected output is never where the program could find it. *Calls*: the same with a function
-of the program and what it returned (`envs.judging.calls`). *Test programs*: code of the same language that loads the
-program and checks it. They pass when they reach their end: a text drawn for each run must be their last line, and the
-exit code 0; so neither an early exit nor a printed "passed" counts. But such a test shares its process with the
-program, and a program written to deceive it passes: in Python, five lines that walk to the outermost frame find that
-text among its code's constants. So they are refused unless an environment or a verifier allows them.
+- *Input and output*: the program gets an input, and its output is compared here, outside of the sandbox. So the program
+  cannot find the expected output.
+- *Calls*: a function of the program is called, and its result is compared here (`envs.judging.calls`).
+- *Test programs*: code of the same language loads the program and checks it. The test passes if it reaches its end: its
+  last line must be a random text drawn for the run, and the exit code 0. So neither an early exit nor a printed
+  "passed" counts. But the test shares its process with the program, and a program written to deceive it passes: in
+  Python, five lines can walk to the outermost frame and find the text among the constants of its code. So test programs
+  are refused unless an environment or a verifier allows them.
 
-Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`; one
-that was lost while a test ran may be the program's doing, and its error says so. A program that was kept from a CPU
-until its time was over has no verdict either.
+Law: a verdict is about the program. A fault of a sandbox is an error of `flash.errors.SandboxError`. If a sandbox was
+lost while a test ran, the program may be the cause; the error is then a `LostInTestError`. A program that had no CPU
+until its time was over gets no verdict either.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError, 
 Cause = Literal[
     "passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory", "sandbox lost"
 ]
-"""How the first test that failed did; `compile`: there was nothing to test; `sandbox lost`: see the judge."""
+"""Result of the first test that failed; `passed` if none did. `compile`: the program did not compile. `sandbox lost`:
+the program ended its sandboxes, see `envs.judging.judge`."""
 
 PATIENCE = 30.0
-"""Times its timeout that a command may take on the clock, as long as other processes keep it from a CPU."""
+"""Longest wall-clock time of a command, in multiples of its timeout, while other processes keep it from a CPU."""
 
 LONG = 1 << 14
-"""Bytes of output that are compared on the event loop; a megabyte of numbers takes a second, and goes to a thread."""
+"""Largest output, in bytes, that is compared on the event loop. Longer ones are compared in a thread: a megabyte of
+numbers takes a second."""
 
 SHOWN = 500
-"""Characters of a program's output in a verdict."""
+"""Number of characters of a program's output in a verdict."""
 
 
 class LostInTestError(SandboxLostError):
-    """A sandbox was lost while a test ran, after `passed` others had passed."""
+    """A sandbox was lost while a test ran, after `passed` other tests had passed."""
 
     def __init__(self, message: str, passed: int) -> None:
         super().__init__(message)
@@ -53,13 +56,13 @@ class LostInTestError(SandboxLostError):
 
 
 class CaseOutcome(msgspec.Struct, frozen=True):
-    """How one test ended."""
+    """Result of one test."""
 
     cause: Cause
     detail: str = ""
-    """What it showed."""
+    """Output or error of the program."""
     seconds: float = 0.0
-    """Time that it took, without the time in which it was kept from a CPU."""
+    """Duration without the time in which the program was kept from a CPU."""
 
     @property
     def passed(self) -> bool:
@@ -67,26 +70,26 @@ class CaseOutcome(msgspec.Struct, frozen=True):
 
 
 class SuiteVerdict(msgspec.Struct, frozen=True):
-    """How a program did in a suite."""
+    """Result of a program in a suite."""
 
     passed: int
     total: int
     cause: Cause
     detail: str = ""
-    """What the first test that failed saw, for people."""
+    """Output or error of the first test that failed, for users."""
 
     @property
     def share(self) -> float:
-        """Of the tests, those that passed."""
+        """Share of the tests that passed."""
         return self.passed / self.total
 
     def metrics(self) -> dict[str, float]:
-        """The share, and for each way to fail whether it was the one."""
+        """Return the share of passed tests, and for each cause of failure 1.0 if it is the suite's, else 0.0."""
         ways = (cause for cause in get_args(Cause) if cause != "passed")
         return {"tests_passed": self.share} | {cause.replace(" ", "_"): float(cause == self.cause) for cause in ways}
 
     def note(self) -> str:
-        """One text of cause and detail."""
+        """Return the cause and the detail as one text."""
         return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
@@ -109,14 +112,14 @@ async def choose_program(
     asked = question_of(found, calls, provided_names() if calls else [], prints=prints, reads=reads)
     result = await _run(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
-        return first  # The parser did not come to an end with these texts.
+        return first  # the parser did not finish with these texts
     return msgspec.json.decode(result.stdout, type=str)
 
 
 async def run_tests(
     sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: JudgingLimits, *, every: bool
 ) -> SuiteVerdict:
-    """Judge a program in a clean sandbox; with `every`, all tests run, otherwise none after the first that fails.
+    """Judge a program in a clean sandbox. With `every`, all tests run; otherwise none after the first that fails.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -124,7 +127,8 @@ async def run_tests(
     total = len(suite.tests)
     if not program.strip():
         return SuiteVerdict(0, total, "no program")
-    # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
+    # Read-only, so that the program does not overwrite itself by mistake. The verdict does not depend on it, because
+    # nothing in the sandbox decides about a test.
     await sandbox.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
     if language.compile is not None:
         built = await _run(sandbox, language.compile, 3 * limits.timeout)
@@ -137,7 +141,7 @@ async def run_tests(
 async def run_cases(
     sandbox: Sandbox, language: Language, cases: Sequence[SuiteCase], limits: JudgingLimits, *, every: bool
 ) -> list[CaseOutcome]:
-    """Run tests in order on what is in the sandbox: with `every`, until the time is used up, else until one fails.
+    """Run tests in order on the program in the sandbox, until the time is used up or, without `every`, one fails.
 
     Raises:
         LostInTestError: the sandbox was lost while a test ran.
@@ -155,7 +159,7 @@ async def run_cases(
         except (SandboxLimitError, SandboxFileError) as error:
             if not outcomes:
                 raise
-            # It could run a program, until this one had run: no process or folder is left for another.
+            # The sandbox could run an earlier test, so this program has used up its processes or its disk.
             outcome = CaseOutcome("crash", str(error))
         except SandboxLostError as error:
             raise LostInTestError(str(error), sum(one.passed for one in outcomes)) from error
@@ -167,12 +171,13 @@ async def run_cases(
 
 
 def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
-    """One verdict of the tests that ran, of `total`: those that did not have failed."""
+    """Combine the outcomes of tests into one verdict. Of the `total` tests, those that did not run have failed."""
     first = next((one for one in outcomes if not one.passed), CaseOutcome("passed"))
     return SuiteVerdict(sum(one.passed for one in outcomes), total, first.cause, first.detail)
 
 
 async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeout: float) -> CaseOutcome:
+    """Run one test in the sandbox, and compare its result."""
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
@@ -194,10 +199,10 @@ async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeo
 
 
 async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: bytes = b"") -> Result:
-    """Run a command for `timeout` seconds, not counting those in which its neighbours kept it from a CPU.
+    """Run a command for `timeout` seconds, without the time in which other processes kept it from a CPU.
 
     Raises:
-        SandboxTimeoutError: it was killed although it had not had that time.
+        SandboxTimeoutError: the command was killed before it had used that time.
         SandboxError: the sandbox failed.
     """
     patience = PATIENCE * timeout
@@ -211,6 +216,7 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:
+    """Return the cause of a result and its detail. `right`: the output is the expected one."""
     if result.timed_out:
         return "timeout", f"after {result.wall_s - result.waited_s:.1f} s"
     if result.oom_killed:

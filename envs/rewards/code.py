@@ -1,8 +1,8 @@
-"""Programs judged by tests in sandboxes, as verifiers for data sets.
+"""Verifiers that judge programs by tests in sandboxes, for data sets.
 
-The answer column holds the tests as JSON: `{"language": "python", "tests": [{"stdin": "1 2", "stdout": "3"}]}`; all of
-it is in `envs.judging.options.Suite`. `passed_share` and `all_passed` use sandboxes of this machine's engine. For a
-service, more languages or other limits, make one of your own:
+The answer column holds the tests as JSON: `{"language": "python", "tests": [{"stdin": "1 2", "stdout": "3"}]}`;
+`envs.judging.options.Suite` describes all fields. `passed_share` and `all_passed` use sandboxes of this machine's
+engine. For a sandbox service, other languages or other limits, make your own verifier:
 
     # my_rewards.py, next to the config
     from envs.rewards.code import code_verifier
@@ -31,18 +31,18 @@ def code_verifier(
     test_programs: bool = False,
     opener: SandboxOpener = open_sandboxes,
 ) -> Callable[[str, str], Awaitable[float]]:
-    """A verifier that runs the program of a completion.
+    """Make a verifier that runs the program of a completion.
 
     Args:
-        reward: 1 for passing `all` tests and 0 otherwise, or the `share` of tests that pass.
-        languages: more languages by name, in the form of `envs.judging.options.Language`.
-        limits: what a program may use, in the form of `envs.judging.options.JudgingLimits`.
-        sandboxes: where programs run, in the form of `envs.judging.options.JudgePool`.
-        test_programs: allow tests of the form {program}, which an answer that is written to deceive them passes.
+        reward: `all`: 1 if all tests pass, else 0. `share`: the share of the tests that pass.
+        languages: further languages by name, in the form of `envs.judging.options.Language`.
+        limits: limits of a program, in the form of `envs.judging.options.JudgingLimits`.
+        sandboxes: origin of the sandboxes, in the form of `envs.judging.options.JudgePool`.
+        test_programs: allow tests of the form {program}. A program that is written to deceive such a test can pass it.
         opener: opens the sandboxes of a node.
 
     Raises:
-        ConfigError: an argument has another form.
+        ConfigError: an argument has the wrong form.
     """
     known, allowed, pool = languages_with(languages or {}), limits_of(limits or {}), judge_pool_of(sandboxes or {})
 
@@ -56,6 +56,7 @@ def code_verifier(
 
 
 def _suite(answer: str, languages: dict[str, Language], test_programs: bool) -> Suite:
+    """Return the tests in an answer column. Raises RewardError if the text does not hold valid tests."""
     try:
         suite = msgspec.json.decode(answer, type=Suite)
         check_suite(suite, languages, test_programs=test_programs)
@@ -65,6 +66,6 @@ def _suite(answer: str, languages: dict[str, Language], test_programs: bool) -> 
 
 
 passed_share = code_verifier(reward="share")
-"""The share of tests that the program passes."""
+"""Verifier that returns the share of the tests that the program passes."""
 all_passed = code_verifier(reward="all")
-"""1.0 when the program passes all tests, else 0.0."""
+"""Verifier that returns 1.0 if the program passes all tests, else 0.0."""

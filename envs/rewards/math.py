@@ -1,9 +1,10 @@
 r"""Compare the final answer of a worked solution with the reference, as values and not as texts.
 
-`final_answer` finds the answer; it takes linear time. Numbers are compared exactly, here. The package math-verify
-compares everything else: expressions, sets, intervals, matrices, relations. It evaluates what it is given, so an
-expression is measured first: `10^{10^{10}}` and `99999999999!` are equal to the same text only. A comparison may use
-`MOST_CPU_S` of the worker's own processor time, which neighbours cannot take away; an answer that needs more is wrong.
+`final_answer` finds the answer, in linear time. This module compares numbers exactly. The package math-verify compares
+all other answers: expressions, sets, intervals, matrices, relations. It evaluates its input, so the size of an
+expression is estimated first: `10^{10^{10}}` and `99999999999!` are equal only to the same text. A comparison may use
+`MOST_CPU_S` of the worker's own processor time, on which other processes have no influence; an answer that needs more
+is wrong.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ except ImportError as error:
     ) from error
 
 MOST_CPU_S = 2.0
-"""Processor seconds of one comparison; usual ones take 0.05. Only the main thread of a process can be interrupted."""
+"""Processor seconds of one comparison; most take 0.05. Only a process's main thread can be interrupted."""
 
 MOST_CHARACTERS = 600
-"""Length of an expression or a number that is read; longer ones are equal to the same text only."""
+"""Longest expression or number that is read, in characters. A longer one is equal only to the same text."""
 
 MOST_DIGITS = 10_000
-"""Decimal digits of a number that is evaluated."""
+"""Largest number of decimal digits of a number that is evaluated."""
 
 ROUNDED_DIGITS = 6
-"""A decimal with so many digits may be a rounded fraction or root; a shorter one is only what it says."""
+"""Number of digits from which a decimal may be a rounded fraction or root. A shorter decimal is exact."""
 
 MOST_TERMS = 10_000
-"""Terms of a sum or product that is evaluated."""
+"""Largest number of terms of a sum or product that is evaluated."""
 
 MOST_DEPTH = 25
-"""Brackets within brackets of an expression that is read: the time of math-verify's parser doubles with each."""
+"""Deepest nesting of brackets in an expression that is read. Each level doubles the time of math-verify's parser."""
 
 MOST_WORDLESS = 100
-"""Length of a text without numbers that is an answer by itself, such as `B` or `Paris`."""
+"""Longest text without numbers, in characters, that is an answer by itself, such as `B` or `Paris`."""
 
 MOST_SIDES = 6
-"""Sides of an equation that are compared."""
+"""Largest number of sides of an equation that are compared."""
 
 _READING = math_verify.LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=replace(math_verify.LatexExtractionConfig().normalization_config, units=False),
 )
-"""How math-verify reads a box. It would take the letter m for metres, also in algebra."""
+"""Settings for math-verify's reading of a box. Without units: it would read the letter m as metres, also in algebra."""
 
 _T = TypeVar("_T")
 
 # -- finding the answer ----------------------------------------------------------------------------------------------
-# Every pattern below takes linear time on any text: repetitions that could meet are bounded.
+# Every pattern below takes linear time on any text, because repetitions that could overlap are bounded.
 
 _SIGNS = str.maketrans(
     {
@@ -97,7 +98,7 @@ _SIGNS = str.maketrans(
         "¾": r"\frac{3}{4}",
     }
 )
-"""Signs that are written in several ways, in the one that LaTeX has."""
+"""Unicode characters with several forms, each with its ASCII or LaTeX form."""
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?P<bare>[-+]?[\w.,/]{1,40}))|\\.|[{}]", re.DOTALL)
 _MARKED = re.compile(r"(?<!#)####(?!#)\s{0,4}([^\n]*)")
@@ -110,13 +111,13 @@ _ANSWER_IS = re.compile(
 _BETWEEN = re.compile(
     r"(?:[\s$,;&]|\\[,;:!()\[\] ]|\\q?quad(?![A-Za-z])|\b(?:and|or)\b|\\text\{\s{0,3}(?:and|or)\s{0,3}\})*"
 )
-"""The text between boxes that are one list."""
+"""Pattern of the text between boxes that form one list."""
 WIDEST_BETWEEN = 40
-"""Characters of it."""
+"""Longest text between two boxes of a list, in characters."""
 MOST_LISTED = 64
-"""Boxes of one list."""
+"""Largest number of boxes in one list."""
 _EXPRESSION = re.compile(r"(?=.*[+*/^(){}\[\],\\|=]|-?\w+ - \w+)[-+(\[{\\|\w.][-\w +*/^(){}\[\].,!|\\:=]*")
-"""A line of signs, names and numbers that is more than a number."""
+"""Pattern of a line of operators, names and numbers that is more than a number."""
 _CLAUSE_END = re.compile(
     r"[.!?;]+['\"*_)]{0,4}(?=\s|$)|[\s,]\(?(?:because|since|as|so|which|where|when|but|after|hence|thus|i\.e\.|given)\b"
 )
@@ -139,7 +140,7 @@ _VALUE = re.compile(
     (?:[ ]?\\?%|[ ](?:percent|percentage|per[ ]cent|pct)\b)?""",
     re.VERBOSE,
 )
-"""The numbers of running text, with the operators between them."""
+"""Pattern of the numbers in running text, with the operators between them."""
 
 _RANGE = re.compile(rf"({_DECIMAL})-({_DECIMAL})")
 _INSIDE = r"((?:[^\\]|\\(?![()\[\]])){1,1000})"
@@ -150,12 +151,12 @@ _MATH = re.compile(
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the answer that a text ends in, as it is written there; None if it has none.
+    r"""Return the final answer of a text, as it is written there; None if it has none.
 
-    Only what follows the reasoning counts, and of that the last `<answer>…</answer>`. The answer stands behind `####`,
-    else in the last whole `\boxed{…}` that is not empty, else after "answer is"; else the text is one expression, or it
-    is the last number. Boxes with nothing but commas or "and" between them are one list. An empty or unclosed box is no
-    answer, and numbers around it are none either.
+    Only the text after the reasoning counts, and of that the last `<answer>…</answer>`. The places of the answer are
+    tried in this order: after `####`; the last complete `\boxed{…}` that is not empty; after "answer is"; the complete
+    text if it is one expression; the last number. Boxes with only commas or "and" between them form one list. If all
+    boxes are empty or unclosed, there is no answer: numbers outside of them do not count.
     """
     text = final_part(text)
     inside = answer_part(text)
@@ -176,12 +177,12 @@ def final_answer(text: str) -> str | None:
 
 
 def _boxes(text: str) -> tuple[list[str], bool]:
-    """Return the contents of whole boxes that are not empty, in the order of their ends, and True if any was opened.
+    """Return the contents of complete, non-empty boxes in the order of their ends, and True if a box was opened.
 
-    A list of boxes counts as one, whose contents are separated by commas.
+    A list of boxes counts as one box, whose contents are separated by commas.
     """
     found: list[str] = []
-    stack: list[tuple[int, int]] = []  # where each open brace or box begins, and its content; -1 for a plain brace
+    stack: list[tuple[int, int]] = []  # starts of each open brace or box and of its content; -1 for a plain brace
     opened, last_end = False, 0
     listed: list[str] = []
 
@@ -213,7 +214,7 @@ def _boxes(text: str) -> tuple[list[str], bool]:
 
 
 def _is_expression(text: str) -> bool:
-    """Return True if a text is one formula or list, as `3x + 1` or `(3, 4)`, and no sentence that ends in a number."""
+    """Return True if a text is one formula or list, such as `3x + 1` or `(3, 4)`, and not a sentence with a number."""
     if len(text) > MOST_WORDLESS or not _EXPRESSION.fullmatch(text):
         return False
     words = re.findall(r"[A-Za-z]{2,}", _COMMAND.sub("", text))
@@ -221,7 +222,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _clause(text: str) -> str:
-    """Return the beginning of a text up to the end of its sentence, or its first formula."""
+    """Return the first formula of a text if it begins with one, else the text up to the end of its first sentence."""
     line = text[: 2 * MOST_CHARACTERS].lstrip("*_ \t")
     formula = _MATH.match(line)
     if formula and not re.match(r"[*_ ]{0,4}(?:,|and\b|or\b)", line[formula.end() :]):
@@ -241,7 +242,7 @@ def _with_percent(text: str, formula: re.Match[str]) -> str:
 
 
 def _last_value(text: str) -> str | None:
-    """Return the last number of a text, or the formula that it stands in; a short text without numbers as it is."""
+    """Return the last number of a text, or the formula that contains it; a short text without numbers as it is."""
     text = re.sub(r"\\([A-Za-z]{1,20})(?=\d)", r"\\\1 ", text)
     values = [*_VALUE.finditer(text)]
     if not values:
@@ -291,16 +292,16 @@ _UNIT = re.compile(
 _FOREIGN_UNIT = re.compile(
     r"(.*\d)\s?(?!.*[百千万亿億十半백천만억])[\u0400-\u04ff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3]{1,12}"
 )
-"""A number with a unit or a counting word in other scripts; words such as `万` are factors, and no units."""
+"""Pattern of a number with a unit or a counting word in other scripts. Words such as `万` are factors, not units."""
 _UNITS = frozenset(
     """
     mm cm dm km nm um kg mg lb lbs oz ml mL dl cl kW MW kWh Hz kHz MHz GHz kJ kcal cal eV keV MeV Pa kPa atm bar mol
     sec secs min mins hr hrs ms ns ft yd mi mph kph kmh rpm rad deg st nd rd th am pm AM PM GB MB KB TB
     """.split()  # noqa: SIM905
 )
-"""Units of two and more letters that may stand right behind a number."""
+"""Units with two or more letters, which may follow a number without a blank."""
 _ONE_LETTER = frozenset("mshgNJWVAKCFLltTd")
-"""Units of one letter; they need a blank before them, else `5m` would be 5."""
+"""Units with one letter. They need a blank before them, because `5m` would otherwise be 5."""
 _NO_UNIT = frozenset(
     """
     and or to not mod pi sqrt sin cos tan sec cot log ln exp plus minus times over divided infinity than if with gcd
@@ -319,7 +320,7 @@ _PLAIN_NAMES = {
     },
     **dict.fromkeys(("infinity", "Infinity", "infty", "oo"), "infty"),
 }
-"""Names of signs that are written without a backslash, with the command for each."""
+"""Names of symbols that are written without a backslash, with the command for each."""
 _PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[Nn]o(?![A-Za-z]))")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[a-z*]{1,20}\}(?:\{[lcr|]{1,20}\})?")
@@ -339,19 +340,19 @@ _BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
 
 
 class _Number(NamedTuple):
-    """A number as it is written."""
+    """Value of a written number."""
 
     value: Fraction
     rounded: Fraction | None
-    """Half a unit of its last digit, where it is a decimal that may be rounded."""
+    """Half a unit of the last digit, if the number is a decimal that may be rounded; else None."""
 
 
 class _TooLong(BaseException):
-    """Raised within a comparison whose processor time is used up."""
+    """Raised in a comparison that has used up its processor time. It is no Exception, which a library might catch."""
 
 
 def _plain(text: str) -> str:
-    """Return an answer without what only changes its looks."""
+    """Return an answer without markup that only changes its appearance."""
     text = text.translate(_SIGNS).strip()
     for _ in range(4):
         text = _WRAPPED.sub(r" \1 ", text)
@@ -361,7 +362,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\(?:leq?|leqslant)(?![a-z])", r"\\le", re.sub(r"\\(?:geq?|geqslant)(?![a-z])", r"\\ge", text))
-    # A dollar sign around a formula is no currency.
+    # A dollar sign around a formula is not a currency.
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text.strip(' *`"\n'))
     text = re.sub(r"^(\$\$?)((?:\\\$|[^$])+)\1(\s?(?:\\?%|percent|per cent)?)\.?$", r"\2\3", text.strip())
     text = re.sub(r"\$([^$]{1,200})\$(?=\s?(?:,|and|or|$))", r"\1", text) if text.count("$") > 1 else text
@@ -375,7 +376,7 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text without blanks; words, but no formulas, in lower case."""
+    """Return a text without blanks. Words become lower case, formulas do not."""
     bare = re.sub(r"\s+to\s+", "-", text)
     bare = re.sub(r"[\s$]+", "", bare)
     return bare.casefold() if _is_words(text) else bare
@@ -387,7 +388,7 @@ def _is_words(text: str) -> bool:
 
 
 def _number(text: str) -> _Number | None:
-    """Return the number that a whole text is, with its currency or unit; None if it is something else."""
+    """Return the value of a text that is one number, with or without a currency or unit; None for another text."""
     text = text[about.end() :] if (about := _ABOUT.match(text)) else text
     around = _AROUND.fullmatch(text)
     if around:
@@ -415,7 +416,7 @@ def _number(text: str) -> _Number | None:
 
 
 def _without_unit(text: str) -> str | None:
-    """Return the number that stands before a unit; None where no unit is."""
+    """Return the number before a unit; None if the text has no unit."""
     if foreign := _FOREIGN_UNIT.fullmatch(text):
         return foreign[1]
     found = _UNIT.fullmatch(text)
@@ -443,7 +444,7 @@ def math_equal(completion: str, answer: str) -> float:
     The reference is a bare answer, a boxed one, or a solution that ends in `#### 42`.
 
     Raises:
-        RewardError: the reference is empty, or needs too much time to be read.
+        RewardError: the reference is empty, or reading it takes too much time.
     """
     boxes, opened = _boxes(answer)
     written = answer.rpartition("####")[2] if "####" in answer else boxes[-1] if boxes else "" if opened else answer
@@ -454,6 +455,7 @@ def math_equal(completion: str, answer: str) -> float:
 
 
 def _equal(found: str, reference: str) -> bool:
+    """Return True if an answer equals the reference, as text, choice, number, equation or expression."""
     if _folded(found) == _folded(reference):
         return True
     if max(len(found), len(reference)) > MOST_CHARACTERS:
@@ -481,13 +483,14 @@ def _letter(choice: re.Match[str]) -> str:
 
 
 def _sides(text: str) -> tuple[str, list[str]]:
-    """Return what an equation gives a value to, and its other sides, which must be equal: `x = 2 + 3 = 5`."""
+    """Return the name that an equation defines, and its other sides, which must be equal: `x = 2 + 3 = 5`."""
     if _RELATION.search(text):
         return "", [text]
-    # The sign of `\sum_{k=1}` makes no equation.
+    # The equals sign in `\sum_{k=1}` does not make an equation.
     text = re.sub(r"_\s?\{[^{}]*\}", lambda below: below[0].replace("=", "\0"), text)
     parts = [side.replace("\0", "=") for part in _EQUALS.split(text) if (side := part.strip())]
-    # The exact side counts: `x = \frac{1}{3} \approx 0.33`. Only a name has its value behind the sign.
+    # The exact side counts, as in `x = \frac{1}{3} \approx 0.33`. If the exact side is a name, the rounded value counts
+    # too.
     exact, about, rounded = parts[-1].partition("\\approx") if parts else ("", "", "")
     if about and exact.strip() and rounded.strip():
         parts[-1:] = [exact.strip(), rounded.strip()] if _has_letters(exact) else [exact.strip()]
@@ -505,6 +508,7 @@ def _has_letters(text: str) -> bool:
 
 
 def _same_value(found: str, reference: str) -> bool:
+    """Return True if two texts are equal as texts, numbers or expressions. One of them may be a rounded decimal."""
     if _folded(found) == _folded(reference):
         return True
     ours, theirs = _BASED.fullmatch(found), _BASED.fullmatch(reference)
@@ -515,13 +519,13 @@ def _same_value(found: str, reference: str) -> bool:
         return _same_expression(found, reference)
     if one.value == other.value:
         return True
-    # A decimal may be a rounded fraction, but not another decimal.
+    # A decimal may be a rounded fraction, but not a rounded form of another decimal.
     roundings = [number.rounded for number in (one, other) if number.rounded is not None]
     return len(roundings) == 1 and abs(one.value - other.value) <= roundings[0]
 
 
 def _in_base(number: re.Match[str]) -> int | str:
-    """Return the value of `101_2`; the text if these are no digits of that base."""
+    """Return the value of a number such as `101_2`; its text if the digits are invalid in that base."""
     try:
         return int(number[1], int(number[2] or number[3]))
     except ValueError:
@@ -529,7 +533,7 @@ def _in_base(number: re.Match[str]) -> int | str:
 
 
 def _same_expression(found: str, reference: str) -> bool:
-    """Return True if both are mathematics of the same value, as math-verify has it."""
+    """Return True if math-verify finds both formulas equal in value."""
     ours, theirs = _latex(found), _latex(reference)
     if ours is None or theirs is None:
         return False
@@ -547,6 +551,7 @@ def _same_expression(found: str, reference: str) -> bool:
 
 
 def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
+    """Return True if a formula has the wanted value. Runs under `_bounded`."""
     found = _parsed(latex)
     if found is None or math.isinf(_digits(found)):
         return False
@@ -556,18 +561,18 @@ def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
             ours, theirs = values
             if ours.is_Rational and theirs.is_Rational and rounded is None:
                 return bool(ours == theirs)
-            # math-verify rounds the difference of two numbers to 15 decimals: tiny ones would all be equal.
+            # math-verify rounds the difference of two numbers to 15 decimals, so that all tiny numbers would be equal.
             apart, size = (abs(sympy.N(one, 40)) for one in (ours - theirs, abs(ours) + abs(theirs)))
             inexact = any(value.has(sympy.Float) for value in values)
             return bool(apart <= (rounded or size * sympy.Float(1e-12 if inexact else 1e-30)))
         return bool(math_verify.verify([wanted], [found], timeout_seconds=None, allow_set_relation_comp=True))
-    except Exception:  # the supervised boundary to mathematics that math-verify and sympy cannot do
+    except Exception:  # math-verify and sympy raise many kinds of errors for formulas that they cannot handle
         return False
 
 
 @functools.lru_cache(maxsize=256)
 def _parsed(latex: str) -> Any:
-    """Return the sympy object, not evaluated, that math-verify reads in a formula; None if it reads none."""
+    """Return the unevaluated sympy object that math-verify reads in a formula; None if it reads none."""
     found = math_verify.parse(f"\\boxed{{{latex}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=0)
     return found[0] if found else None
 
@@ -581,7 +586,7 @@ def _latex(text: str) -> str | None:
     text = re.sub(r"\s?\\?%", r"\\cdot\\frac{1}{100}", text)
     if len(text) > MOST_CHARACTERS or _is_words(text) or not re.search(r"\w", text) or _depth(text) > MOST_DEPTH:
         return None
-    # These are evaluated while they are read.
+    # math-verify evaluates binomials, gcd and lcm while it reads them, so large ones are refused here.
     binomials = _BINOMIAL.findall(text)
     if len(re.findall(r"binom|\\choose", text)) > len(binomials) or re.search(r"\^|!|\d{6}", str(binomials)):
         return None
@@ -589,13 +594,13 @@ def _latex(text: str) -> str | None:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets nest."""
+    """Return the depth to which brackets nest."""
     steps = (1 if sign in "([{" else -1 for sign in text if sign in "()[]{}")
     return max(itertools.accumulate(steps), default=0)
 
 
 def _digits(found: Any) -> float:
-    """Return an upper bound of the decimal digits of a value; infinite if it is too large to be evaluated."""
+    """Return an upper bound of the number of decimal digits of a value; infinite if it is too large to be evaluated."""
     if isinstance(found, sympy.MatrixBase):
         return max(map(_digits, found.flat()), default=0.0)
     if not isinstance(found, sympy.Basic):
@@ -622,12 +627,12 @@ def _digits(found: Any) -> float:
 
 
 def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
-    """Return what a call returns that may use `MOST_CPU_S` of processor time.
+    """Call a function, which may use `MOST_CPU_S` of processor time, and return its result.
 
-    Processor time is proof that the call itself is slow: a busy machine takes none of it away.
+    Processor time proves that the call itself is slow, because a busy machine does not add to it.
 
     Raises:
-        TimeoutError: it needed more.
+        TimeoutError: the call used more processor time.
     """
     if threading.current_thread() is not threading.main_thread():
         return call(*arguments)
@@ -638,7 +643,7 @@ def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
             raise _TooLong
 
     before = signal.signal(signal.SIGPROF, stop)
-    # Again and again: a library may have caught the first one.
+    # The timer repeats, because a library may have caught the first exception.
     signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S, MOST_CPU_S / 10)
     try:
         return call(*arguments)

@@ -1,12 +1,12 @@
-"""Verifiers: functions `(completion, answer) -> float` named by import path, run outside the event loop.
+"""Verifiers: functions `(completion, answer) -> float`, named by import path, which run outside of the event loop.
 
-A verifier runs in a worker process under a deadline, because it is somebody else's code: it may take long, never return
-or take its process with it. Whatever goes wrong is a `RewardError`, never a reward of 0, but for a completion that is
-proven to make its verifier compute without end: it is worth 0, else it would be sampled again until it is given up.
+A verifier is user code: it may take long, never return or end its process. So it runs in a worker process under a
+deadline. Every failure is a `RewardError` and never a reward of 0, with one exception: a completion that is proven to
+make its verifier compute without end is worth 0. Otherwise its sample would be retried until it is given up.
 
-A function marked `@inline` is trusted to be quick and is called in place, so that no process hop is paid. An
-`async def` is awaited in place, under the deadline: it waits for something else that judges, a sandbox or another
-model, and must not compute for long. It raises an `EnvError` of another kind where what it waits for has failed.
+A function marked `@inline` is trusted to be fast and is called directly, which saves the cost of another process. An
+`async def` is awaited directly, under the deadline. It waits for another judge, such as a sandbox or a model, and must
+not compute for long. If that judge fails, it raises an `EnvError` of another class than `RewardError`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Verifier = _Plain | Callable[[str, str], Awaitable[float]]
 _F = TypeVar("_F", bound=_Plain)
 
 START_S = 30.0
-"""Seconds for a worker to start and import a verifier, on a busy machine."""
+"""Seconds that a worker has to start and to import a verifier, on a busy machine."""
 
 _INLINE = "__flash_inline__"
-"""The attribute that `inline` sets."""
+"""Attribute that `inline` sets."""
 
 
 def inline(verifier: _F) -> _F:
-    """Mark a verifier that answers in well under a millisecond for any input, and cannot hang."""
+    """Mark a verifier that answers in well under a millisecond for any input and cannot hang."""
     setattr(verifier, _INLINE, True)
     return verifier
 
 
 @functools.cache
 def load_verifier(path: str) -> Verifier:
-    """The verifier at `module:function`, as `flash.config.objects.load_object` finds it.
+    """Return the verifier at `module:function`, which `flash.config.objects.load_object` finds.
 
     Raises:
-        ConfigError: there is nothing callable there.
+        ConfigError: the path names nothing that is callable with two arguments.
     """
     try:
         verifier = load_object(path)
@@ -61,7 +61,7 @@ def load_verifier(path: str) -> Verifier:
         inspect.signature(verifier).bind("completion", "answer")
     except TypeError as error:
         raise ConfigError(f"{path!r} must take two arguments, completion and answer: {error}") from None
-    except ValueError:  # written in C, without a signature: the first call shows
+    except ValueError:  # a function in C without a signature: only the first call can show a mismatch
         pass
     return cast("Verifier", verifier)
 
@@ -69,11 +69,11 @@ def load_verifier(path: str) -> Verifier:
 async def verify(path: str, completion: str, answer: str, timeout: float) -> float:
     """Score a completion with the verifier at `path`.
 
-    The deadline counts from the moment a worker process is free: see `envs.workers`.
+    The deadline counts from the moment when a worker process is free: see `envs.workers`.
 
     Raises:
-        RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds and
-            the completion is not proven to be the cause.
+        RewardError: the verifier raised an error, returned no finite number, died, or did not answer within `timeout`
+            seconds while the completion is not proven to be the cause.
         EnvError: an asynchronous verifier raised it.
     """
     verifier = load_verifier(path)
@@ -95,6 +95,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 async def _awaited(
     path: str, verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
 ) -> tuple[object, str | None]:
+    """Await an asynchronous verifier. Returns its score, or None and a message about its failure."""
     task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
     if not await task.wait(timeout):
         where = task.where()
@@ -106,6 +107,7 @@ async def _awaited(
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
+    """Call a verifier in a worker process. Returns its score, or None and a message about its failure."""
     try:
         return await in_worker(timeout, _score_in_worker, path, completion, answer)
     except TimeoutError:
@@ -113,18 +115,20 @@ async def _in_process(path: str, completion: str, answer: str, timeout: float) -
         return proven or (None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout")
     except anyio.BrokenWorkerProcess:
         return None, "its worker process died"
-    except EnvError as error:  # not the verifier's, which `_score` returns: the module of it cannot be imported there
+    except EnvError as error:  # the verifier's module cannot be imported in the worker; `_score` returns its own errors
         return None, str(error)
 
 
 async def _tried_again(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None] | None:
-    """Find out if a completion is the cause of a timeout, and return its score; None if that cannot be proven.
+    """Find out whether a completion caused a timeout. Returns a score of 0 if that is proven, else None.
 
-    It is, with a score of 0, where the reference passes as a completion, and the completion then uses up a quarter of
-    the deadline in processor time: a busy machine takes none of that away, and waiting for a server uses none.
+    The proof has two parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter
+    of the deadline in processor time. A busy machine does not add to processor time, and waiting for a server uses
+    none.
     """
     try:
-        # The worker that hung is dead: this one has to start and import the verifier, and is kept for the next call.
+        # The worker that hung was killed. This worker has to start and import the verifier, and is kept for the next
+        # call.
         passed, problem = await in_worker(timeout + START_S, _score_in_worker, path, answer, answer)
         if problem is not None or not isinstance(passed, float) or passed <= 0:
             return None
@@ -139,7 +143,7 @@ async def _tried_again(path: str, completion: str, answer: str, timeout: float) 
 
 
 def _score_within(seconds: float, path: str, completion: str, answer: str) -> tuple[object, str | None]:
-    """Score in a worker that ends itself, by SIGPROF's default action, after these seconds of processor time."""
+    """Score in a worker that SIGPROF's default action ends after `seconds` of processor time."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -153,10 +157,10 @@ def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, s
 
 
 def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
-    """Return the score, or how the verifier failed: as text, because not every exception can be pickled."""
+    """Return the score, or a message about the verifier's failure, because not every exception can be pickled."""
     try:
         return check_reward(verifier(completion, answer)), None
     except RewardError as error:
         return None, message_of(error)
-    except BaseException as error:  # whatever a user's code raises, `sys.exit` and an interrupt of its own included
+    except BaseException as error:  # user code may raise anything, also SystemExit and KeyboardInterrupt
         return None, f"it raised {describe_error(error)}"

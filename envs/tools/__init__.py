@@ -1,4 +1,4 @@
-"""ToolEnv: another environment's problems, with functions that the policy may call before it answers."""
+"""ToolEnv: problems of another environment, with functions that the policy may call before it answers."""
 
 from envs.tools.env import ToolEnv, ToolOptions
 

@@ -1,4 +1,4 @@
-"""Whether a call can be carried out, and in words that the policy can learn from what is wrong with it."""
+"""Checks of tool calls. The error messages are written for the policy, which can learn from them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class MalformedCallError(Exception):
-    """The call cannot be carried out; the text is for the policy."""
+    """The call cannot be carried out. The message is shown to the policy."""
 
 
 def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, dict[str, Any]]:
-    """The tool that is called, and the arguments, as far as its schema's first level says what they are.
+    """Return the tool that is called and its arguments, checked against the first level of the tool's schema.
 
     Raises:
-        MalformedCallError: there is no such tool, or the arguments are no JSON object, or other ones.
+        MalformedCallError: there is no such tool, or the arguments are not a JSON object that fits the schema.
     """
     runner = runners.get(call.name)
     if runner is None:
@@ -51,6 +51,7 @@ def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, di
 
 
 def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Check arguments against the first level of a schema. Raises MalformedCallError."""
     properties: Mapping[str, Any] = schema.get("properties", {})
     known = ", ".join(properties) or "none"
     for key in schema.get("required", ()):

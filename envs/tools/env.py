@@ -1,9 +1,9 @@
-"""ToolEnv: another environment's problems, with functions that the policy may call before it answers.
+"""ToolEnv: problems of another environment, with functions that the policy may call before it answers.
 
-The functions are rendered into the prompt by the model's chat template, and the calls are read from what it samples by
-vLLM's parser for it (`model.tool_parser`). An answer without a call is what the other environment judges. The results
-of a turn's calls, which run at the same time, are its observation. A call that cannot be carried out has a result too:
-it says what is wrong.
+The model's chat template renders the functions into the prompt. vLLM's parser for the model (`model.tool_parser`) reads
+the calls from the sampled text. The calls of one turn run at the same time, and their results are the observation. A
+call that cannot be carried out has an error message as its result. The other environment judges the first answer
+without a call.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from flash.waiting import first_error
 
 
 class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Which problems, and with which tools.
+    """Problems, tools, and limits of the tools.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     tasks: dict[str, Any]
-    """A table with the `path` of the environment's class that gives problems and judges answers, and its `options`."""
+    """Table with the `path` of the environment class that gives problems and judges answers, and its `options`."""
     tools: dict[str, dict[str, Any]]
-    """For each name a table with the `path` of a toolset's class, and its `options`: see `envs.tools.runner`."""
+    """For each name, a table with the `path` of a toolset's class, and its `options`: see `envs.tools.runner`."""
     system_prompt: str | None = None
-    """Comes before each problem, as a system message."""
+    """System message before each problem."""
     image: str = "flash-sandbox-python"
-    """Of the sandbox that the tools of an episode share, if they use one."""
+    """Image of the sandbox that the tools of an episode share, if one of them uses it."""
     output: int = 4000
     """Characters shown of a result: the first half and the last half."""
     most: int = 8
-    """Calls of one answer that are carried out."""
+    """Largest number of calls of one answer that are carried out."""
     cache: bool = False
-    """Use the answer of a call again where the same one was made in the same state, by any episode of the node."""
+    """Reuse the answer of an equal call in the same state, from any episode of the node: see `envs.tools.memory`."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of the sandbox: see `envs.judging.options.JudgingLimits`."""
+    """Limits of the sandbox: see `envs.judging.options.JudgingLimits`."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Where it comes from: see `envs.judging.options.JudgePool`."""
+    """Origin of the sandboxes: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
         if not self.tools:
@@ -69,34 +69,34 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
-        """The class that gives problems, and its keyword arguments."""
+        """Class of the environment that gives problems, and its keyword arguments."""
         return load_tasks(self.tasks)
 
     @cached_property
     def toolsets(self) -> dict[str, tuple[type[Any], dict[str, Any]]]:
-        """The toolsets' classes and their keyword arguments."""
+        """Class and keyword arguments of each toolset, by name."""
         return {name: _toolset(name, table) for name, table in self.tools.items()}
 
     @cached_property
     def pool(self) -> JudgePool:
-        """The defaults, and `sandboxes`."""
+        """The default sandboxes, with `sandboxes` applied."""
         return judge_pool_of(self.sandboxes)
 
     @property
     def language(self) -> Language:
-        """What the sandbox must have."""
+        """Description of the sandbox: its image, which must have Python."""
         return Language(image=self.image, file="-", run=("python3", "-"))
 
     def work(self, opener: SandboxOpener) -> ToolSandboxes:
-        """Where tools run."""
+        """Return a description of the sandboxes in which tools run."""
         return ToolSandboxes(spec_of(self.language, limits_of(self.limits)), self.pool, opener)
 
 
 class ToolEnv:
-    """One problem, and tools."""
+    """Environment of one problem, with tools."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node."""
 
     _episode: EpisodeView
     _env: Environment
@@ -110,21 +110,21 @@ class ToolEnv:
 
     @classmethod
     def check(cls, options: ToolOptions) -> None:
-        """Refuse tools that are not there, and problems that cannot work; their class checks its own options.
+        """Refuse tools that do not exist and problems that cannot work. The problems' class checks its own options.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: an option is invalid. The message names the fault.
         """
         nested.check(*options.environment)
         _ = options.toolsets
 
     @classmethod
     async def prepare(cls, options: ToolOptions) -> None:
-        """Open what the problems want, and each tool once, so that what is missing is missed before a run begins.
+        """Prepare the problems and open each tool once, so that missing parts are found before the run begins.
 
         Raises:
-            ConfigError: two tools have one name.
-            FlashError: a tool cannot be had.
+            ConfigError: two tools have the same name.
+            FlashError: a tool cannot be opened.
         """
         await nested.prepare(*options.environment)
         async with AsyncExitStack() as held:
@@ -135,15 +135,15 @@ class ToolEnv:
 
     @classmethod
     def wrapped(cls, options: ToolOptions) -> tuple[type[Any], dict[str, Any]]:
-        """Return the class of the tasks, which knows their kinds, domains and names."""
+        """Return the environment class of the problems, which has the optional methods such as `kind_of`."""
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Know of tokens."""
+        """Keep the view of the episode's tokens."""
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Offer the tools, and show the problem."""
+        """Open the tools, offer them to the policy, and return the problem."""
         options = self._options
         self._runners = await _open(options, self._held, type(self).opener)
         if options.cache:
@@ -159,7 +159,7 @@ class ToolEnv:
         return [*system, *_messages(observation)], info
 
     async def step(self, action: str) -> StepResult:
-        """Carry out the calls of an answer, or have it judged."""
+        """Carry out the calls of an answer; an answer without calls is judged."""
         spoken = self._episode.spoken()
         calls = spoken.message.tool_calls
         self._counts["tool_calls"] += len(calls) + spoken.malformed
@@ -172,7 +172,7 @@ class ToolEnv:
             return await self._answered(spoken.message.content)
         await self._episode.prepare(shown)
         if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
-            # A limit of the run ends it before there was an answer.
+            # A limit of the run ends the episode before there was an answer.
             _, reward, _, _, info = check_step_result(await self._env.step(""))
             return "", reward, False, True, self._counted(info)
         return shown, 0.0, False, False, {}
@@ -188,7 +188,7 @@ class ToolEnv:
         return _messages(observation), reward, False, False, info
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """What each call gives, in their order. They run at the same time."""
+        """Carry out calls at the same time, and return their results in the order of the calls."""
         texts = [""] * len(calls)
 
         async def carry_out(place: int) -> None:
@@ -208,6 +208,7 @@ class ToolEnv:
         ]
 
     async def _result(self, call: ToolCall) -> str:
+        """Carry out one call. Returns its result, cut to `output` characters, or the error of a malformed call."""
         try:
             runner, arguments = read_call(call, self._runners)
         except MalformedCallError as error:
@@ -215,7 +216,8 @@ class ToolEnv:
             return f"error: {error}"
         answer = await (runner.call(arguments) if self._memory is None else self._memory.call(runner, arguments))
         self._counts["late_calls"] += isinstance(answer, Cut)
-        # What the policy had a tool say must not fail the episode, which would be tried anew.
+        # A result that cannot be encoded must not fail the episode: the policy caused it, and the episode would be
+        # retried.
         return encodable(clipped(answer, self._options.output))
 
     def _counted(self, info: Info) -> Info:
@@ -226,6 +228,7 @@ class ToolEnv:
 
 
 def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    """Load the class of a toolset, and check its options. Raises ConfigError if the table is invalid."""
     where = f"tools.{name}"
     named = ClassTable(**check_options(ClassTable, table, where))
     try:
@@ -239,7 +242,7 @@ def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any
 
 
 async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpener) -> dict[str, Runner]:
-    """The tools of an episode by name, for as long as `held` is."""
+    """Open the tools of an episode; `held` closes them. Returns them by name."""
     place = ToolPlace(options.work(opener))
     held.push_async_callback(place.close)
     runners: dict[str, Runner] = {}

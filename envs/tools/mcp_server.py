@@ -1,7 +1,8 @@
-"""The tools of a server of the Model Context Protocol, which is started as a program and talked with over its pipes.
+"""Tools of a server of the Model Context Protocol. The server is started as a program and uses its standard streams.
 
-Each episode has a process of its own, in a task of the node. It runs on this machine with the rights of the run,
-outside of any sandbox, and is given what the policy writes: name only servers that may be given anything.
+Each episode has its own process, which a task of the node owns. The process runs on this machine with the rights of the
+run and outside of any sandbox, and it receives the text that the policy writes. So configure only servers that are safe
+with any input.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from flash.errors import ConfigError, EnvError
 from flash.waiting import first_error
 
 START_S = 60.0
-"""Seconds for a server to start and to name its tools."""
+"""Seconds that a server has to start and to list its tools."""
 COMPLAINT = 500
-"""Characters shown of what a server that failed complained of, from the end."""
+"""Number of characters of a failed server's standard error in an error message, taken from its end."""
 
 
 class McpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which server.
+    """Command of the server, and limits.
 
     Raises:
-        ConfigError: there is no command, or the package `mcp` is missing.
+        ConfigError: there is no command, or the timeout is not positive.
     """
 
     command: list[str]
-    """The program and its arguments."""
+    """Program and its arguments."""
     env: dict[str, str] = {}
-    """Variables beside HOME, PATH and the like."""
+    """Environment variables in addition to HOME, PATH and the like."""
     timeout: float = 30.0
-    """Seconds for one call."""
+    """Seconds that one call may take."""
     repeatable: bool = False
-    """Its answers follow from the calls before them, so that they may be used again (`cache`)."""
+    """True if answers depend only on the earlier calls of the episode, so that they may be reused (`cache`)."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -49,26 +50,26 @@ class McpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class McpServer:
-    """All tools of one server."""
+    """Toolset with all tools of one server."""
 
     def __init__(self, options: McpOptions) -> None:
         self._options = options
         self._session: Any = None
         self._why = ""
-        """How it failed."""
+        """Reason of the server's failure, for the error message."""
         self._listed: list[dict[str, Any]] = []
         self._settled = anyio.Event()
         self._ending = anyio.Event()
         self._over = anyio.Event()
         self._scope = anyio.CancelScope()
-        """Of its life."""
+        """Scope of the server's task, from its start to its end."""
         self._begun = False
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """Start the server, and ask it for its tools.
+        """Start the server, and request its list of tools.
 
         Raises:
-            EnvError: it does not start, or does not answer.
+            EnvError: the server does not start, or does not answer in time.
         """
         (await place.tasks()).start_soon(self._live)
         self._begun = True
@@ -81,7 +82,7 @@ class McpServer:
         return [self._runner(tool, state) for tool in self._listed]
 
     async def close(self) -> None:
-        """End the server; one that has not named its tools by now is killed."""
+        """End the server. A server that has not listed its tools yet is killed."""
         self._ending.set()
         if self._session is None:
             self._scope.cancel()
@@ -89,6 +90,7 @@ class McpServer:
             await self._over.wait()
 
     def _runner(self, tool: dict[str, Any], state: str | None) -> Runner:
+        """Return the runner of one tool of the server."""
         name: str = tool["name"]
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -100,6 +102,7 @@ class McpServer:
         )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool. Raises EnvError if the server has ended; other errors are part of the returned text."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -112,12 +115,12 @@ class McpServer:
         return shown_result(plain(result))
 
     async def _live(self) -> None:
-        """Keep the server until the episode ends; what fails before it has named its tools is kept for `open`."""
+        """Run the server until the episode ends. An error before the tools are listed is kept for `open`."""
         with tempfile.TemporaryFile("w+") as complaints:
             try:
                 with self._scope:
                     await self._serve(complaints)
-            except Exception as error:  # the boundary to a program and a library that are not ours
+            except Exception as error:  # boundary to a foreign program and a foreign library
                 first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 complaints.seek(0)
                 said = complaints.read().strip()[-COMPLAINT:]
@@ -127,8 +130,9 @@ class McpServer:
                 self._over.set()
 
     async def _serve(self, complaints: Any) -> None:
+        """Start the server, list its tools page by page, and keep it until the episode ends."""
         try:
-            # In a thread: it takes seconds.
+            # In a thread, because the import takes seconds.
             await anyio.to_thread.run_sync(import_module, "mcp")
         except ModuleNotFoundError as error:
             raise ConfigError("MCP servers need the package `mcp`, which comes with vLLM: pip install mcp") from error
@@ -152,12 +156,12 @@ class McpServer:
 
 
 def plain(model: Any) -> dict[str, Any]:
-    """Return an answer as the protocol spells it."""
+    """Return a message in the spelling of the protocol."""
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def shown_result(result: dict[str, Any]) -> str:
-    """Return the result of a call as the policy reads it: its pieces, or its structured form where these are empty."""
+    """Return the result of a call as text: its content, or its structured form as JSON if the content is empty."""
     text = "\n".join(map(_text, result.get("content", [])))
     if not text and "structuredContent" in result:
         text = msgspec.json.encode(result["structuredContent"]).decode()
@@ -165,7 +169,7 @@ def shown_result(result: dict[str, Any]) -> str:
 
 
 def _text(block: dict[str, Any]) -> str:
-    """Return the text of a piece; a picture, a sound or a file is named, with its address where it has one."""
+    """Return the text of a content block. A picture, a sound or a file is replaced by its name and its address."""
     piece: dict[str, Any] = block.get("resource", block)
     if "text" in piece:
         return piece["text"]

@@ -1,11 +1,12 @@
-"""Answers that are used again: the same call in the same state has the same answer, in every episode of a node.
+"""Reuse of tool answers: an equal call in the same state has the same answer, in every episode of a node.
 
-The state of a sandbox is the calls that have been made in it, in their order. A call whose answer is known is not
-carried out: what it would have changed is made up for before the next call that is. So an episode that does what
-another one did needs no sandbox at all.
+The state of a sandbox is the sequence of the calls that were made in it. A call whose answer is known is not carried
+out at once. If it may change the state, the sandbox lacks its changes. So it is carried out later, before the next call
+whose answer is not known. An episode that repeats the calls of another one therefore needs no sandbox at all.
 
-Law: an answer is of the state that it is given in. A call that did not come to its end, by a deadline or an error, may
-have changed anything: from then on the episode's calls are all carried out, and none is kept.
+Law: an answer is reused only in the state in which it was given. A call that did not finish, because of a deadline or
+an error, may have changed anything. From then on, all calls of the episode in this state are carried out, and their
+answers are not kept.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ import msgspec
 from envs.tools.runner import Cut, Runner
 
 MOST = 4096
-"""Answers kept by a node for the tools of one environment, the last used ones."""
+"""Number of answers that a node keeps for the tools of one environment; the least recently used are dropped."""
 
 
 class Answers:
-    """What calls have been answered, on one node."""
+    """Known answers of one node."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._known: OrderedDict[bytes, str] = OrderedDict()
 
     def get(self, key: bytes) -> str | None:
-        """The answer of this key, if it is known."""
+        """Return the answer for a key; None if it is unknown."""
         if key in self._known:
             self._known.move_to_end(key)
         return self._known.get(key)
 
     def keep(self, key: bytes, answer: str) -> None:
-        """Know an answer."""
+        """Keep an answer, and drop the least recently used one if there are too many."""
         self._known[key] = answer
         self._known.move_to_end(key)
         if len(self._known) > self._most:
@@ -45,17 +46,19 @@ class Answers:
 
 
 class _State:
+    """Calls of one episode in one state."""
+
     def __init__(self) -> None:
         self.digest = b""
         self.sure = True
-        """Every call so far has come to its end."""
+        """True if every call so far has finished."""
         self.owed: list[tuple[Runner, dict[str, Any]]] = []
         """Calls that were answered without being carried out."""
         self.lock = anyio.Lock()
 
 
 class Memory:
-    """One episode's calls."""
+    """Tool calls of one episode, answered from the node's known answers where possible."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -63,7 +66,7 @@ class Memory:
         self.used_again = 0
 
     async def call(self, runner: Runner, arguments: dict[str, Any]) -> str:
-        """The answer to a call, known or not."""
+        """Return the answer to a call: a known one, or the result of carrying the call out."""
         if runner.state is None:
             return await runner.call(arguments)
         name = _digest([runner.name, arguments])
@@ -78,6 +81,7 @@ class Memory:
             return await self._in_state(state, runner, arguments, name)
 
     async def _in_state(self, state: _State, runner: Runner, arguments: dict[str, Any], name: bytes) -> str:
+        """Return the answer to a call that depends on a state. Unknown calls are carried out after the skipped ones."""
         key = _digest([runner.state, state.digest, name])
         answer = self._known(key) if state.sure else None
         if answer is not None:

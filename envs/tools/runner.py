@@ -1,8 +1,8 @@
-"""What a tool is: a name, a schema, and a coroutine that takes arguments and gives text.
+"""Interface of tools. A tool has a name, a schema, and a coroutine function that takes arguments and returns text.
 
-A toolset makes the runners of one episode. What it needs of the node, a sandbox or a place for tasks of its own, it
-finds in the episode's `ToolPlace`. A fault that the policy can do something about, such as a file that is not there, is
-part of the text; what is wrong with the infrastructure is raised.
+A toolset makes the runners of one episode. The `ToolPlace` of the episode gives it the resources of the node that it
+needs: a sandbox, or a group for its own tasks. A fault that the policy can act on, such as a missing file, is part of
+the returned text. A fault of the infrastructure is raised.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from flash.service.tools import Function, described
 from flash.types import Tool
 
 SANDBOX = "sandbox"
-"""The state of the tools that share the episode's sandbox."""
+"""State of the tools that share the episode's sandbox."""
 
 
 TASKS = "envs.tools"
-"""What the tasks of a node's tools are shared under."""
+"""Key under which the tools of a node share their task group."""
 
 
 class ToolSandboxes(msgspec.Struct, frozen=True):
-    """Where the tools of an environment run."""
+    """Sandboxes in which the tools of an environment run: their description, pool and opener."""
 
     spec: Spec
     pool: JudgePool
@@ -40,7 +40,7 @@ class ToolSandboxes(msgspec.Struct, frozen=True):
 
 
 class ToolPlace:
-    """One episode's."""
+    """Resources for the tools of one episode."""
 
     def __init__(self, work: ToolSandboxes) -> None:
         self._work = work
@@ -49,12 +49,12 @@ class ToolPlace:
         self._one = anyio.Lock()
 
     async def sandbox(self) -> Sandbox:
-        """The episode's sandbox.
+        """Return the episode's sandbox. The first call borrows it.
 
         Raises:
-            SandboxError: it cannot be had.
+            SandboxError: no sandbox is available.
         """
-        async with self._one:  # calls of one turn arrive together
+        async with self._one:  # the calls of one turn arrive together, and must not borrow two sandboxes
             if self._sandbox is None:
                 judge: Judge = await shared_judge(self._work.pool, self._work.opener)
                 borrowed = judge.sandboxes.borrow(self._work.spec, self._work.pool.wait)
@@ -62,11 +62,11 @@ class ToolPlace:
             return self._sandbox
 
     async def tasks(self) -> TaskGroup:
-        """Tasks of the node, which a tool ends itself."""
+        """Return a task group of the node. A toolset must end the tasks that it starts there."""
         return await shared(TASKS, _open_tasks)
 
     async def close(self) -> None:
-        """Give the sandbox back."""
+        """Return the sandbox to its pool."""
         await self._held.aclose()
 
 
@@ -78,51 +78,51 @@ async def _open_tasks() -> AsyncGenerator[TaskGroup]:
 
 
 class Cut(str):
-    """The answer of a call that was ended by its deadline: nobody knows what it had done by then."""
+    """Answer of a call that its deadline ended. It is unknown which of its effects have happened."""
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):
-    """One function that the policy may call."""
+    """A function that the policy may call."""
 
     name: str
     description: str
     parameters: dict[str, Any]
-    """JSON schema of the arguments, an object."""
+    """JSON schema of the arguments; its type is object."""
     call: Callable[[dict[str, Any]], Awaitable[str]]
-    """Carries it out. Ends within the tool's own deadline."""
+    """Coroutine function that carries out a call. It must end within the tool's own deadline."""
     state: str | None = ""
-    """What its answer depends on beside the arguments: nothing, what calls with the same name here have led to, or, by
-    None, things that cannot be known, so that no answer is used again."""
+    """State on which answers depend, besides the arguments. Empty: none. A name: all earlier calls of the episode in
+    the state of this name. None: unknown, so that no answer is reused."""
     changes: bool = False
-    """It may change that."""
+    """True if a call may change the state."""
 
     @property
     def tool(self) -> Tool:
-        """As chat templates take it."""
+        """The function in the form that chat templates take."""
         return described(Function(self.name, self.description, self.parameters))
 
 
 @runtime_checkable
 class Toolset(Protocol):
-    """Some tools of one episode. Its class is called with the options of the configuration."""
+    """Tools of one episode. The class is called with the options of the configuration."""
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """The tools. Raises FlashError where they cannot be had."""
+        """Return the tools. Raises FlashError if they cannot be opened."""
         ...
 
     async def close(self) -> None:
-        """Release what they hold. Called once, also when `open` has failed."""
+        """Release all resources. Called once, also if `open` has failed."""
         ...
 
 
 def schema(**properties: str) -> dict[str, Any]:
-    """The schema of required arguments that are text: each name with what it means."""
+    """Return a schema whose arguments are all required texts. Each keyword is an argument with its description."""
     described = {name: {"type": "string", "description": meaning} for name, meaning in properties.items()}
     return {"type": "object", "properties": described, "required": list(properties)}
 
 
 async def within(seconds: float, answer: Awaitable[str]) -> str:
-    """The answer, or a `Cut` that says that there was none in time."""
+    """Wait for an answer. Returns a `Cut` with an error text if there is none within `seconds`."""
     with anyio.move_on_after(seconds):
         return await answer
     return Cut(f"error: no answer within {seconds:g} s")

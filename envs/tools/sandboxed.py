@@ -14,18 +14,18 @@ from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
 READ_BYTES = 1 << 18
-"""Read of one file."""
+"""Largest number of bytes that are read of one file."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a command may take.
+    """Limit of a call's duration.
 
     Raises:
-        ConfigError: that is no time.
+        ConfigError: the timeout is not positive.
     """
 
     timeout: float = 10.0
-    """Seconds for one call."""
+    """Seconds that one call may take."""
 
     def __post_init__(self) -> None:
         if not self.timeout > 0:
@@ -33,13 +33,13 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Python:
-    """`python(code)`: a program in a process of its own."""
+    """Toolset with `python(code)`: runs a program in a new process."""
 
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """One tool."""
+        """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
             sandbox = await place.sandbox()
@@ -51,17 +51,17 @@ class Python:
         return [Runner(name="python", description=about, parameters=code, call=call, state=SANDBOX, changes=True)]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class Bash:
-    """`bash(command)`: shell commands in a process of their own."""
+    """Toolset with `bash(command)`: runs shell commands in a new process."""
 
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """One tool."""
+        """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
             if fault := unusable_command(arguments["command"]):
@@ -75,17 +75,17 @@ class Bash:
         return [Runner(name="bash", description=about, parameters=command, call=call, state=SANDBOX, changes=True)]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class Files:
-    """`read_file(path)`, `write_file(path, text)` and `list_files(path)`."""
+    """Toolset with `read_file(path)`, `write_file(path, text)` and `list_files(path)`."""
 
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """Three tools."""
+        """Return the three tools."""
 
         async def read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
             return (await sandbox.read(arguments["path"], limit=READ_BYTES)).decode("utf-8", "replace")
@@ -115,6 +115,8 @@ class Files:
         *,
         changes: bool,
     ) -> Runner:
+        """Return a tool whose argument `path` is checked before the sandbox is used."""
+
         async def call(arguments: dict[str, Any]) -> str:
             if fault := unusable_path(arguments["path"]):
                 return fault
@@ -129,11 +131,11 @@ class Files:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 async def _ran(running: Awaitable[Result]) -> str:
-    """How a command ended, or what a sandbox has no room for: either is the policy's doing."""
+    """Return the result of a command as text. A limit of the sandbox that the policy has hit is also a result."""
     try:
         return _answer(await running)
     except SandboxLimitError as error:

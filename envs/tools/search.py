@@ -1,10 +1,11 @@
-"""Search over the texts of a folder: exact BM25, in the form that Lucene uses it.
+"""Search over the texts of a folder: exact BM25, in the form that Lucene uses.
 
     score(q, d) = sum over terms t of q: idf(t) · f(t, d) / (f(t, d) + k1 · (1 - b + b · |d| / mean |d|))
     idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5))
 
-f(t, d) is how often t stands in passage d, n(t) in how many of the N passages (Robertson and Zaragoza, "The
-Probabilistic Relevance Framework: BM25 and Beyond", 2009, eq. 3.15). A passage is some paragraphs of one file.
+f(t, d) is the number of occurrences of t in passage d, and n(t) is the number of passages, of N, that contain t
+(Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009, eq. 3.15). A passage consists
+of consecutive paragraphs of one file.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from flash.environment import shared
 from flash.errors import ConfigError
 
 K1, B = 1.2, 0.75
-"""How soon a repeated term stops counting, and how much length does; as in Lucene."""
+"""k1: saturation of repeated terms. b: strength of the length normalization. Both values are Lucene's."""
 
 _TERM = re.compile(r"\w+")
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which texts, and how much of them is shown.
+    """Texts to search, and the size of the results.
 
     Raises:
-        ConfigError: there are no texts, or a number cannot be.
+        ConfigError: there are no texts, or a number is not positive.
     """
 
     folder: str
-    """Of the texts, with all folders in it."""
+    """Folder of the texts. Its subfolders are searched as well."""
     pattern: str = "*.txt"
-    """Names of their files."""
+    """Glob pattern of the files' names."""
     passage: int = 1000
-    """Characters from which a passage ends with its paragraph."""
+    """Characters after which a passage ends, at the next end of a paragraph."""
     results: int = 3
-    """Passages that a call gives, unless it asks for another number."""
+    """Number of passages that a call returns, unless the call gives another number."""
     timeout: float = 10.0
-    """Seconds for one call."""
+    """Seconds that one call may take."""
 
     def __post_init__(self) -> None:
         for name in ("passage", "results", "timeout"):
@@ -64,7 +65,7 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class Index:
-    """Passages by their terms."""
+    """Inverted index: for each term, the passages that contain it."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self.passages = passages
@@ -78,7 +79,7 @@ class Index:
                 self._postings.setdefault(term, []).append((place, often))
 
     def search(self, query: str, most: int) -> list[tuple[float, Passage]]:
-        """The best passages with their scores, equal ones in the order of the folder; none that scores 0."""
+        """Return the `most` best passages with their scores, best first. Passages without a query term are left out."""
         scores: dict[int, float] = {}
         for term in terms(query):
             found = self._postings.get(term, [])
@@ -90,13 +91,13 @@ class Index:
 
 
 class Search:
-    """`search(query, results)`."""
+    """Toolset with `search(query, results)`."""
 
     def __init__(self, options: SearchOptions) -> None:
         self._options = options
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """One tool. The texts are read once on a node."""
+        """Return the tool. The texts are read once per node."""
         options = self._options
 
         @asynccontextmanager
@@ -107,7 +108,7 @@ class Search:
 
         async def found(arguments: dict[str, Any]) -> str:
             most = max(1, int(arguments.get("results", options.results)))
-            # A thread, because a large folder takes its time.
+            # In a thread, because the search of a large folder takes long.
             best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
             return "\n\n".join(f"[{passage.name}]\n{passage.text}" for _, passage in best) or "nothing was found"
 
@@ -121,16 +122,16 @@ class Search:
         return [Runner(name="search", description=about, parameters=parameters, call=call)]
 
     async def close(self) -> None:
-        """The index is the node's."""
+        """Do nothing: the index belongs to the node."""
 
 
 def terms(text: str) -> list[str]:
-    """Words and numbers, in lower case."""
+    """Return the words and numbers of a text, in lower case."""
     return _TERM.findall(text.lower())
 
 
 def passages(options: SearchOptions) -> list[Passage]:
-    """The passages of a folder, in the order of its files' names."""
+    """Return the passages of a folder, in the order of the files' names."""
     found: list[Passage] = []
     root = Path(options.folder)
     for path in sorted(root.rglob(options.pattern)):

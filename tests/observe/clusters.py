@@ -1,4 +1,4 @@
-"""Pictures of a cluster, as hubs make them."""
+"""Snapshots of a cluster, as hubs make them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIGURES = {
 
 
 def engine_now(number: int, at: float, **changes: Any) -> EngineNow:
-    """An engine that serves."""
+    """Return an engine that serves."""
     values: dict[str, Any] = {
         "number": number,
         "state": "serving",
@@ -43,14 +43,14 @@ def engine_now(number: int, at: float, **changes: Any) -> EngineNow:
 
 
 def status_of(node: int, at: float, engines: int = 1, **changes: Any) -> NodeStatus:
-    """What a node tells."""
+    """Return the status that a node reports."""
     made = [engine_now(node * engines + place, at, **changes) for place in range(engines)]
     stocks = [Stock("sandboxes", 3, 2, 1, 6, 40)]
     return NodeStatus(f"host-{node}", 1000 + node, at - 600, made, 20, 12, 4, stocks)
 
 
 def hub_now(at: float, nodes: int = 1, **changes: Any) -> HubNow:
-    """So many nodes, the first with the only trainer rank."""
+    """Return a hub with `nodes` nodes, of which the first has the only trainer rank."""
     told = [
         NodeNow(
             node=node, state="here", heard_at=at - 1, status=status_of(node, at), leases=20, oldest_lease=at - 30 - node
@@ -72,7 +72,7 @@ def hub_now(at: float, nodes: int = 1, **changes: Any) -> HubNow:
 
 
 def cluster(at: float, hub: HubNow | None, **changes: Any) -> Cluster:
-    """The whole file."""
+    """Return the contents of the cluster file."""
     values: dict[str, Any] = {
         "at": at,
         "hub": hub,
@@ -87,5 +87,5 @@ def cluster(at: float, hub: HubNow | None, **changes: Any) -> Cluster:
 
 
 def failure(kind: str, at: float, message: str, count: int = 1) -> FailureKind:
-    """Failures of one kind."""
+    """Return the failures of one kind."""
     return FailureKind(kind, count, at - 60, at, message)

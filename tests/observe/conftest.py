@@ -22,5 +22,5 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def directory(config: Config) -> RunDirectory:
-    """The directory of a new run."""
+    """Return the directory of a new run."""
     return RunDirectory.open(config.run_dir, "[run]\nname = 'sample'\n")

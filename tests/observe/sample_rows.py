@@ -1,4 +1,4 @@
-"""Sample rows of a run, as the hub and the trainer make them."""
+"""Sample rows of a run, as the hub and the trainer write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STARTED = 1_700_000_000.0
 
 
 def metrics_row(step: int, **changes: Any) -> dict[str, Any]:
-    """A row as the hub and the trainer make it."""
+    """Return a row of metrics, as the hub and the trainer write it."""
     row: dict[str, Any] = {
         "step": step,
         "version": step + 1,
@@ -56,7 +56,7 @@ def metrics_row(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def eval_row(step: int, mean: float, **changes: Any) -> dict[str, Any]:
-    """A row of a held-out evaluation."""
+    """Return a row of a held-out evaluation."""
     row: dict[str, Any] = {
         "step": step,
         "time": STARTED + 2.0 * step,
@@ -76,7 +76,7 @@ def eval_row(step: int, mean: float, **changes: Any) -> dict[str, Any]:
 
 
 def spans(steps: int) -> list[Activity]:
-    """One engine that generates all the time and swaps 0.1 s a step; one trainer that waits a quarter of it."""
+    """Return activities: an engine always generates and swaps 0.1 s in a step of 2 s; a trainer waits 0.5 s of it."""
     bars: list[Activity] = []
     for step in range(steps):
         at = STARTED + 2.0 * step

@@ -19,7 +19,7 @@ MISSED = "alarms.command missed 1 of 1: 1 failed, 0 dropped"
 
 
 def called(command: str, name: str = "stale", text: str = "text", seconds: float = 20.0) -> list[str]:
-    """What is told of a call."""
+    """Call the command once, and return the messages about the call."""
     feed = Feed(AlarmCommand(command, seconds))
     feed.put("alarm", {"name": name, "text": text})
     return feed.close(WAIT_S)
@@ -78,7 +78,7 @@ def test_at_the_end_of_the_run_it_is_ended_and_alarms_that_wait_are_dropped(tmp_
 
 
 def state_of(process: int) -> str:
-    """As the kernel has it; none: it is gone."""
+    """Return the kernel's state letter of a process; empty if it does not exist."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a person is warned of, and how often."""
+"""Alarms: the conditions that cause a warning, and the number of warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a cluster: bounded, over all incarnations of a run, and never in anybody's way."""
+"""The cluster file: its size is bounded, it covers all restarts of a run, and it never delays the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs side by side, from what they left."""
+"""Comparison of runs by their files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.observe.sample_rows import eval_row, metrics_row
 
 @pytest.fixture
 def make(config: Config, tmp_path: Path) -> Any:
-    """Makes a run with a last evaluation, ended or not."""
+    """Return a function that makes a run with a last evaluation, ended or not."""
 
     def run(name: str, mean: float, *, ended: bool = True, objective: str = "decoupled_ppo", **row: float) -> Path:
         replace = msgspec.structs.replace

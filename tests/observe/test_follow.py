@@ -1,4 +1,4 @@
-"""Rows of a file that grows are read once, whole, and anew where the file was replaced."""
+"""Rows of a growing file are read once and completely, and from the start if the file was replaced."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_file_that_is_another_one_is_read_anew(how: str, tmp_path: Path) -> No
     file = tmp_path / "rows.jsonl"
     append(file, b'{"a": 1}\n{"a": 2}\n')
     followed = following(file)
-    if how == "replaced":  # as long as before
+    if how == "replaced":  # with as many bytes as before
         write_atomically(file, b'{"a": 3}\n{"a": 4}\n')
     elif how == "cut":
         file.write_bytes(b'{"a": 5}\n')

@@ -1,4 +1,4 @@
-"""Records in a file: whole, torn, or damaged."""
+"""Records in a file: complete, truncated, or damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = st.lists(
 
 
 def framed(values: list[list[int | bytes]]) -> tuple[bytes, list[int]]:
-    """The bytes, and where each record ends."""
+    """Return the bytes of records, and the position at which each record ends."""
     data, ends = bytearray(), [0]
     for value in values:
         append_frame(data, value)

@@ -40,7 +40,7 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
 
 
 def curves(axes: Axes) -> dict[str, list[float]]:
-    """What is drawn, by the names of the legend; NaN where there is a gap."""
+    """Return the drawn values by their names in the legend; NaN in gaps."""
     return {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
 
 

@@ -1,4 +1,4 @@
-"""The recorder: what takes long is written by a thread, in order, and its errors are told."""
+"""The recorder: a thread does slow writes, in order, and its errors are reported."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.observe.sample_rows import metrics_row
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
 
 WAIT_S = 10.0
-"""Longest wait for the other thread."""
+"""Longest wait for the other thread, in seconds."""
 
 
 class Slow:
-    """A tokenizer that tells when it is asked, and answers when it may."""
+    """Tokenizer that reports a call, and answers when the test allows it."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -68,7 +68,7 @@ def test_the_loop_goes_on_while_samples_are_written_and_all_are_there_at_the_end
 
 
 def test_rows_are_of_the_samples_that_the_ledger_books_as_trained(tmp_path: Path) -> None:
-    """A member whose tokens are all too old trains none of them where others of its group are recent."""
+    """A member whose tokens are all too old trains none of them if other members of its group are recent."""
     tokenizer = Slow()
     tokenizer.may.set()
     buffer = make_buffer(alpha=1, batch=8, group=4, steps=20)
@@ -212,7 +212,7 @@ def test_an_alarm_has_the_command_called_and_its_failure_told(
 
 
 def test_the_last_picture_of_the_cluster_is_written_from_the_thread_that_ends_the_run(tmp_path: Path) -> None:
-    """The run's own clock is that of the loop, and asked there alone."""
+    """Only the loop may read the run's clock, because it is the loop's clock."""
     loop, tokenizer = threading.get_ident(), Slow()
     tokenizer.may.set()
 

@@ -1,4 +1,4 @@
-"""Recorded batches come back as they were, or not at all."""
+"""Recorded batches are read back unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
 
 
 def test_a_file_of_before_tasks_said_how_they_were_sampled_is_refused(tmp_path: Path) -> None:
-    """Its samples would pass for sampled at temperature 1."""
+    """Otherwise its samples would count as sampled at temperature 1."""
     write_batch(tmp_path, a_batch())
     (file,) = tmp_path.iterdir()
     with file.open("rb") as source:

@@ -1,4 +1,4 @@
-"""What is seen of the rhythm of attention, on a terminal and in a picture."""
+"""The rhythm of attention on a terminal and in a picture."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_line_that_the_disk_took_in_part_is_taken_back_and_does_not_join_the_n
     directory.append_metrics(metrics_row(0))
     size = directory.metrics.stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+    # Limit the size of a file, so that writes fail in the middle, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, hard))
     try:
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: File too large"):

@@ -1,4 +1,4 @@
-"""Readable samples: what they say, what of them is on the disk, and how many are kept."""
+"""Readable samples: their text, their files, and the number that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker's sink: the run gives it every row, waits for none, and does not fail with it."""
+"""Sink of a tracker: the run passes every row to it, never waits for it, and does not fail if it fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flash.simulate.clock import run_virtual
 from tests.observe.sample_rows import eval_row, metrics_row
 
 WAIT_S = 10.0
-"""Longest wait for the other thread."""
+"""Longest wait for the other thread, in seconds."""
 
 
 class Good:
-    """Remembers what it is given."""
+    """Sink that keeps the rows that it is given."""
 
     def __init__(self, config: dict[str, Any], resumed_at: int | None) -> None:
         self.config, self.resumed_at = config, resumed_at
@@ -44,7 +44,7 @@ class Failing(Good):
 
 
 class Slow(Good):
-    """Takes no row before it may."""
+    """Sink that takes no row before the test allows it."""
 
     may = threading.Event()
 
@@ -58,7 +58,7 @@ def broken(config: dict[str, Any], resumed_at: int | None) -> Good:
 
 
 def nothing(config: dict[str, Any], resumed_at: int | None) -> None:
-    """Forgets to return a sink."""
+    """Factory that fails to return a sink."""
 
 
 made: list[Good] = []
@@ -78,7 +78,7 @@ class NoText:
 def play(
     folder: Path, sink: str, *, steps: int = 4, resume_at: int | None = None, end: Callable[[Recorder], None]
 ) -> float:
-    """Steps of a second each, told to a recorder on the virtual clock; the seconds that the loop took."""
+    """Record steps of one second each on the virtual clock. Returns the seconds that the loop took."""
     config = msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder)},
@@ -173,7 +173,7 @@ def test_a_slow_sink_holds_nothing_up_and_what_it_has_no_room_for_is_told_and_co
     taken = [row["step"] for kind, row in sink.rows if kind == "step"]
     assert taken == list(range(len(taken)))
     dropped = steps - len(taken)
-    assert dropped in (49, 50, 51)  # the thread may hold one, and wait for the next
+    assert dropped in (49, 50, 51)  # the thread may hold one row, and wait for the next
     assert json.loads(lines[-1])["sink_lost"] == dropped - 1
     assert sink.rows[-1][0] == "summary"
     told = capsys.readouterr().out

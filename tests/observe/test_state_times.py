@@ -1,4 +1,4 @@
-"""Time by state: nothing is lost and nothing counted twice."""
+"""Time by state: no time is lost, and none is counted twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flash.observe.state_times import StateTimes
 
 CHANGES = st.lists(st.tuples(st.sampled_from(["busy", "idle", "swap"]), st.integers(0, 9)), min_size=1, max_size=12)
-"""States, and how long each lasts."""
+"""States, and the duration of each."""
 
 
 @given(CHANGES, st.integers(0, 100))

@@ -10,7 +10,7 @@ from flash.observe.stats import best_of, best_of_each, difference, mean_interval
 
 
 def test_interval_of_binary_rewards_solves_the_score_equation() -> None:
-    """Wilson's bounds are the rates at which the observed mean lies exactly 1.96 standard errors away."""
+    """Wilson's bounds are the rates for which the observed mean is exactly 1.96 standard errors away."""
     interval = mean_interval([1] * 37 + [0] * 91)
     assert interval.mean == pytest.approx(37 / 128)
     for bound in (interval.low, interval.high):
@@ -48,7 +48,7 @@ def test_interval_of_other_rewards_holds_95_percent_of_students_t(degrees: int) 
 
 
 def test_clustered_interval_covers_the_true_mean_at_its_rate() -> None:
-    """Of simulated evaluations with correlated answers, about 95 % of the intervals contain the truth."""
+    """In simulated evaluations with correlated answers, about 95 % of the intervals contain the true mean."""
     generator = random.Random(0)
     problems = [problem for problem in range(60) for _ in range(4)]
     covered = 0
@@ -66,7 +66,7 @@ def test_no_value_gives_no_number_and_one_value_no_bound() -> None:
 
 
 def _t_mass(quantile: float, degrees: int) -> float:
-    """P(|t| <= quantile), by Simpson's rule on the density."""
+    """Return P(|t| <= quantile), by Simpson's rule on the density."""
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
     pieces = 4000
     width = 2 * quantile / pieces

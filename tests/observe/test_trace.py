@@ -1,4 +1,4 @@
-"""The trace for Perfetto: every bar is in it once, on a track where no two cross."""
+"""The trace for Perfetto: it has every bar once, and bars of one track never overlap."""
 
 from __future__ import annotations
 

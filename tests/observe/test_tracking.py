@@ -1,4 +1,4 @@
-"""Trackers are told what a run measures: once, also of a resumed run, and the run does not wait for them."""
+"""Trackers get the measurements of a run once, also if the run is resumed, and the run does not wait for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
 WAIT_S = 30.0
-"""Longest wait for a process."""
+"""Longest wait for a process, in seconds."""
 ALL: Sequence[TrackerName] = list(TRACKERS)
 
 
@@ -37,7 +37,7 @@ class NoText:
 
 
 class Calls:
-    """What the fakes were told so far."""
+    """Calls that the fakes have received so far."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -52,7 +52,7 @@ class Calls:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The fakes stand where the packages would be, here and in processes that are started."""
+    """Replace the packages by the fakes, here and in processes that are started."""
     file = tmp_path / "calls"
     monkeypatch.setenv("FAKE_TRACKER_LOG", str(file))
     monkeypatch.setenv("PYTHONPATH", f"{FAKES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -64,7 +64,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No other test meets a fake."""
+    """Remove the imported fakes after each test, so that no other test imports them."""
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in (*ALL, "fake_said")]:
         if str(FAKES) in str(getattr(sys.modules[name], "__file__", "")):
@@ -73,7 +73,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def tracked_run(config: Config) -> RunDirectory:
-    """A run of three steps and an evaluation."""
+    """Return a run with three steps and an evaluation."""
     directory = RunDirectory.open(config.run_dir, dump(with_trackers(config, "wandb")))
     written(directory, range(3))
     directory.append_evaluation(eval_row(0, 0.25))

@@ -1,4 +1,4 @@
-"""The screen of `flash watch`, drawn from files as a run leaves and writes them."""
+"""The screen of `flash watch`, drawn from files that a run has left or is writing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_that_is_silent_or_over_says_so(directory: RunDirectory) -> None:
     assert "no step for" not in shown(watched, STARTED + 60.0)
     assert "no step for 1:34\n" in shown(watched, STARTED + 100.0)
     directory.summary.write_text("{}")
-    os.utime(directory.summary, (1.0, 1.0))  # a copy's files are of any age
+    os.utime(directory.summary, (1.0, 1.0))  # the files of a copied run may have any age
     assert shown(watched, STARTED + 100.0).splitlines()[0].endswith("  ended")
     RunDirectory.open(directory.path, "", resume_at=3)
     assert "  no step for 1:34" in shown(watched, STARTED + 100.0).splitlines()[0]
@@ -98,7 +98,7 @@ def test_alarms_are_those_of_the_run_and_begin_anew_where_it_goes_back(directory
     assert shown(watched).count("alarm at step ") == 1
     assert "alarm at step 2: " in shown(watched)
     directory.metrics.unlink()
-    written(RunDirectory(directory.path), 2)  # as the next hub, which knows of no earlier file
+    written(RunDirectory(directory.path), 2)  # like the next hub, which knows no earlier file
     assert "alarm" not in shown(watched)
 
 

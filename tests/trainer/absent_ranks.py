@@ -1,6 +1,6 @@
-"""One of many ranks of which there are no others: takes a step, and writes what it told each group of them.
+"""Rank of a layout whose other ranks do not exist: takes a step, and saves the collectives that it called.
 
-Tensors have data, so that sizes which follow from it are numbers; what the others would say is anything.
+Its tensors have data, so that sizes that follow from the data are known. Data from the other ranks is arbitrary.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ALL = {"tensor": 2, "context": 4, "expert": 16}
 
 
 class Case(NamedTuple):
-    """A layout of so many ranks, and some of them."""
+    """A layout of a number of ranks, and the ranks of it that are run."""
 
     ranks: int
     kind: str
     parallel: dict[str, int]
     tables: dict[str, Any]
     some: tuple[int, ...] = (0, 1, 9, 63)
-    """The first, its neighbour, others, and the last one, which has nothing of a weight that is divided among all."""
+    """Ranks that are run: the first, its neighbour, another, and the last, which may have no part of a small weight."""
 
 
 CASES = {
@@ -61,20 +61,20 @@ WHOLE = {
     "experts over tensor groups": Case(512, "qwen3_moe", {"tensor": 2, "expert": 8}, MUON),
     "adapters": Case(64, "qwen3", {}, LORA),
 }
-"""Of which the first rank takes a step with all that a step can have."""
+"""Layouts of which the first rank takes a step with every part that a step can have."""
 
 
 class Told(NamedTuple):
-    """A collective."""
+    """Call of a collective."""
 
     name: str
     group: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
-    """Of what it is given, in order; none where they follow from the data."""
+    """Shapes of the tensors in the call, in order; empty if they follow from the data."""
 
 
 class Listening(TorchDispatchMode):
-    """Notes the collectives that are called meanwhile."""
+    """Records the collectives that are called while it is active."""
 
     def __init__(self, experts: tuple[int, ...]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Listening(TorchDispatchMode):
 
 
 def _members(given: Any) -> tuple[int, ...] | None:
-    """The ranks of a process group, where this is one, or the name of one."""
+    """Return the ranks of a process group, given the group or its name; None for other values."""
     c10d: Any = dist.distributed_c10d
     if isinstance(given, str):
         given = next((one for one in c10d._world.pg_map if one.group_name == given), None)
@@ -104,25 +104,25 @@ def _members(given: Any) -> tuple[int, ...] | None:
 
 
 class Seen(NamedTuple):
-    """By a rank."""
+    """Results of one rank."""
 
     groups: dict[str, tuple[int, ...]]
     heard: list[Told]
     ungiven: list[str]
-    """What is trained and has no gradient of its own shape."""
+    """Names of trained weights without a gradient of the weight's own shape."""
     published: dict[str, tuple[int, ...]]
     expected: dict[str, tuple[int, ...]]
-    """The shapes of these in the model that is not divided."""
+    """Shapes of the published weights in the model that is not divided."""
 
 
 def configured(folder: Path, case: Case, **tables: Any) -> Config:
-    """In bfloat16, as on GPUs."""
+    """Return the configuration of a case."""
     both = {name: tables.get(name, {}) | case.tables.get(name, {}) for name in tables | case.tables}
     return make_config(folder / case.kind, **both | {"parallel": case.parallel})
 
 
 def groups_of(mesh: TrainerMesh) -> dict[str, tuple[int, ...]]:
-    """The ranks of each grid."""
+    """Return the ranks of each group of the rank's mesh."""
     found = {"fsdp": mesh.fsdp.get_group(), "data": mesh.data}
     if mesh.tensor is not None:
         found["tensor"] = mesh.tensor.get_group()
@@ -134,7 +134,7 @@ def groups_of(mesh: TrainerMesh) -> dict[str, tuple[int, ...]]:
 
 
 def step(folder: Path, case: Case, rank: int) -> Seen:
-    """Forward and backward pass, an update, and what a version is gathered into."""
+    """Run a forward and a backward pass and an update, and gather the weights of a version."""
     config = configured(folder, case, model={"dtype": "bfloat16"})
     with absent_ranks(case.ranks, rank):
         mesh = trainer_mesh("cpu", config.parallel)
@@ -164,7 +164,7 @@ def step(folder: Path, case: Case, rank: int) -> Seen:
 
 
 def whole_step(folder: Path, case: Case) -> dict[str, float]:
-    """A step of a trainer, of whose data each other shard has the same."""
+    """Take a step of a trainer. Every data shard has the same data."""
     config = configured(folder, case, **TABLES | ({"critic": {}} if case.tables is LORA else {}))
     with absent_ranks(case.ranks):
         trainer = Trainer(config)
@@ -175,7 +175,7 @@ def whole_step(folder: Path, case: Case) -> dict[str, float]:
 
 
 def main(folder: Path, name: str, index: int) -> None:
-    """A process for each, as torch keeps grids of ranks beyond their process group."""
+    """Run one rank. Each needs its own process, because torch keeps meshes after their process group has ended."""
     torch.set_num_threads(1)
     case = CASES[name]
     torch.save(step(folder, case, case.some[index]), folder / f"{name}-{index}.pt")

@@ -1,6 +1,6 @@
-"""A step whose weights are on the host, on tensors without data, of a card that torch does not know.
+"""Training step with weights on the host, on tensors without data, with a device type that torch does not know.
 
-As of a GPU, nothing is computed of tensors of both; no stream or event of it waits for anything.
+As with a GPU, no operation takes tensors of both devices. Streams and events of the device wait for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CARD: Any = "card"
 
 
 class Waits:
-    """A stream, or an event."""
+    """Stream or event that never waits."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -48,7 +48,7 @@ class Waits:
 
 
 class Card:
-    """What torch.cuda is of a GPU."""
+    """Stand-in for the module `torch.cuda` of a GPU."""
 
     Stream = Event = Waits
 
@@ -65,7 +65,7 @@ class Card:
         return 1
 
     def is_available(self) -> bool:
-        return False  # or torch would put small tensors there in earnest
+        return False  # otherwise torch would put small tensors there
 
     def is_initialized(self) -> bool:
         return True
@@ -77,14 +77,15 @@ class Card:
 
 
 def main(folder: Path, tables: dict[str, Any], ranks: int, rank: int) -> None:
-    """`folder` is of the model, and takes what was seen. In a process of its own: torch keeps what a card is."""
+    """Run one rank of the model in `folder`, and save the results there. It needs its own process."""
+    # torch keeps a registered device type for the life of the process.
     _setup_privateuseone_for_python_backend(CARD, Card())
     config = make_config(folder, **tables)
     torch.save(step(config, ranks, rank) | {"planned": rank_memory(config, ranks).total}, folder / "seen.pt")
 
 
 def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
-    """Two micro-batches and an update by one of so many ranks, of which there are no others."""
+    """Run two micro-batches and an update on one rank of `ranks`, of which the others do not exist."""
     lengths = [config.model.max_length] * 2
     packed = in_one_row(np.split(np.arange(sum(lengths)) % 40, np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
@@ -120,7 +121,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def fill(model: nn.Module, home: str) -> None:
-    """Give its weights memory, as a file of them would."""
+    """Allocate the model's weights, as loading them from a file would."""
     for module in model.modules():
         for name, one in module.named_parameters(recurse=False):
             module._parameters[name] = nn.Parameter(torch.empty_like(one, device=home), one.requires_grad)

@@ -12,7 +12,7 @@ from tests.trainer.trainer_cases import write_model
 
 @pytest.fixture(scope="session", autouse=True)
 def process_group() -> Iterator[None]:
-    """One rank; FSDP needs a group even then."""
+    """Create a process group of one rank. FSDP needs a group even then."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

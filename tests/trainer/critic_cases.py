@@ -1,4 +1,4 @@
-"""Sequences with returns, and what a plain float64 model makes of them: for the tests of the critic."""
+"""Cases for the tests of the critic: sequences with returns, and a plain float64 model as the reference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flash.trainer.packing import DUMMY, MicroBatch
 from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, whole
 
 WIDTH = 32
-"""Of the tiny model."""
+"""Hidden size of the tiny model."""
 
 
 @dataclass(frozen=True)
 class Sequenced:
-    """One sequence; `actions` are the positions of its action tokens, the arrays have one entry for each."""
+    """A sequence. `actions` has the positions of its action tokens; the other arrays have a value for each of them."""
 
     ids: np.ndarray
     actions: np.ndarray
@@ -33,7 +33,7 @@ class Sequenced:
 
 
 def random_sequences(seed: int = 0, lengths: Sequence[int] = (9, 3, 17, 2, 6, 11)) -> list[Sequenced]:
-    """Ragged; some action tokens are masked, and those of the third sequence all are."""
+    """Return ragged sequences. Some action tokens are masked, and in the third sequence all of them are."""
     rng = np.random.default_rng(seed)
     sequences = []
     for index, length in enumerate(lengths):
@@ -52,7 +52,7 @@ def random_sequences(seed: int = 0, lengths: Sequence[int] = (9, 3, 17, 2, 6, 11
 
 
 def micro_of(sequences: Sequence[Sequenced]) -> MicroBatch:
-    """One micro-batch of these sequences, in this order."""
+    """Return a micro-batch of these sequences, in this order."""
     lengths = np.array([len(one.ids) for one in sequences])
     offset = np.concatenate([[0], np.cumsum(lengths)])
     counts = [len(one.actions) for one in sequences]
@@ -71,7 +71,7 @@ def micro_of(sequences: Sequence[Sequenced]) -> MicroBatch:
 
 
 def trained(sequences: Sequence[Sequenced]) -> int:
-    """Action tokens that count."""
+    """Return the number of action tokens that are trained."""
     return sum(int(one.mask.sum()) for one in sequences)
 
 
@@ -84,7 +84,7 @@ def old_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
 
 
 def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> None:
-    """One update on these micro-batches; an empty one is a dummy."""
+    """Update the critic once on these micro-batches. An empty part becomes a dummy micro-batch."""
     nothing = torch.full((1,), torch.nan)
     lessons = [
         CriticBatch(micro_of(part), returns_of(part), old_of(part)) if part else CriticBatch(DUMMY, nothing, nothing)
@@ -94,13 +94,13 @@ def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> 
 
 
 def critic_config(model: Path, *, train: dict[str, Any] | None = None, **critic: Any) -> Config:
-    """With a gradient that is never clipped."""
+    """Return a configuration in which the critic's gradient is never clipped."""
     table = {"max_grad_norm": 1e9, "learning_rate": 1e-3} | critic
     return make_config(model, critic=table, train=train or {}, algorithm={"objective": "ppo"})
 
 
 def make_critic(model: Path, **options: Any) -> Critic:
-    """With a random head: one of zeros would hide every error behind it."""
+    """Return a critic with a random head, because a head of zeros would hide every error in front of it."""
     critic = Critic(critic_config(model, **options), trainer_mesh("cpu"))
     set_head(critic)
     return critic
@@ -120,7 +120,7 @@ def random_head(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Reference:
-    """A plain Hugging Face model in float64, one sequence at a time."""
+    """Plain Hugging Face model in float64 with a value head; it computes one sequence at a time."""
 
     def __init__(self, model: Path, seed: int = 3) -> None:
         self.backbone: Any = reference_model(model).base_model
@@ -129,12 +129,12 @@ class Reference:
         self.bias = bias.double().requires_grad_()
 
     def values(self, one: Sequenced) -> torch.Tensor:
-        """V of the state before each action token: the hidden state of the token before it, through the head."""
+        """Return V of the state before each action token: the head's value of the preceding token's hidden state."""
         hidden = self.backbone(input_ids=torch.from_numpy(one.ids)[None]).last_hidden_state[0]
         return torch.stack([hidden[at - 1] @ self.weight[0] + self.bias[0] for at in one.actions])
 
     def loss(self, sequences: Sequence[Sequenced], clip: float | None) -> torch.Tensor:
-        """Token by token, from the formula."""
+        """Return the critic's loss, computed from the formula, token by token."""
         total = torch.zeros((), dtype=torch.float64)
         for one in sequences:
             for value, target, old, kept in zip(self.values(one), one.returns, one.old, one.mask, strict=True):
@@ -148,7 +148,7 @@ class Reference:
         return total / trained(sequences)
 
     def gradient(self, sequences: Sequence[Sequenced], clip: float | None) -> dict[str, torch.Tensor]:
-        """By the critic's parameter names."""
+        """Return the gradient of the loss, by the critic's parameter names."""
         self.loss(sequences, clip).backward()
         named = {f"backbone.{name}": value for name, value in self.backbone.named_parameters()}
         named |= {"head.weight": self.weight, "head.bias": self.bias}
@@ -156,7 +156,7 @@ class Reference:
 
 
 def critic_gradient(critic: Critic) -> dict[str, torch.Tensor]:
-    """The gradient of the only update so far: Adam's first moment is (1 − β1) times it."""
+    """Return the gradient of the only update so far: Adam's first moment is (1 − β1) times it."""
     share = 1 - critic.optimizer.param_groups[0]["betas"][0]
     return {
         name: critic.optimizer.state[parameter]["exp_avg"].full_tensor() / share

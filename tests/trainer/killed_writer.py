@@ -1,4 +1,4 @@
-"""Writes one checkpoint, then hangs in the middle of the second. Arguments: model folder, run directory."""
+"""Program that writes one checkpoint, then hangs during the second. Arguments: model folder, run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed batches of random tokens, and what plain Hugging Face says of them, for the tests of the policy."""
+"""Cases for the tests of the policy: packed batches of random tokens, and the results of plain Hugging Face models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)
 EVEN_LENGTHS = (7, 7, 7)
-"""No padding: attention works on the packed row as it is."""
+"""Lengths that need no padding: attention computes on the packed row directly."""
 
 
 def write_biased_model(folder: Path) -> Path:
-    """A random Phi of two layers: its output layer has a bias."""
+    """Write a random Phi of two layers, whose output layer has a bias."""
     torch.manual_seed(7)
     config = PhiConfig(
         vocab_size=VOCABULARY,
@@ -118,11 +118,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
 }
-"""Options by kind: they keep a model small, or make all features of its kind part of it."""
+"""Options by kind of model. They keep the model small, or switch on all features of the kind."""
 
 
 def tiny(kind: str, **options: Any) -> PreTrainedModel:
-    """A random model of this kind, with weights larger than usual so that every error shows."""
+    """Return a random model of this kind. Its weights are larger than usual, so that every error is visible."""
     known = CONFIG_MAPPING[kind]()
     sizes = {name: value for name, value in SIZES.items() if name in known.to_dict() or hasattr(known, name)}
     torch.manual_seed(0)
@@ -140,13 +140,13 @@ def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
 
 
 def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-    """Token ids of sequences of these lengths."""
+    """Return token ids of sequences of these lengths."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def packed_batch(sequences: Sequence[Tensor], *temperatures: float) -> dict[str, Any]:
-    """Every token but the first of each sequence is predicted, at the temperatures in turn; without any, at 1."""
+    """Pack sequences. Every token but a sequence's first is predicted, at the temperatures in turn; by default at 1."""
     packed = in_one_row([ids.numpy() for ids in sequences])
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.concatenate([ids[1:].numpy() for ids in sequences])
@@ -159,7 +159,7 @@ def in_turn(temperatures: Sequence[float], sequences: int) -> list[float]:
 
 
 def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], *temperatures: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from whole logits of a separate forward pass per sequence."""
+    """Return log-probs and entropies from the full logits of a separate forward pass per sequence."""
     logps, entropies = [], []
     for ids, temperature in zip(sequences, in_turn(temperatures, len(sequences)), strict=True):
         log_share = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
@@ -169,7 +169,7 @@ def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], *temperature
 
 
 def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Tensor:
-    """A loss of log-probs and entropies of these members of `random_sequences`; it differs from token to token."""
+    """Return a loss of the log-probs and entropies of these members of `random_sequences`, with a weight per token."""
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(2, length - 1, generator=generator) for length in LENGTHS]
     weight_2T = torch.cat([weights[index] for index in sequences], dim=1).to(logp_T.dtype)

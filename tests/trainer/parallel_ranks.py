@@ -36,12 +36,12 @@ class Layout(NamedTuple):
     parallel: dict[str, int]
     kinds: tuple[str, ...]
     offload: tuple[str, ...] = ()
-    """`train.offload`."""
+    """Setting of `train.offload`."""
 
 
 UNDIVIDED = Layout(1, {}, ())
 DRAWN = "drawn"
-"""A llama, some of whose tokens were drawn from some tokens."""
+"""Kind of model: a llama, some of whose tokens were drawn from a part of the vocabulary."""
 DENSE = tuple(kind for kind in TENSOR_PARALLEL_KINDS if kind not in EXPERT_COUNTS)
 LAYOUTS = {
     "tensor": Layout(2, {"tensor": 2}, DENSE),
@@ -50,7 +50,7 @@ LAYOUTS = {
     "tensor and expert": Layout(
         2, {"tensor": 2, "expert": 2}, tuple(kind for kind in TENSOR_PARALLEL_KINDS if kind in EXPERT_COUNTS)
     ),
-    # Of more ranks, which cost more, kinds whose layers have norms between divided parts.
+    # These layouts have more ranks, which cost more: only kinds whose layers have norms between divided parts.
     "tensor, of 4": Layout(4, {"tensor": 2}, ("qwen3",)),
     "context, of 4": Layout(4, {"context": 2}, ("qwen3",)),
     "expert, of 4": Layout(4, {"expert": 2}, ("qwen3_moe",)),
@@ -70,11 +70,11 @@ SAVED = {
     "tensor": "qwen3", "context": "qwen3", "expert": "qwen3_moe", "tensor and expert, of 4": "qwen3_moe",
     "all, on the host": "qwen3_moe",
 }  # fmt: skip
-"""Layouts whose checkpoints are looked at, and of which kind."""
+"""Layouts whose checkpoints are tested, each with the kind of its model."""
 PLANNED = ("tensor, of 4", "expert, of 4", "experts over tensor groups", "all")
-"""Layouts whose plans are looked at."""
+"""Layouts whose memory plans are tested."""
 ALONE = "alone"
-"""Folder of what one process has saved."""
+"""Folder of the checkpoint that one process has saved."""
 TABLES: dict[str, Any] = {
     "train": {
         "learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 80, "async_ratio": 2.0,
@@ -87,18 +87,18 @@ TABLES: dict[str, Any] = {
 }  # fmt: skip
 LESS = {"qwen2": {"max_grad_norm": 0.1}}
 AGAIN = ("qwen3", "qwen3_moe")
-"""Kinds that are computed again in the backward pass."""
+"""Kinds whose activations are computed again in the backward pass."""
 
 
 def configured(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> Config:
-    """All that a step can have beside rhythm."""
+    """Return a configuration with every part that a step can have, except rhythm."""
     again: dict[str, Any] = {"activation_checkpointing": kind in AGAIN, "offload": [*layout.offload]}
     train = TABLES["train"] | again | LESS.get(kind, {})
     return make_config(folder / kind, **TABLES | {"train": train, "parallel": layout.parallel})
 
 
 def trained(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> tuple[Trainer, dict[str, Any]]:
-    """A trainer after one step on its part of a batch whose groups share prompts, and what is seen of it."""
+    """Return a trainer after one step on its part of a batch whose groups share prompts, and the step's results."""
     trainer, shard = Trainer(configured(folder, kind, layout)), aged_shard(prompt=8)
     if kind == DRAWN:
         shard = partly_kept(shard)
@@ -128,8 +128,7 @@ def bytes_of(trainer: Trainer) -> tuple[int, int]:
 
 
 def planned(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the planned bytes of weights and gradients by layout. It makes process groups: run it in its own
-    process."""
+    """Return the planned bytes of weights and gradients by layout. Run in its own process: it makes process groups."""
     found: dict[str, tuple[int, int]] = {}
     for name in PLANNED:
         layout = LAYOUTS[name]
@@ -140,7 +139,7 @@ def planned(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def state_of_all(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole."""
+    """Return weights and moments as full tensors."""
     return weights_of(trainer) | moments_of(trainer)
 
 

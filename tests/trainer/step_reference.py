@@ -1,4 +1,4 @@
-"""A whole training step by loops over samples and tokens, in float64, on a plain Hugging Face model."""
+"""Reference for a complete training step: loops over samples and tokens in float64, on a plain Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.trainer.critic_cases import Reference
 
 @dataclass
 class Token:
-    """One trained token."""
+    """A trained token and the quantities of its loss."""
 
     sample: int
     place: int
-    """Among the action tokens of its sample."""
+    """Index among the action tokens of its sample."""
     turn: int
     age: int
     behaviour: float
@@ -30,30 +30,30 @@ class Token:
     reference: float = 0.0
     value: float = 0.0
     penalty: float = 0.0
-    """Taken from its reward."""
+    """Penalty that is subtracted from its reward."""
     advantage: float = 0.0
     correction: float = 1.0
     rejected: bool = False
-    """By a correction: as if it had not been sampled."""
+    """True if a correction rejected the token, which then counts as if it had not been sampled."""
     staleness: float = 1.0
 
 
 @dataclass
 class Recipe:
-    """What is asked of the step."""
+    """Parts of the step under test."""
 
     credit: Callable[[Shard, list[Token]], None]
-    """Puts advantages into the tokens."""
+    """Function that sets the tokens' advantages."""
     adjust: Callable[[Shard, list[Token]], None] = lambda shard, tokens: None
-    """Puts corrections and weights into the tokens."""
+    """Function that sets the tokens' corrections and weights."""
     kl: Callable[[torch.Tensor, float], torch.Tensor] | None = None
     entropy_bonus: float = 0.0
     scale: Callable[[Shard, list[Token], Token], float] = lambda shard, tokens, token: 1 / len(tokens)
-    """What a token's loss weighs; the tokens are those that were not rejected."""
+    """Function for the weight of a token's loss. Its second argument is the list of tokens that were not rejected."""
 
 
 def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: Shard) -> list[Token]:
-    """Every trained token of the batch, in the order of the samples."""
+    """Return every trained token of the batch, in the order of the samples."""
     found: list[Token] = []
     for sample in shard.samples:
         trajectory = sample.trajectory
@@ -82,13 +82,13 @@ def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: 
 
 
 def distributions(model: PreTrainedModel, trajectory: Trajectory, positions: np.ndarray) -> torch.Tensor:
-    """[A, V] log-probs where each action token was drawn."""
+    """Return log-probs, [A, V], at the positions at which the action tokens were drawn."""
     ids = torch.tensor(trajectory.tokens().tolist())
     return model(input_ids=ids[None]).logits[0][positions - 1].log_softmax(-1)
 
 
 def reference_loss(tokens: list[Token], shard: Shard, recipe: Recipe) -> torch.Tensor:
-    """GRPO's clipped surrogate with everything the recipe adds to it."""
+    """Return GRPO's clipped surrogate, with everything that the recipe adds to it."""
     recipe.credit(shard, tokens)
     recipe.adjust(shard, tokens)
     total = torch.zeros((), dtype=torch.float64)
@@ -105,12 +105,12 @@ def reference_loss(tokens: list[Token], shard: Shard, recipe: Recipe) -> torch.T
 
 
 def sequences(tokens: Sequence[Token]) -> list[list[Token]]:
-    """The trained tokens, sample by sample."""
+    """Return the trained tokens, sample by sample."""
     return [[token for token in tokens if token.sample == index] for index in sorted({one.sample for one in tokens})]
 
 
 def group_credit(shard: Shard, tokens: list[Token]) -> None:
-    """(R − mean) / std of the group."""
+    """Set each advantage to (R − mean) / std over the group."""
     for token in tokens:
         entry = shard.batch[token.sample]
         members = [other.reward for other in shard.batch if other.group_id == entry.group_id]
@@ -120,7 +120,7 @@ def group_credit(shard: Shard, tokens: list[Token]) -> None:
 
 
 def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
-    """R less β · the k1 estimate of all later tokens, whitened over the batch's tokens."""
+    """Return credit: R minus β · (sum of the k1 estimates of this and all later tokens), whitened over the batch."""
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
         for sequence in sequences(tokens):
@@ -139,7 +139,7 @@ Adjust = Callable[[Shard, list[Token]], None]
 
 
 def teacher_credit(beta: float, rewards: Adjust = lambda shard, tokens: None) -> Adjust:
-    """What the rewards say, less β times what the token is beyond the teacher."""
+    """Return credit: the advantage by rewards, minus β · (log-prob − the teacher's log-prob)."""
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
         rewards(shard, tokens)
@@ -183,7 +183,7 @@ def by_age(decay: float) -> Adjust:
 
 
 def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]:
-    """Σ (γλ)^k δ of each sequence, with each turn's reward at its last trained token, and nothing after the last."""
+    """Return credit: Σ (γλ)^k δ over each sequence. A turn's reward is at its last trained token; the end has V = 0."""
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
         for sequence in sequences(tokens):
@@ -203,7 +203,7 @@ def by_sample(shard: Shard, tokens: list[Token]) -> list[list[Token]]:
 
 
 def naive_values(model: Reference, trajectory: Any) -> list[float]:
-    """V of the state before each action token."""
+    """Return V of the state before each action token."""
     ids = torch.tensor(trajectory.tokens().tolist())
     with torch.no_grad():
         hidden = model.backbone(input_ids=ids[None]).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""Layouts of 64 and 512 ranks: their grids, what is told in them, what is published. Of absent_ranks.py."""
+"""Layouts of 64 and 512 ranks: their groups, the collectives in them, and the published weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 16, "num_local_experts": 16}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model of each kind."""
+    """Return a folder with a model of each kind."""
     folder = tmp_path_factory.mktemp("absent")
     for kind in ("qwen3", "qwen3_moe"):
         tiny(kind, tie_word_embeddings=False, **SIZES | EXPERTS).save_pretrained(folder / kind)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> Callable[[str], dict[int, Seen]]:
-    """What ranks of a case saw."""
+    """Return a function that runs the ranks of a case and returns their results."""
 
     @cache
     def of(name: str) -> dict[int, Seen]:
@@ -67,7 +67,7 @@ def test_ranks_are_in_the_grids_of_their_layout(name: str, seen: Callable[[str],
 def test_ranks_of_a_group_tell_each_other_the_same_in_the_same_order(
     name: str, seen: Callable[[str], dict[int, Seen]]
 ) -> None:
-    """Else they would wait for each other, or read what is none of theirs."""
+    """Otherwise ranks would wait for each other forever, or read data that is meant for another call."""
     ranks = seen(name)
 
     def between(one: int, other: int) -> list[Told]:

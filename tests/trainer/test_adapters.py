@@ -1,4 +1,4 @@
-"""Adapters are trained, and nothing else; each against what the same weights do without them."""
+"""Adapters are trained and nothing else. Each test compares with the same weights without adapters."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_version_0_is_the_base_to_the_bit_in_the_dtype_of_the_run(model: Path, d
 def test_all_that_is_trained_are_adapters_and_the_gradient_is_that_of_the_weights_they_change(
     model: Path, tmp_path: Path
 ) -> None:
-    """dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a model that is trained whole."""
+    """dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a fully trained model."""
     trainer, shard = stirred(model), random_shard()
     before, base = tensors_of(trainer), weights_of(trainer)
     whole = shutil.copytree(model, tmp_path / "whole")
@@ -205,7 +205,7 @@ def test_engines_are_given_what_peft_names_and_scales(tied_model: Path) -> None:
 
 
 def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_path: Path) -> None:
-    """SmolLM2-135M's shape, the smallest of pretrained ones: of larger models less. Nothing is allocated."""
+    """The shape is that of SmolLM2-135M; larger models have smaller shares. No memory is allocated."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     folder = tmp_path / "model"
     write_model(folder, tied=True, num_hidden_layers=1)

@@ -1,4 +1,4 @@
-"""Kinds of models are trained as transformers made them, packed or alone: scripts/architectures.py has them all."""
+"""Models, packed or alone, have the log-probs and gradients of transformers. scripts/architectures.py has all kinds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, 
         assert row["gradient_error"] < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of what it asks while it traces
+@pytest.mark.filterwarnings("ignore")  # warnings that torch raises for its own code while it traces
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
 def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(kind: str) -> None:
     row = compare(kind, compiled=True)

@@ -1,4 +1,4 @@
-"""AsyPPO's whole step against its formulas, in float64 and token by token; and a batch's updates after the first."""
+"""AsyPPO's complete step against its formulas in float64, token by token; and the later updates of a batch."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ TRAIN = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the policies' tokenizer, with fewer layers."""
+    """Return a model with the policies' tokenizer and fewer layers."""
     return write_model(tmp_path_factory.mktemp("small") / "model", tied=True, num_hidden_layers=1)
 
 
 def asyppo(
     model: Path, small: Path, *, critics: int = 2, train: dict[str, Any] | None = None, **algorithm: Any
 ) -> Trainer:
-    """With critics that differ."""
+    """Return a trainer whose critics differ."""
     table = {"objective": "asyppo", "gamma": GAMMA, "entropy_bonus": BETA} | algorithm
     critic = {"path": str(small), "lam": LAM, "count": critics, "clip": None, "max_grad_norm": 1e9}
     trainer = trainer_at(3, model, algorithm=table, critic=critic, train=TRAIN | (train or {}))
@@ -63,7 +63,7 @@ def asyppo(
 
 
 class Paper:
-    """The formulas of the paper, on plain models in float64."""
+    """Formulas of the paper, computed with plain models in float64."""
 
     def __init__(self, policy: Path, small: Path, shard: Shard, critics: int = 2) -> None:
         self.shard = shard
@@ -80,16 +80,16 @@ class Paper:
                 self.deviation[token.sample, token.place] = math.sqrt(spread)
 
     def rank(self, token: Token) -> tuple[int, int]:
-        """How many trained tokens of the batch have a lower σ, and how many a higher one."""
+        """Return how many trained tokens of the batch have a lower σ, and how many a higher one."""
         mine, others = self.deviation[token.sample, token.place], self.deviation.values()
-        # The first tokens of a group follow the same prompt: a tie, which stays in as a whole.
+        # The first tokens of a group follow the same prompt and tie. Tied tokens are all kept.
         low, high = mine * (1 - EQUAL_DEVIATION), mine * (1 + EQUAL_DEVIATION)
         return sum(one < low for one in others), sum(one > high for one in others)
 
     def loss(
         self, adjust: Callable[[Shard, list[Token]], None], *, decoupled: bool, k: float = 0.2, h: float = 0.2
     ) -> torch.Tensor:
-        """−J."""
+        """Return −J, the negated objective."""
         tokens, count = self.tokens, len(self.tokens)
         gae_credit(GAMMA, LAM)(self.shard, tokens)
         adjust(self.shard, tokens)
@@ -110,7 +110,7 @@ class Paper:
         return total
 
     def returns(self, index: int) -> Sequenced:
-        """One sample with the rewards that came after each of its action tokens."""
+        """Return one sample with the discounted rewards that follow each of its action tokens."""
         trajectory, mask = self.shard.samples[index].trajectory, []
         positions = np.flatnonzero(trajectory.action_mask())
         mask = trajectory.action_versions() >= self.shard.min_version
@@ -124,14 +124,14 @@ class Paper:
         return Sequenced(ids, positions, mask, returns, np.zeros(len(positions)))
 
     def lessons(self, critic: int) -> list[Sequenced]:
-        """D_m: the samples that a critic learns from."""
+        """Return D_m: the samples from which a critic learns."""
         groups = [entry.group_id for entry in self.shard.batch]
         dealt = deal(groups, len(self.critics), 0).tolist()
         return [self.returns(index) for index, one in enumerate(dealt) if one == critic]
 
 
 def nothing(shard: Shard, tokens: list[Token]) -> None:
-    """No weight and no filter."""
+    """Apply no weight and no filter."""
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Shard, list[Token]], None]]] = {
@@ -199,7 +199,7 @@ def moved(parameters: dict[str, torch.nn.Parameter], direction: dict[str, torch.
 def test_the_loss_of_a_whole_step_rises_along_its_gradient_as_finite_differences_say(
     tied_model: Path, small_model: Path, which: str
 ) -> None:
-    """The policy's gradient, and that of the second critic, which has its tokens' share of the critics' loss."""
+    """Tests the policy's gradient, and that of the second critic, which has its tokens' share of the critics' loss."""
     shard = aged_shard()
 
     def stepped(by: float, direction: dict[str, torch.Tensor] | None = None) -> tuple[float, Trainer]:
@@ -234,7 +234,7 @@ def test_neither_the_budget_of_a_micro_batch_nor_the_order_of_its_samples_matter
         metrics = trainer.train_step(shard)
         results.append((metrics, gradient_of(trainer), [critic_gradient(one) for one in trainer.critics]))
     for metrics, gradient, critics in results[1:]:
-        # Those that begin alike are computed once where they are in one micro-batch.
+        # A shared prefix is computed once only within one micro-batch.
         metrics["shared_token_share"] = results[0][0]["shared_token_share"]
         assert metrics == pytest.approx(results[0][0], rel=1e-3, abs=1e-5)
         assert relative_error(gradient, results[0][1]) < 1e-4
@@ -285,7 +285,7 @@ def test_several_critics_serve_an_objective_that_does_not_compare_them(tied_mode
 
 @pytest.mark.parametrize(("objective", "passes"), [("grpo", 2), ("decoupled_ppo", 4)])
 def test_each_update_of_a_batch_is_that_of_a_naive_float64_loop(tied_model: Path, objective: str, passes: int) -> None:
-    """With an ε that keeps Adam from blowing up what float32 rounds off."""
+    """A large ε keeps Adam from amplifying float32's rounding errors."""
     train = {"updates_per_batch": passes, "max_grad_norm": 1e9, "eps": 1.0, "learning_rate": 0.5, "async_ratio": 2.0,
              "max_tokens_per_microbatch": 40}  # fmt: skip
     algorithm = {"objective": objective, "aggregation": "token_mean", "options": {"clip_low": 0.05, "clip_high": 0.05}}

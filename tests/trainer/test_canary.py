@@ -30,7 +30,7 @@ from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model
 
 @pytest.fixture(scope="module")
 def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose log-probs are far apart, as those of a trained one."""
+    """Return a model with widely spread log-probs, like those of a trained model."""
     return write_model(tmp_path_factory.mktemp("sure") / "model", tied=False, initializer_range=0.3)
 
 
@@ -97,7 +97,7 @@ def test_the_tolerance_grows_with_the_log_probs_of_a_text_that_the_policy_has_le
     before = maker.canary(model)
     assert before.tolerance == maker.tolerance
     with torch.no_grad():
-        # A rounding of float32 is a share of a logit: logits ten times as large differ by ten times as much.
+        # Rounding in float32 is relative to a logit: logits that are ten times as large differ by ten times as much.
         model.lm_head.weight.mul_(-10)
     after = maker.canary(model)
     sizes = [max(sum(map(abs, canary.logprobs)) / len(canary.logprobs), 1.0) for canary in (before, after)]

@@ -37,9 +37,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "ewma": {"algorithm": {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}},
     "reference": {"algorithm": {"kl": {"coefficient": 0.1, "refresh": 1}}},
 }
-"""Tables of a run that keeps more than the policy."""
+"""Tables of runs that keep more state than the policy's."""
 CRITICS: dict[str, Any] = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-3}}
-"""Of one with two critics."""
+"""Tables of a run with two critics."""
 KEPT = EXTRAS | {"critics": CRITICS}
 
 
@@ -55,7 +55,7 @@ def train(trainer: Trainer, steps: int) -> None:
 
 
 def fresh_shard(version: int):
-    """A batch whose tokens all come from this version."""
+    """Return a batch whose tokens all come from this version."""
     shard = random_shard(version)
     samples = [
         msgspec.structs.replace(
@@ -76,7 +76,7 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
 
 
 def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Everything kept beside the policy, by name, as full copies."""
+    """Return all state besides the policy's, by name, as full copies."""
     found: dict[str, Any] = dict(trainer.average or {})
     if trainer.refreshes and trainer.reference is not None:
         found |= {f"reference {name}": value.detach() for name, value in trainer.reference.named_parameters()}
@@ -102,7 +102,7 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     random_state = torch.get_rng_state()
     torch.manual_seed(99)
-    # It has trained on something else: all of that must go.
+    # The trainer has trained on something else. The load must replace all of that.
     restored = trained(model, 1, **learning)
     checkpoint.load(path, restored)
     assert state_of(path) == HUB
@@ -254,7 +254,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp
 
 
 def flip(file: Path) -> None:
-    """One bit in its middle."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -303,7 +303,7 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(ti
 
 
 class KilledError(BaseException):
-    """The process is gone: nothing may catch this."""
+    """Stands for the death of the process: no code may catch it."""
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -367,7 +367,7 @@ def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model
 def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a crash at any of these points would leave behind."""
+    """The test looks at the state that a crash at any of these points would leave."""
     trainer = trained(tied_model, 1)
     previous = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     train(trainer, 1)
@@ -387,7 +387,9 @@ def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
 
 @pytest.fixture
 def collected() -> Iterator[None]:
-    """From Python 3.13 on torch's file that could not be closed says so when it is collected: in no later test."""
+    """Collect garbage after the test."""
+    # From Python 3.13 on, torch's file object that could not be closed warns when it is collected. That must happen in
+    # this test, not in a later one.
     yield
     gc.collect()
 
@@ -405,7 +407,7 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
     before = {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()}
     train(trainer, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+    # Limit the size of a file, so that writes fail in the middle, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"step-000002.*needs about [\d,]+ bytes, [\d,]+ are free"):

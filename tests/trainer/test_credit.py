@@ -29,7 +29,7 @@ def sample(group: int, reward: float, runs: list[VersionRun] = NOW) -> Trajector
 
 
 def with_turns(trajectory: Trajectory, rewards: list[float]) -> Trajectory:
-    """Two turns with these rewards; `make_trajectory` gives two spans from two tokens on."""
+    """Return the trajectory with two turns with these rewards. `make_trajectory` makes two spans from two tokens on."""
     turns = [Turn("", "", reward, 0.0, 0.0, 0.0) for reward in rewards]
     return msgspec.structs.replace(trajectory, turns=turns, reward=sum(rewards))
 
@@ -61,7 +61,7 @@ def test_each_estimator_gives_its_advantages(estimator: Advantage, expected: lis
 def test_turns_have_advantages_of_their_own_at_their_own_tokens() -> None:
     shard = make_shard([with_turns(sample(0, 0.0), [1.0, 0.0]), with_turns(sample(0, 0.0), [0.0, 3.0])])
     credit = credit_of(shard, "turn", gamma=0.5)
-    # Returns 1 and 1.5 of the first turns, 0 and 3 of the second.
+    # The returns of the first turns are 1 and 1.5, those of the second turns 0 and 3.
     assert [turn.tolist() for turn in credit.turn_advantages_B] == [[-1.0, -1.0], [1.0, 1.0]]
     unlike = make_shard([with_turns(sample(0, 0.0), [1.0, 0.0]), with_turns(sample(0, 0.0), [0.0, 1.0])])
     (micro,) = pack(unlike.samples, min_version=0, max_tokens=64)
@@ -86,7 +86,7 @@ def test_what_is_earned_at_tokens_that_are_too_old_stands_at_the_last_token_befo
     shard = make_shard([with_turns(sample(0, 0.0, versions), [1.0, 2.0]) for versions in runs], step=3, min_version=3)
     (micro,) = pack(shard.samples, min_version=3, max_tokens=64)
     assert micro.turn_T.tolist() == [0, 0, 1] * 3
-    # The first turn of the last sample came before all that is trained of it.
+    # All trained tokens of the last sample come after its first turn.
     assert credit_of(shard, "gae").earned(micro).tolist() == [3.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 2.0]
 
 
@@ -96,7 +96,7 @@ def test_a_branch_earns_what_its_sample_does_from_its_own_first_turn_on() -> Non
     shard = make_shard([joined([first, other])])
     (micro,) = pack(shard.samples, min_version=0, max_tokens=64)
     assert micro.turn_T.tolist() == [0, 0, 2, 1, 1, 3]
-    # The turns in order of time: 1, 10, 2, 20.
+    # The rewards of the turns in order of time: 1, 10, 2, 20.
     assert credit_of(shard, "gae").earned(micro).tolist() == [0.0, 11.0, 22.0, 0.0, 12.0, 20.0]
     assert [turns.tolist() for turns in credit_of(shard, "gae").turns_B] == [[1.0, 10.0, 2.0, 20.0]]
 
@@ -124,7 +124,7 @@ def test_weights_by_age_have_mean_one_over_the_samples_with_a_trained_token() ->
     trajectories = [sample(0, 0.0, one) for one in runs]
     shard = make_shard(trajectories, step=3, min_version=2)
     weights = credit_of(shard, staleness=ExponentialStaleness(decay=0.5)).staleness_B
-    # The oldest trained token of the second sample has age 1: its older ones are masked.
+    # The oldest trained token of the second sample has age 1, because its older tokens are masked.
     assert weights.tolist() == pytest.approx([1.5, 0.75, 0.0, 0.75])
     assert credit_of(shard).staleness_B.tolist() == [1.0, 1.0, 0.0, 1.0]
 

@@ -81,7 +81,7 @@ def test_a_critic_that_does_not_know_a_token_of_the_policy_is_refused(tied_model
 
 
 def with_tokenizer(model: Path, folder: Path, words: Sequence[str]) -> Path:
-    """A copy of the model that has one."""
+    """Copy the model into a folder, with a tokenizer of these words."""
     shutil.copytree(model, folder)
     vocabulary = {word: number for number, word in enumerate(words)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a"))).save_pretrained(folder)
@@ -98,7 +98,7 @@ def test_a_critic_with_another_tokenizer_is_refused(tied_model: Path, tmp_path: 
     with pytest.raises(ConfigError, match="'e' has 4 there and no number here"):
         Trainer(critic_config(policy, path=str(other)))
     alike = with_tokenizer(tied_model, tmp_path / "alike", "abcd")
-    for path in (alike, tied_model):  # the second has none
+    for path in (alike, tied_model):  # the second has no tokenizer
         assert Trainer(critic_config(policy, path=str(path))).critics
 
 
@@ -109,7 +109,7 @@ def test_the_head_stays_in_float32_above_a_half_precision_backbone(tied_model: P
     half = Critic(config, trainer_mesh("cpu"))
     with torch.no_grad():
         half.model.head.bias.fill_(1.0 + 2**-12)
-    # bfloat16 would round this to 1.
+    # bfloat16 would round this value to 1.
     assert torch.equal(half.values(micro_of(sequences)), torch.full((len(returns_of(sequences)),), 1.0 + 2**-12))
     update(half, [sequences], trained(sequences))
     assert all(value.dtype == torch.float32 for value in critic_weights(half).values())
@@ -135,15 +135,15 @@ def test_the_clip_changes_the_gradient_of_the_test_batch(tied_model: Path) -> No
 @pytest.mark.parametrize(
     ("value", "loss", "slope"),
     [
-        (0.1, 0.81, -1.8),  # inside of the clip: plain squared error
-        (0.5, 0.64, 0.0),  # moved too far towards the return: counted as if at the clip, no gradient
-        (-0.5, 2.25, -3.0),  # moved too far away: keeps the whole gradient
-        (1.1, 0.64, 0.0),  # beyond the return: still the clipped error, which is the larger
-        (2.0, 1.0, 2.0),  # so far beyond that its own error is the larger
+        (0.1, 0.81, -1.8),  # inside the clip: plain squared error
+        (0.5, 0.64, 0.0),  # moved too far towards the return: the error at the clip, no gradient
+        (-0.5, 2.25, -3.0),  # moved too far away from the return: full gradient
+        (1.1, 0.64, 0.0),  # just beyond the return: still the error at the clip, which is larger
+        (2.0, 1.0, 2.0),  # so far beyond the return that its own error is larger
     ],
 )
 def test_the_clipped_loss_is_the_larger_of_two_squares(value: float, loss: float, slope: float) -> None:
-    """Old value 0, return 1, clip 0.2."""
+    """The old value is 0, the return 1, and the clip 0.2."""
     value_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     loss_T = value_loss(value_T, one, zero, 0.2)
@@ -201,7 +201,7 @@ def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_
 
 
 def test_metrics_start_anew_after_each_call(tied_model: Path) -> None:
-    # A rate that float32 weights do not feel.
+    # The rate is too small to change float32 weights.
     fresh, used = (make_critic(tied_model, learning_rate=1e-30) for _ in range(2))
     other, sequences = random_sequences(1), random_sequences(0)
     update(used, [other], trained(other))
@@ -254,7 +254,7 @@ def test_an_update_moves_by_the_critics_own_rate(tied_model: Path) -> None:
     critic = make_critic(tied_model, learning_rate=1e-3, train={"learning_rate": 1.0})
     before = critic_weights(critic)["head.bias"]
     update(critic, [sequences], trained(sequences))
-    # Adam's first step is as long as the rate.
+    # Adam's first step is as long as the learning rate.
     assert float((critic_weights(critic)["head.bias"] - before).abs()) == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -328,7 +328,7 @@ def test_two_ranks_give_the_values_gradient_and_metrics_of_one(ranks: dict[str, 
 
 @pytest.mark.integration
 def test_values_follow_the_weights_although_they_have_no_backward(ranks: dict[str, Any]) -> None:
-    """Two ranks: gathered weights that were kept would be the old ones."""
+    """Two ranks are needed: if gathered weights were kept, the second values would be computed with the old weights."""
     for results in ranks["results"]:
         before, after = results["doubled"]
         assert before.any()

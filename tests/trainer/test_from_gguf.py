@@ -1,4 +1,4 @@
-"""A GGUF file becomes an ordinary folder, or one clear error."""
+"""A GGUF file becomes an ordinary model folder, or causes one clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that know their lag, against loops over tokens in float64."""
+"""Steps that adapt to their lag, against loops over tokens in float64."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ TRAIN: dict[str, Any] = {
 }
 STEP = 3
 BUDGET = 0.25
-"""With this the rate lies between its bounds where none was held before."""
+"""Lag budget at which the rate lies between its bounds if no earlier step has lowered it."""
 SPREAD = (0.15, 0.6, 0.9)
-"""Of the log-ratios of a batch, by age."""
+"""Standard deviations of the log-ratios of a batch, by age."""
 
 
 def drifted(model: Path, seed: int = 0, step: int = STEP) -> Shard:
-    """`aged_shard`, sampled by policies that are the further from the model's the older their tokens are."""
+    """Return `aged_shard`, sampled by policies that differ more from the model the older their tokens are."""
     reference, shard, rng = reference_model(model), aged_shard(seed, step=step), np.random.default_rng(seed)
     samples = []
     for sample in shard.samples:
@@ -60,7 +60,7 @@ def lagging(model: Path, budget: float = BUDGET, **train: Any) -> Trainer:
 
 
 def naive_square(model: Path, shard: Shard) -> tuple[float, list[int], float]:
-    """Σ (log-ratio)² of the trained tokens, their ages, and the mean of the squares at age 0."""
+    """Return Σ (log-ratio)² of the trained tokens, their ages, and the mean of the squares at age 0."""
     reference, square, ages, fresh = reference_model(model), 0.0, list[int](), list[float]()
     for sample in shard.samples:
         one = sample.trajectory
@@ -206,7 +206,7 @@ def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_mod
 
 
 def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_model: Path) -> None:
-    """A constant in the distance would: the less the rate moves the policy, the more of the distance it is."""
+    """Disagreement is a constant part of the distance: a lower rate would only increase its share of the distance."""
     trainer = trainer_at(STEP, untied_model, algorithm={"lag": {}}, train=TRAIN | {"learning_rate": 1e-9})
     rng = np.random.default_rng(0)
     scales = []
@@ -214,7 +214,7 @@ def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_
         shard = drifted(untied_model, step, step=step)
         samples = []
         for sample in shard.samples:
-            # A rate of 1e-9 moves nothing: all is disagreement, and its square half as large again as the budget.
+            # A rate of 1e-9 moves nothing, so all of the distance is disagreement. Its square is 1.5 times the budget.
             noise = 0.25 * rng.standard_normal(sample.trajectory.action_count)
             logprobs = unpacked_logprobs(reference_model(untied_model), sample.trajectory).detach().numpy() - noise
             one = replace(sample.trajectory, logprobs=logprobs.astype("<f4").tobytes())

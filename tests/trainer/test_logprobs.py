@@ -38,7 +38,7 @@ def any_model(request: pytest.FixtureRequest, tied_model: Path, untied_model: Pa
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of any tensor that an operation makes."""
+    """Records the number of elements of the largest tensor that an operation makes."""
 
     elements = 0
 
@@ -123,7 +123,7 @@ def test_neither_whole_logits_nor_their_gradient_are_ever_held(tmp_path: Path, e
         torch.stack(one_by_one(reference_model(folder), [torch.cat(sequences)], 1.0)).sum().backward()
     logits = len(batch["keep_T"]) * vocabulary
     assert whole.elements >= logits
-    # What is largest is the embedding itself, or FSDP's buffer for all parameters of the root.
+    # The largest tensor is the embedding itself, or FSDP's buffer for all parameters of the root.
     assert ours.elements <= 1.1 * sum(value.numel() for value in model.parameters()) < logits / 4
 
 
@@ -136,7 +136,7 @@ def test_the_canary_is_the_plain_log_prob_of_each_next_token(any_model: Path) ->
 
 def test_the_canary_follows_the_weights_although_it_has_no_backward(model: Path) -> None:
     ours, reference = sharded(model), reference_model(model)
-    # What an optimizer holds on to.
+    # Keep the parameters from before the forward pass, as an optimizer does.
     parameters = [*ours.parameters(), *reference.parameters()]
     before = canary_logprobs(ours, [1, 2, 3, 4])
     with torch.no_grad():

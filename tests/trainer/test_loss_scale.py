@@ -1,4 +1,4 @@
-"""float16: losses are scaled so that small gradients arrive, and a scale that is too large is taken back."""
+"""float16: losses are scaled so that small gradients survive, and a scale that is too large is lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank needs, as it is planned. What it really takes is measured by benchmarks/real/parallel_memory.py."""
+"""Planned memory of a rank. benchmarks/real/parallel_memory.py measures the real memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import make_config
 
 EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 32}
-"""Widths that as many ranks divide."""
+"""Widths that can be divided by 32 ranks."""
 INPUT = 128 * 32 * 2
-"""Bytes that a layer is given of a micro-batch, in bfloat16."""
+"""Bytes of a layer's input for one micro-batch, in bfloat16."""
 ALL_ASIDE = ("activations", "moments", "weights")
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
-    """Made in a process of its own, for each makes a process group."""
+    """Make the plans in a process of their own, because each plan makes a process group."""
     folder = tmp_path_factory.mktemp("memory")
     tiny("qwen3", num_hidden_layers=6, tie_word_embeddings=False).save_pretrained(folder)
     tiny("qwen3_moe", num_hidden_layers=6, **EXPERTS).save_pretrained(folder / "experts")
@@ -34,7 +34,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankMemory]:
 
 
 def planned(folder: Path) -> dict[str, RankMemory]:
-    """By what they show."""
+    """Return memory plans by the setting that each of them shows."""
     plain, critics = configured(folder), {"advantage": "gae", "kl": {"coefficient": 0.1}}
     recomputed: dict[str, Any] = {"activation_checkpointing": True}
     return {
@@ -68,7 +68,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
 
 
 def configured(folder: Path, **tables: Any) -> Config:
-    """Sequences of 64 tokens, two to a micro-batch."""
+    """Return a configuration with sequences of 64 tokens, two to a micro-batch."""
     train = {"max_tokens_per_microbatch": 128} | tables.pop("train", {})
     model = {"path": str(folder), "dtype": "bfloat16", "max_length": 64} | tables.pop("model", {})
     return make_config(folder, model=model, train=train, **tables)
@@ -110,7 +110,7 @@ def test_inputs_that_wait_on_the_host_are_not_on_the_device(plans: dict[str, Ran
     recomputed, aside = plans["recomputed"], plans["offloaded"]
     assert (recomputed.host, aside.moments) == (0, 0)
     assert 1 <= aside.host / (6 * INPUT + recomputed.moments) < 2, "in blocks of powers of two"
-    # All but that of the layer whose turn it is, and of the next one to be brought.
+    # The inputs of all layers are on the host, except those of the current layer and of the next one to be fetched.
     assert 4 * INPUT <= recomputed.at_work - aside.at_work <= 5 * INPUT
 
 
@@ -121,7 +121,7 @@ def test_of_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[s
         assert found.total == found.at_work
     kept = recomputed.weights + recomputed.gradients + recomputed.moments
     assert 1 <= aside.host / (kept + 6 * INPUT) < 2, "in blocks of powers of two"
-    # One rank that has its weights on the device keeps all layers in bfloat16 there until their gradients are made.
+    # A single rank with its weights on the device keeps all layers there in bfloat16 until their gradients are made.
     layer = (aside.parameters - 2 * 40 * 32) // 6 * 2
     assert 3 * layer < inputs_aside.at_work - aside.at_work < 6 * layer
     assert plans["aside, of many"].host - 6 * INPUT < aside.host / 32
@@ -133,7 +133,7 @@ def test_of_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[s
 def test_moments_in_bfloat16_take_half_and_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:
     alone, found = plans["alone"], plans["half moments, kept sets"]
     assert (found.moments, found.host) == (alone.moments / 2, 0)
-    # Of each token the ids, biases and penalties of twenty, in eight bytes each.
+    # Each token has the ids, biases and penalties of twenty tokens, in eight bytes each.
     assert found.at_work - alone.at_work > 126 * 20 * 3 * 8
 
 
@@ -155,7 +155,7 @@ def test_muon_keeps_one_moment_of_hidden_matrices(plans: dict[str, RankMemory]) 
 
 def test_of_each_layer_of_a_mixture_that_runs_again_its_inputs_are_kept_alone(plans: dict[str, RankMemory]) -> None:
     shallow, deep = plans["experts, recomputed"], plans["experts twice as deep"]
-    # And of each parameter how often it was updated.
+    # The optimizer also keeps the number of updates of each parameter, which the tolerance allows for.
     assert 0 <= deep.at_work - shallow.at_work - 6 * 128 * EXPERTS["hidden_size"] * 2 < 6 * 64
 
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what a training step reports."""
+"""docs/metrics.md lists the metrics that a training step reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with its moments in bfloat16, or in another memory than the weights."""
+"""AdamW with moments in bfloat16, or in another memory than the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def weights() -> nn.ParameterList:
 
 
 def updated(updates: int, **changes: Any) -> tuple[nn.ParameterList, torch.optim.AdamW]:
-    """Weights after so many updates, by the gradients that each run is given."""
+    """Return weights and their optimizer after a number of updates. Every call uses the same gradients."""
     model = weights()
     made = make_optimizer(model, replace(TRAIN, **changes))
     for update in range(updates):
@@ -72,7 +72,8 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself() -> None:
         assert float(error_N.abs().max()) < 2**-7
         total_N, square_N = total_N + error_N, square_N + error_N.square()
     mean_N, deviation_N = total_N / times, (square_N / times).sqrt()
-    # Of 800 means the furthest is some four of its deviations off; nearest rounding is off by the half of a digit.
+    # The largest of 800 means is about four standard deviations from 0. Rounding to nearest is off by up to half a
+    # digit.
     assert float((mean_N.abs() / deviation_N.clamp(min=1e-9) * times**0.5).max()) < 5
     nearest_N = numbers_N.bfloat16().double() / numbers_N.double() - 1
     assert float(nearest_N.abs().mean()) > 30 * float(mean_N.abs().mean())
@@ -81,7 +82,7 @@ def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself() -> None:
 
 
 def test_a_moment_that_changes_by_less_than_a_digit_still_moves() -> None:
-    """Of a constant gradient g the second moment is g² (1 − β2ⁿ); to the nearest, it would stop at half of it."""
+    """For a constant gradient g the second moment is g² (1 − β2ⁿ). Rounding to nearest would stop at half of that."""
     model, updates = nn.ParameterList([nn.Parameter(torch.zeros(4_000))]), 700
     made = make_optimizer(model, replace(TRAIN, learning_rate=0.0, moments="bfloat16"))
     nearest = torch.zeros((), dtype=torch.bfloat16)
@@ -107,7 +108,7 @@ def test_a_large_weight_is_updated_part_by_part() -> None:
 
 
 def test_on_a_gpu_moments_are_on_the_host_and_nothing_is_computed_there() -> None:
-    """On tensors without data, which refuse what tensors of two devices would."""
+    """Tensors without data refuse operations on two devices, as a GPU does."""
     with FakeTensorMode():
         weight = nn.Parameter(torch.empty(8, 4, device="cuda"))
         made = LeanAdamW([weight], {"lr": 1e-3}, torch.float32, "cpu")

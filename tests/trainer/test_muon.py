@@ -1,4 +1,4 @@
-"""Muon against its formula in float64, and against torch's, which computes in bfloat16."""
+"""Muon against its formula in float64, and against torch's Muon, which computes in bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE = 1e-2
 
 
 def polynomial(matrix: torch.Tensor) -> torch.Tensor:
-    """The iteration on singular values: its effect on a matrix, by that matrix's decomposition."""
+    """Apply the iteration to the singular values of a matrix, which its decomposition gives."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / s.square().sum().sqrt()
     for _ in range(5):
@@ -56,7 +56,7 @@ def test_hidden_matrices_move_by_the_formula_and_all_else_as_with_adamw(model: P
 
 
 class Language(nn.Module):
-    """As much of a language model as an optimizer looks at."""
+    """Stand-in for a language model with the parts that an optimizer needs."""
 
     def __init__(self) -> None:
         super().__init__()

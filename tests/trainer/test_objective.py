@@ -1,4 +1,4 @@
-"""An objective is tried on a few tokens before anything starts."""
+"""An objective is tried on a few tokens before anything else starts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class BadGradient(Objective, frozen=True):
 
 
 class Blind(Objective, frozen=True):
-    """Plain policy gradient, which forgets to say that it does not correct for old samples."""
+    """Plain policy gradient that fails to declare that it does not correct for old samples."""
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         return ObjectiveOutput(-tokens.advantage_T * tokens.logp_T, {})
 
 
 class MaskedNan(Objective, frozen=True):
-    """Only what is trained counts."""
+    """Objective whose loss is NaN at masked tokens, which must not count."""
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         return ObjectiveOutput(torch.where(tokens.mask_T, -tokens.logp_T, torch.nan), {})

@@ -1,7 +1,7 @@
-"""Weights, gradients and moments on the host: the same steps, by way of FSDP's own policy for it.
+"""Offloading: steps with weights, gradients and moments on the host, by FSDP's own policy, change no result.
 
-Several ranks are in two_ranks.py and parallel_ranks.py. On the CPU weights are where they would be anyway, so
-card_ranks.py takes the same step on another device.
+two_ranks.py and parallel_ranks.py test several ranks. On the CPU, weights are on the host anyway, so card_ranks.py
+takes the same step on another device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def trainer_of(model: Path, case: dict[str, Any], **how: Any) -> Trainer:
-    """Which takes its weights for those of the batch."""
+    """Return a trainer at the version that the batch needs."""
     train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40} | case.get("train", {}) | how
     trainer = Trainer(make_config(model, **case | {"train": train}))
     for critic in trainer.critics:
@@ -72,19 +72,19 @@ def trainer_of(model: Path, case: dict[str, Any], **how: Any) -> Trainer:
 
 
 def models_of(trainer: Trainer) -> list[nn.Module]:
-    """The policy, and those beside it."""
+    """Return the policy, the reference and the critics of a trainer."""
     beside = [] if trainer.reference is None else [trainer.reference]
     return [trainer.model, *beside, *(critic.model for critic in trainer.critics)]
 
 
 def parts_of(model: nn.Module) -> list[Any]:
-    """What FSDP holds of each weight."""
+    """Return FSDP's state of each weight."""
     groups: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
     return [part for one in groups for part in one._get_fsdp_state()._fsdp_param_group.fsdp_params]
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
-    """All that is trained, or follows what is."""
+    """Return all trained tensors, the optimizers' states, and the averages of weights."""
     weights = [whole(one) for model in models_of(trainer) for one in model.parameters()]
     optimizers = [trainer.optimizer, *(critic.optimizer for critic in trainer.critics)]
     kept = [one for optimizer in optimizers for state in optimizer.state.values() for one in state.values()]

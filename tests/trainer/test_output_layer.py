@@ -17,7 +17,7 @@ ROW = VOCABULARY * 8
 
 
 def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float64, hot: float = 1.0) -> dict[str, Any]:
-    """Random hidden states, weight and bias with gradients, and targets; temperatures from 1 to `hot`, evenly."""
+    """Return random hidden states, weight and bias with gradients, and targets. Temperatures go from 1 to `hot`."""
     generator = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:
@@ -33,7 +33,8 @@ def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float6
 
 
 def some_kept(target_T: Tensor, *, changed: bool = True) -> KeptSets | None:
-    """In turn all tokens, the target alone, and it and up to seven others; biased, and half of them penalised."""
+    """Return kept sets, in turn: all tokens; the target; the target and up to seven others. Some logits are changed."""
+    # All kept tokens have a bias, and about half of them a penalty, unless `changed` is False.
     rng = np.random.default_rng(5)
     sets: list[list[int]] = []
     for place, target in enumerate(target_T.tolist()):
@@ -45,7 +46,7 @@ def some_kept(target_T: Tensor, *, changed: bool = True) -> KeptSets | None:
 
 
 def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
-    """[T, V]: the logits that tokens were drawn by, those that could not have been drawn at minus infinity."""
+    """Return the logits, [T, V], by which tokens were drawn. Tokens that could not be drawn have minus infinity."""
     if kept is None:
         return logits_TV
     rows: list[Tensor] = []
@@ -61,7 +62,7 @@ def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
 
 
 def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Leaves in float64, and the log-probs and entropies that follow from them by way of all logits."""
+    """Return float64 leaves, and the log-probs and entropies that follow from them through the full logits."""
     leaves = {
         name: value.detach().double().requires_grad_()
         for name, value in factors.items()
@@ -79,13 +80,13 @@ def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Te
 
 
 def plain(factors: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, in float64."""
+    """Return log-probs and entropies in float64."""
     _, logp_T, entropy_T = whole_logits(factors)
     return logp_T.detach(), entropy_T.detach()
 
 
 def plain_gradients(factors: dict[str, Any], grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of Σ (log-prob · grad + entropy · grad) from whole logits, in float64."""
+    """Return the gradients of Σ (log-prob · grad + entropy · grad) from full logits, in float64."""
     leaves, logp_T, entropy_T = whole_logits(factors)
     (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
     return {name: value.grad for name, value in leaves.items() if value.grad is not None}
@@ -149,7 +150,7 @@ def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float, kept
         given["kept"] = some_kept(given["target_T"])
         tolerance *= 4
     with torch.no_grad():
-        # Logits near 100 are known to 8e-6, and e¹⁰⁰ is no float32.
+        # Logits near 100 have an error of 8e-6, and e¹⁰⁰ overflows float32.
         given["bias_V"] += offset
     grads = random_grads(50)
     numbers = selected_logprobs(**given, entropy_gradient=True, chunk_bytes=9 * ROW)
@@ -196,7 +197,7 @@ def test_bfloat16_factors_give_float32_numbers_within_the_rounding_of_their_logi
     logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=False)
     expected = plain(given)
     assert logp_T.dtype == entropy_T.dtype == torch.float32
-    # Logits go to about 10, and bfloat16 has 8 bits.
+    # Logits go up to about 10, and bfloat16 has 8 bits.
     torch.testing.assert_close((logp_T.double(), entropy_T.double()), expected, rtol=0, atol=10 * 2**-8)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows with shared beginnings: every model says of them, and learns from them, what it does of each alone."""
+"""Packed rows with shared prefixes: each sequence has the log-probs and gradients that it has alone, in every model."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.trainer.trainer_cases import (
 )
 
 MIXED = (0.8, 1.0, 1.3)
-"""Temperatures of sequences, in turn."""
+"""Temperatures that the sequences take in turn."""
 
 
 def drawn_tree(rng: np.random.Generator) -> list[Tensor]:
-    """Sequences that go on from beginnings of one another, some equal to one, some with nothing in common."""
+    """Return sequences that continue prefixes of one another. Some are equal, and some have nothing in common."""
     sequences = [torch.from_numpy(rng.integers(0, VOCABULARY, int(rng.integers(2, 12))))]
     for _ in range(int(rng.integers(2, 9))):
         parent = sequences[int(rng.integers(len(sequences)))]
@@ -77,7 +77,7 @@ def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Pa
 
 
 def attend_one_by_one(*given: Any) -> Any:
-    """Attention of sequences one after the other by the processor's kernel, which takes them padded."""
+    """Compute attention for one sequence after the other with the CPU's kernel, which takes them padded."""
     *states, how, among = given
     found = [kernels.attend(*_batches(places, *states), seen) for places, seen in _each(how, among)]
     return [torch.cat([_tokens(one) for one in some]) for some in zip(*found, strict=True)]

@@ -123,7 +123,7 @@ def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
 
 
 def test_a_tree_is_cut_where_least_is_computed_twice() -> None:
-    """Two groups of three, of 10 tokens each, of which 2 are everybody's and 6 those of the group."""
+    """Two groups of three sequences with 10 tokens each. All share 2 tokens, and each group shares its first 6."""
     rng = np.random.default_rng(0)
     everybody, groups = rng.integers(0, 9, 2), rng.integers(0, 9, (2, 4))
     trajectories = [
@@ -246,7 +246,7 @@ def test_what_was_sampled_greedily_cannot_be_trained() -> None:
 
 
 def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
-    """All that is known of each sequence, in an order of their own: which comes first depends on what they share."""
+    """Return all facts of each sequence, sorted. The order in a micro-batch depends on the prefixes that are shared."""
     found: list[tuple[Any, ...]] = []
     for place, (start, stop) in enumerate(pairwise(micro.offset_S)):
         mine_T = micro.sequence_T == place

@@ -1,4 +1,4 @@
-"""Models that can be trained on packed rows: tiny ones of many kinds, made from their configurations."""
+"""Check for models that can be trained on packed rows: tiny models of many kinds, made from their configurations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_sh
 
 
 class Slanted(torch.autograd.Function):
-    """Says the same of packed rows, and gives them another gradient."""
+    """Identity with a wrong gradient, which depends on the length of the row."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

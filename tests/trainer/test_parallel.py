@@ -1,4 +1,4 @@
-"""Ranks that divide layers, rows and experts against one process: those of parallel_ranks.py, a group for each size."""
+"""Ranks that divide layers, rows and experts give the results of one process. parallel_ranks.py runs the ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def on_ranks(folder: Path, alone: Callable[[str], Seen]) -> Callable[[str, str],
 def test_ranks_train_as_one_process_does(
     name: str, kind: str, alone: Callable[[str], Seen], on_ranks: Callable[[str, str], list[Seen]]
 ) -> None:
-    """Gradients one by one, too: a norm's that is counted twice, or lacks a rank's heads, is small among all."""
+    """Gradients are also compared one by one: an error in a small one, such as a norm's, is invisible in the sum."""
     of_ranks, expected = on_ranks(name, kind), alone(kind)
     first = of_ranks[0]
     assert relative_error(first["gradient"], expected["gradient"]) < 1e-5
@@ -91,13 +91,13 @@ def test_ranks_train_as_one_process_does(
         assert relative_error({one: first["gradient"][one]}, {one: gradient}) < 1e-4, one
     for mine, theirs in zip(first["critics"], expected["critics"], strict=True):
         assert relative_error(mine, theirs) < 1e-5
-    # What is computed once depends on who is together.
+    # The number of shared tokens depends on the sequences that are in one micro-batch.
     metrics = expected["metrics"] | {"shared_token_share": first["metrics"]["shared_token_share"]}
     assert first["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     for other in of_ranks[1:]:
         assert other["metrics"] == first["metrics"]
         assert other["canary"] == first["canary"]
-        # What no rank has a part of is the same on all: whole, and to the bit.
+        # Full tensors must be equal on all ranks, to the bit.
         assert_equal(other["gradient"], first["gradient"])
         assert_equal(other["published"], first["published"])
     shapes = {one: tensor.shape for one, tensor in expected["published"].items()}
@@ -130,7 +130,7 @@ def plans(folder: Path) -> dict[str, tuple[int, int]]:
 def test_a_plan_says_what_ranks_hold_to_the_byte(
     name: str, plans: dict[str, tuple[int, int]], on_ranks: Callable[[str, str], list[Seen]]
 ) -> None:
-    """At most: where weights do not divide, the first rank's part."""
+    """If weights cannot be divided evenly, the plan is that of the first rank, which has the largest part."""
     held = [seen["bytes"] for seen in on_ranks(name, LAYOUTS[name].kinds[0])]
     assert plans[name] == held[0] == max(held)
 

@@ -1,4 +1,4 @@
-"""The memory, the arithmetic and the profile of a trainer rank's steps."""
+"""Memory, arithmetic and profile of a trainer rank's steps."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from tests.trainer.trainer_cases import make_config, random_shard, trainer_at
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYER = 2 * 32 * 8 * (4 + 2) + 3 * 32 * 48
-"""Weights of the matrices of one layer of `dense`: queries, keys, values and output, then three of the MLP."""
+"""Number of weights in the matrices of one layer of `dense`: queries, keys, values, output, and three of the MLP."""
 HEAD = 40 * 32
 
 
 def dense(**options: Any) -> PreTrainedModel:
-    """A Qwen3 without memory: two layers, four heads and two heads of keys and values, each 8 wide."""
+    """Return a Qwen3 without memory: two layers, four heads, two heads of keys and values, each 8 wide."""
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
     with torch.device("meta"):
@@ -55,7 +55,7 @@ def dense(**options: Any) -> PreTrainedModel:
 
 
 def row(length: int, actions: int) -> MicroBatch:
-    """One sequence of this length, of which the last tokens are actions."""
+    """Return one sequence of `length` tokens, of which the last `actions` are action tokens."""
     return replace(
         DUMMY,
         input_P=np.arange(length),
@@ -70,7 +70,7 @@ def test_a_token_costs_six_operations_for_each_weight_and_its_attention(tied: bo
     found = ModelArithmetic.of(dense(tie_word_embeddings=tied))
     assert (found.trained, found.frozen, found.output, found.output_trained) == (2 * LAYER, 0, HEAD, True)
     tokens, actions = 10, 7
-    # Causal: the first token sees itself, the last one all ten. A query and a value are multiplied for each of them.
+    # Attention is causal: the first token sees itself, the last one all ten. Each pair multiplies a query and a value.
     seen = sum(range(1, tokens + 1))
     attention = 2 * (4 * 2 * 8 * 2) * seen
     weights = 2 * 2 * LAYER * tokens + 2 * HEAD * actions
@@ -100,7 +100,7 @@ def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to() -> None:
 
 
 def test_layers_of_different_sizes_are_counted_one_by_one() -> None:
-    """Gemma 4's windowed layers have smaller heads, and its configuration names no size for all layers."""
+    """Gemma 4's windowed layers have smaller heads, and its configuration has no common size for all layers."""
     described: Any = CONFIG_MAPPING["gemma4_text"]
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
@@ -180,7 +180,7 @@ def test_the_peak_of_a_card_is_found_by_its_name(card: str, peak: float | None) 
 
 
 def events_of(file: Path) -> list[dict[str, Any]]:
-    """The events of a written trace."""
+    """Return the events of a written trace."""
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 

@@ -12,7 +12,7 @@ from flash.branches import LEAST_SHARED, Int64Array
 from flash.trainer.model.prefixes import in_one_row, shared_prefixes
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
-"""Sequences of three different tokens, so that many begin alike."""
+"""Sequences over three different tokens, so that many have a common prefix."""
 
 
 def common(one: list[int], other: list[int]) -> int:

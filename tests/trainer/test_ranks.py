@@ -1,4 +1,4 @@
-"""Two gloo ranks against one. The two run once, in two_ranks.py; each test looks at one matter of their results."""
+"""Two gloo ranks against one. The ranks run once, in two_ranks.py, and each test checks one part of their results."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.trainer.trainer_cases import (
 )
 from tests.trainer.two_ranks import CANARY, CASES, EXPERTS, case_batch, case_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # the two ranks run all cases in one go
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # the two ranks run all cases in one process each
 
 TIED = ("uneven, token_mean", "trees", "kl and entropy", "adapters", "on the host", "decoupled critics")
-"""Cases that are also tried where the output layer is the embedding: its part of the gradient comes twice."""
+"""Cases that are also run with a tied output layer, whose gradient has two parts."""
 UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 
 
@@ -39,7 +39,7 @@ UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 def run_of(
     tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
-    """What two ranks have found of a model; they run once for each."""
+    """Return a function for the results of two ranks with a kind of model. The ranks run once for each kind."""
 
     @cache
     def found(kind: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) ->
     for mine, alone in zip(first["critics"], trainer.critics, strict=True):
         assert relative_error(mine, critic_gradient(alone)) < 1e-5
     assert first["metrics"] == second["metrics"]
-    # What is computed once depends on who is together.
+    # The number of shared tokens depends on the sequences that are in one micro-batch.
     metrics["shared_token_share"] = first["metrics"]["shared_token_share"]
     assert first["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])

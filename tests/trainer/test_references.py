@@ -1,4 +1,4 @@
-"""What other policies say before the first update: proximal policies, references, limits, faults."""
+"""Log-probs of other policies before the first update: proximal policies, references, limits, faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoupled(proximal: str, **options: Any) -> dict[str, Any]:
 
 
 def naive_gradient(folder: Path, shard: Shard, proximal: dict[int, list[float]]) -> dict[str, torch.Tensor | None]:
-    """Decoupled PPO in float64, given the proximal log-prob of each action token of each sample."""
+    """Return the float64 gradient of decoupled PPO, given each sample's proximal log-probs of its action tokens."""
     model = reference_model(folder)
     total = torch.zeros((), dtype=torch.float64)
     for sample in shard.samples:
@@ -98,7 +98,7 @@ def test_the_ewma_proximal_is_the_average_of_all_versions_so_far(tied_model: Pat
         assert relative_error(average, expected) < 1e-6
     assert relative_error(versions[-1], average) > 1e-4
 
-    # The step computes its proximal log-probs with the average, and leaves the policy as it found it.
+    # The step computes its proximal log-probs with the average, and leaves the policy unchanged.
     model = reference_model(tied_model)
     model.load_state_dict({name: value.double() for name, value in average.items()}, strict=False)
     model.save_pretrained(tmp_path / "average")
@@ -118,7 +118,7 @@ def test_the_ewma_proximal_is_the_average_of_all_versions_so_far(tied_model: Pat
 
 
 def at_step(shard: Shard, step: int) -> Shard:
-    """The same tokens, all sampled by the version that trains on them."""
+    """Return the shard with all tokens sampled by version `step`, which also trains on them."""
     samples = []
     for sample in shard.samples:
         runs = [
@@ -143,7 +143,7 @@ def test_the_recomputed_proximal_is_that_of_the_first_minibatch_for_all_of_them(
     moving = TRAIN | {"minibatches": 2, "betas": [0.0, 0.95]}
     still, moved = (trainer_at(3, tied_model, algorithm=decoupled("recompute"), train=one) for one in (frozen, moving))
     first, second = still.train_step(shard), moved.train_step(shard)
-    # w = exp(proximal − behaviour) does not see the update between the minibatches; the ratio does.
+    # The update between the minibatches does not change w = exp(proximal − behaviour), but changes the ratio.
     assert first["weight_mean"] == pytest.approx(second["weight_mean"], rel=1e-6)
     assert first["ess"] == pytest.approx(second["ess"], rel=1e-6)
     assert first["ratio_max"] == pytest.approx(1.0, abs=1e-6)

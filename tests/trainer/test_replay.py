@@ -1,4 +1,4 @@
-"""Routing replay: a policy takes the experts that its engine chose, and its routers learn from their own scores."""
+"""Routing replay: the policy uses the experts that its engine chose, and its routers learn from their own scores."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sharded(model: PreTrainedModel, *, recompute: bool = False) -> PreTrainedMod
 
 
 def learned(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs, and the gradient of a loss of them."""
+    """Return log-probs, and the gradient of a loss of them."""
     logp_T = token_logprobs(model, **batch).logp_T
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
     grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -83,7 +83,7 @@ def learned(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Tensor, dict
 
 
 def noisy(model: PreTrainedModel) -> PreTrainedModel:
-    """An engine's model: other roundings, here larger, so that many tokens get other experts."""
+    """Return a copy as an engine's model: noise in its routers, instead of rounding, changes many tokens' experts."""
     other = deepcopy(model).eval()
     with torch.no_grad():
         for router in routers(other):
@@ -126,7 +126,7 @@ def test_what_is_replayed_is_what_was_recorded_and_routers_learn(kind: str) -> N
     weights = [grad for name, grad in found.items() if name.endswith(("gate.weight", "router.weight"))]
     assert len(weights) == len(with_experts)
     assert all(grad.abs().max() > 0 for grad in weights)
-    # Told what it would choose itself, it is as without.
+    # With the experts that it would choose itself, the model gives the results without replay.
     expected_T, expected = learned(sharded(plain), batch)
     model.zero_grad()
     same_T, same = learned(model, batch | {"sequences": batch["sequences"]._replace(routes=own)})
@@ -135,7 +135,7 @@ def test_what_is_replayed_is_what_was_recorded_and_routers_learn(kind: str) -> N
 
 
 class Forced(nn.Module):
-    """A router of Qwen 3 that is told its experts, written out."""
+    """Router of Qwen 3 with given experts, written out."""
 
     def __init__(self, router: Any, routes: np.ndarray) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_log_probs_and_gradients_are_those_of_the_experts_that_were_told(recompu
     plain = tiny("qwen3_moe", norm_topk_prob=True).eval()
     sequences = tree()
     told = experts_of(noisy(plain), sequences)
-    # What is shared is computed with the experts of the first that has it.
+    # A shared prefix is computed with the experts of the first sequence that has it.
     place_U, row_P = in_one_row([ids.numpy() for ids in sequences]).computed
     numbers = told.numbers()[place_U][row_P]
     model = sharded(plain, recompute=recompute)
@@ -176,7 +176,7 @@ def test_log_probs_and_gradients_are_those_of_the_experts_that_were_told(recompu
 
 
 def two_turns(engine: HfEngine, number: int, *, told: bool = True) -> Trajectory:
-    """An episode of two responses."""
+    """Return an episode of two responses. They report their experts unless `told` is False."""
     limits = EpisodeLimits(max_length=64, max_turns=2, max_branches=1, max_tokens=64, max_new_tokens=8)
     transcript = Transcript(CharTokenizer(), limits)
     rng = np.random.default_rng(number // 4)

@@ -1,4 +1,4 @@
-"""What is seen of the policy's attention, against transformers' eager attention, and what it makes of a step."""
+"""The policy's attention as rhythm observes it, against transformers' eager attention, and its effect on a step."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ TABLE = {"window": 4, "nearest": 2, "farthest": 12}
 
 
 def micro_batch(shard: Shard) -> MicroBatch:
-    """The whole batch in one row."""
+    """Return the complete batch in one row."""
     (micro,) = pack(shard.samples, min_version=shard.min_version, max_tokens=100_000)
     return micro
 
 
 def eager_maps(model: PreTrainedModel, micro: MicroBatch) -> list[list[Tensor]]:
-    """[H, L, L] of each layer, by sequence: each alone, through transformers' eager attention."""
+    """Return attention maps, [H, L, L], by layer and sequence: each sequence alone, with eager attention."""
     model.eval().set_attn_implementation("eager")
     maps = []
     for start, stop in zip(micro.offset_S, micro.offset_S[1:], strict=False):
@@ -81,7 +81,7 @@ def eager_maps(model: PreTrainedModel, micro: MicroBatch) -> list[list[Tensor]]:
 
 
 class Recorder:
-    """Keeps the weights of every row, by layer and sequence."""
+    """Keeps the attention weights of every row, by layer and sequence."""
 
     def __init__(self, micro: MicroBatch) -> None:
         self._offset_S = micro.offset_S
@@ -196,7 +196,7 @@ def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that one tensor made inside has."""
+    """Records the number of elements of the largest tensor that an operation makes."""
 
     numbers = 0
 
@@ -236,13 +236,13 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(untied_model
     )
     expected, found = whole.train_step(aged_shard()), cut.train_step(aged_shard())
     assert relative_error(gradient_of(cut), gradient_of(whole)) < 1e-5
-    # What is computed once depends on who is together.
+    # The number of shared tokens depends on the sequences that are in one micro-batch.
     expected["shared_token_share"] = found["shared_token_share"]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_heads_are_told_apart_over_the_whole_batch_whatever_its_minibatches(untied_model: Path) -> None:
-    """With two of them the first pass gives log-probs, too."""
+    """Two minibatches need a first pass that observes attention and also gives log-probs."""
     one, two = (trainer_with(untied_model, TABLE, train={"minibatches": count}) for count in (1, 2))
     expected, found = one.train_step(aged_shard()), two.train_step(aged_shard())
     for name in ("rhythm_share", "rhythm_span_local", "rhythm_span_global", "advantage_abs_mean"):
@@ -313,7 +313,7 @@ def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, o
 
 
 def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untied_model: Path) -> None:
-    """Where a single update looks on at its own pass: heads of an earlier batch, and no pass for another reason."""
+    """A single update observes its own pass, because the heads are an earlier batch's and no other pass is needed."""
     found = []
     for passes in (1, 3):
         train = {"updates_per_batch": passes, "learning_rate": 1e-1}
@@ -329,7 +329,7 @@ def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untie
 
 
 def advantages(trainer: Trainer, config: Config) -> Any:
-    """Of all tokens, before the first update."""
+    """Return the advantages of all tokens before the first update."""
     method = resolve_method(config, make_objective(config.algorithm))
     plan = plan_step(aged_shard(), config, method, trainer.version, trainer.mesh, share_rows=True)
     inputs = trainer.loss_inputs(plan, rhythm=trainer.rhythm)

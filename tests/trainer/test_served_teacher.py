@@ -1,4 +1,4 @@
-"""A teacher that a real vLLM server holds, against one that the trainer holds."""
+"""A teacher on a real vLLM server gives the log-probs of one in the trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """`vllm serve` of a small model in float32: where, and the model."""
+    """Serve a small model in float32 with `vllm serve`. Yields its address and the model's folder."""
     folder = tmp_path_factory.mktemp("teacher")
     port = free_port()
     make_model(folder)

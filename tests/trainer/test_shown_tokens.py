@@ -1,4 +1,4 @@
-"""What a step tells of single tokens is what loops over samples and tokens find, in float64."""
+"""Reports of single tokens by a step, against loops over samples and tokens in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def floats(values: bytes) -> np.ndarray:
 
 
 def naive(model: Path, shard: Shard, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log-prob and entropy of each action token: each branch through the plain model, alone."""
+    """Return log-prob and entropy of each action token. Each branch goes alone through the plain model."""
     reference, logprobs, entropies = reference_model(model), list[float](), list[float]()
     for branch in sequences(shard.samples[index].trajectory):
         ids = torch.tensor(branch.tokens().tolist())
@@ -67,7 +67,7 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
         part_of_one = np.repeat([one.trained_tokens(2) > 0 for one in sequences(trajectory)], branch_tokens(trajectory))
         without += int((~part_of_one).any())
         logprobs, entropies = naive(tied_model, shard, seen.index)
-        # The second minibatch is looked at after the first has moved the weights.
+        # The second minibatch is computed after the first has changed the weights.
         exact = shard.batch[seen.index].group_id == 0
         tolerance = 1e-4 if exact else 0.5
         assert floats(seen.logprobs)[part_of_one] == pytest.approx(logprobs[part_of_one], abs=tolerance)

@@ -39,7 +39,7 @@ from tests.trainer.trainer_cases import (
 OBJECTIVES = ["grpo", "decoupled_ppo"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 PAIRS = [("grpo", AGGREGATIONS[0]), ("decoupled_ppo", AGGREGATIONS[1]), ("grpo", AGGREGATIONS[2])]
-"""Each of them beside one of the other kind: neither knows of the other."""
+"""Pairs of objectives and aggregations. Both occur in several pairs, because they are independent of each other."""
 
 
 def naive_advantages(shard: Shard) -> list[float]:
@@ -53,7 +53,7 @@ def naive_advantages(shard: Shard) -> list[float]:
 
 
 def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str) -> torch.Tensor:
-    """The batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
+    """Return the batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
     found = []
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
         branches = [one for one in sequences(sample.trajectory) if one.trained_tokens(shard.min_version)]
@@ -68,7 +68,7 @@ def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str) -> to
 def naive_losses(
     model: Any, trajectory: Trajectory, min_version: int, objective: str, advantage: float
 ) -> torch.Tensor:
-    """Of the trained tokens of one sequence."""
+    """Return the losses of the trained tokens of one sequence."""
     logp = unpacked_logprobs(model, trajectory)
     losses = []
     for place, (behaviour, version) in enumerate(
@@ -88,7 +88,7 @@ def naive_losses(
 
 
 def stale_shard(garbage: float) -> Shard:
-    """Version 3 holds the weights, tokens of version 1 are masked and carry garbage."""
+    """Return a shard for version 3 of the weights. Tokens of version 1 are masked and have `garbage` as log-probs."""
     rng = np.random.default_rng(5)
 
     def spoil(one: Trajectory) -> Trajectory:
@@ -294,7 +294,7 @@ def test_a_minibatch_has_the_gradient_of_a_batch_of_its_own(tied_model: Path) ->
         halves.append(gradient_of(trainer))
     both = Trainer(make_config(tied_model, train=frozen | {"minibatches": 2}))
     both.train_step(shard)
-    # With β1 = 0 the first moment is the gradient of the last update.
+    # With β1 = 0, the first moment is the gradient of the last update.
     assert relative_error(gradient_of(both), halves[1]) < 1e-5
     assert relative_error(halves[0], halves[1]) > 0.1
 

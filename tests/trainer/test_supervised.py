@@ -16,7 +16,7 @@ from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, rando
 
 
 def padded_loss(model: PreTrainedModel, shard: Shard) -> torch.Tensor:
-    """As other libraries have it: rows padded on the right, labels of -100 where nothing is learned."""
+    """Return the loss that other libraries compute: rows padded on the right, labels of -100 at untrained tokens."""
     rows = [sample.trajectory for sample in shard.samples]
     longest = max(row.length for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -38,7 +38,7 @@ def test_the_gradient_and_the_loss_are_those_of_cross_entropy(model: Path, minib
     assert trainer.mean_loss(shard) == pytest.approx(loss.item(), rel=1e-5)
     metrics = trainer.train_step(shard)
     if minibatches > 1:
-        return  # the second update has other weights
+        return  # the second update has other weights, so the loss differs
     loss.backward()
     expected = {name: value.grad for name, value in reference.named_parameters()}
     assert relative_error(gradient_of(trainer), expected) < 1e-5

@@ -21,7 +21,7 @@ OPTIONS = {"digits": 2}
 
 
 class Fibs:
-    """An environment whose examples use characters that its alphabet lacks."""
+    """Environment whose examples use characters that its alphabet lacks."""
 
     def solved_examples(self, count, seed):
         return [SolvedExample("1+1=", "two")] * count
@@ -34,7 +34,7 @@ WRONG_EXAMPLES = ("none", "too few", "pairs", "numbers", "later numbers", "lists
 
 
 class Odd:
-    """An environment that shows what no environment may."""
+    """Environment that gives invalid examples or an invalid alphabet."""
 
     def __init__(self, what="no text"):
         self.what = what
@@ -58,7 +58,7 @@ class Odd:
 
 
 class OneProblem:
-    """An environment with a single example, which any model learns at once."""
+    """Environment with a single example, which any model learns at once."""
 
     def solved_examples(self, count, seed):
         return [SolvedExample("a", "b")] * count
@@ -68,7 +68,7 @@ class OneProblem:
 
 
 class Dice:
-    """Six throws in a row, which nobody can foresee."""
+    """Environment of six throws in a row, which cannot be predicted."""
 
     def __init__(self, sides=6, failure_rate=0.0):
         self.sides = sides
@@ -83,7 +83,7 @@ class Dice:
 
 
 def make(path, config=SMALL, env=ENV, options=OPTIONS):
-    """Make a model and give what was told of the progress."""
+    """Make a model, and return the reports of its progress."""
     told = []
     make_tiny_model(path, config, env, options, lambda *step: told.append(step))
     return told
@@ -192,7 +192,7 @@ def test_a_warm_start_takes_one_thread_and_gives_the_others_back(tmp_path):
 
 
 def interrupted(path, config=SMALL):
-    """Make a model, interrupted in its second step."""
+    """Make a model, and interrupt that in its second step."""
 
     def interrupt(step, steps, loss):
         if step == 2:
@@ -203,7 +203,7 @@ def interrupted(path, config=SMALL):
 
 
 def wanting(path, config=SMALL):
-    """The configuration of a run that wants the model."""
+    """Return the configuration of a run that uses the model."""
     run = {"run": {"name": "run"}, "model": {"path": str(path)}, "env": {"path": ENV, "options": OPTIONS}}
     return msgspec.convert(run | {"tiny_model": config}, Config)
 

@@ -1,4 +1,4 @@
-"""An objective from outside of the project, named by its import path alone."""
+"""An objective outside of the project, which only its import path names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bare(Powered, frozen=True):
 
 @pytest.fixture
 def settings(tmp_path: Path, tied_model: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package in the current directory, and a run that names its objective."""
+    """Return the settings of a run with an objective from a package in the current directory."""
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "my_objectives"
     package.mkdir()

@@ -1,4 +1,4 @@
-"""What a real vLLM engine says of tokens that were drawn from some only, against a trainer of the same weights."""
+"""Log-probs of a real vLLM engine for tokens drawn from a part of the vocabulary, against a trainer's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def trajectory(completion: Completion, sampling: Sampling, group: int = 0) -> Tr
 
 
 def log_ratios(served: Served, trajectories: Sequence[Trajectory]) -> Tensor:
-    """log π − log π_behaviour of all action tokens, in one micro-batch of a trainer of the same weights."""
+    """Return log π − log π_behaviour of all action tokens, in one micro-batch of a trainer with the same weights."""
     samples = [ShardSample(index, one) for index, one in enumerate(trajectories)]
     (micro,) = pack(samples, min_version=0, max_tokens=4096)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def log_ratios(served: Served, trajectories: Sequence[Trajectory]) -> Tensor:
 
 
 def kept_by(logits_V: Tensor, how: Sampling, context: Sequence[int]) -> set[int]:
-    """The tokens that these rules keep after a context, in float64."""
+    """Return the tokens that the sampling rules keep after a context, computed in float64."""
     logits_V = logits_V.double()
     for token, bias in how.logit_bias:
         logits_V[token] += bias

@@ -1,4 +1,4 @@
-"""The gradient of a whole step, with all that may be composed, against loops in float64."""
+"""Gradient of a complete step with many combinations of its parts, against loops in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.trainer.trainer_cases import (
 
 
 def per_sequence(shard: Shard, tokens: list[Token], token: Token) -> float:
-    """The mean over sequences of the mean over tokens."""
+    """Return a token's weight in the mean over sequences of the mean over tokens."""
     lengths = [len(sequence) for sequence in sequences(tokens) if sequence[0].sample == token.sample]
     return 1 / lengths[0] / len(sequences(tokens))
 
@@ -190,7 +190,7 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
 def test_a_teacher_that_a_server_holds_teaches_as_one_that_the_trainer_holds(
     tied_model: Path, untied_model: Path
 ) -> None:
-    """Over branches, and tokens that are too old."""
+    """The batches have branches, and tokens that are too old."""
     teacher = reference_model(untied_model)
 
     def taught(one: Trajectory) -> Trajectory:

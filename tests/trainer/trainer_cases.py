@@ -27,13 +27,13 @@ VOCABULARY = 40
 
 
 class Trainer(step.Trainer):
-    """One that compares a model packed and alone once for all trainers of it: that is half of what making one takes.
+    """Trainer that shares the result of the packing check, which takes half of a trainer's start, with other trainers.
 
     The comparison has tests of its own, in test_packing_check.py.
     """
 
     packed: ClassVar[dict[tuple[object, ...], bool]] = {}
-    """Whether sequences share rows, by all that the comparison depends on but the weights."""
+    """True if sequences may share rows, by everything that the check depends on except the weights."""
 
     def _check_packing(self) -> None:
         own, model = self._config, self._config.model
@@ -48,7 +48,7 @@ class Trainer(step.Trainer):
 
 
 def kept(content: bytes) -> checkpoint.KeepHubState:
-    """Writes this as the hub's state."""
+    """Return a function that writes `content` as the hub's state."""
 
     def write(file: Path) -> checkpoint_files.FileEntry:
         file.write_bytes(content)
@@ -58,13 +58,13 @@ def kept(content: bytes) -> checkpoint.KeepHubState:
 
 
 def state_of(path: Path) -> bytes:
-    """The hub's state in a checkpoint."""
+    """Return the hub's state in a checkpoint."""
     with checkpoint_files.hub_state(path) as data:
         return bytes(data)
 
 
 def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
-    """A random Qwen3 of two layers as a Hugging Face folder."""
+    """Write a random Qwen3 of two layers as a Hugging Face folder."""
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -75,7 +75,7 @@ def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
-        # Larger than usual, so that the distribution is far from uniform and every error shows.
+        # Weights are larger than usual, so that the distribution is far from uniform and every error is visible.
         "initializer_range": 0.3,
         "tie_word_embeddings": tied,
     }
@@ -84,12 +84,12 @@ def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
 
 
 def reference_model(folder: Path) -> PreTrainedModel:
-    """The same model through plain Hugging Face eager attention, in float64."""
+    """Return the model in plain Hugging Face with eager attention, in float64."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
 
 
 def make_config(model: Path, /, **tables: dict[str, Any]) -> Config:
-    """A configuration in float32 on the CPU, with a gradient and a rate that are never held down."""
+    """Return a configuration in float32 on the CPU. No limit ever lowers its gradient or its rate."""
     defaults: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "output_dir": str(model.parent), "steps": 10},
         "model": {"path": str(model), "dtype": "float32", "max_length": 64},
@@ -105,7 +105,7 @@ def make_config(model: Path, /, **tables: dict[str, Any]) -> Config:
 def make_trajectory(
     group: int, member: int, versions: list[VersionRun], rng: np.random.Generator, *, reward: float, prompt: int = 4
 ) -> Trajectory:
-    """Random tokens: the group's prompt, and actions in two spans with one token of the environment between."""
+    """Return random tokens: the group's prompt, and two spans of actions with one token of the environment between."""
     actions = sum(run.count for run in versions)
     first = (actions + 1) // 2
     spans = [Span(prompt, prompt + first)]
@@ -126,13 +126,13 @@ def make_trajectory(
 
 
 def with_tokens(one: Trajectory, ids: np.ndarray) -> Trajectory:
-    """The same, of these tokens."""
+    """Return the trajectory with other tokens."""
     assert len(ids) == one.length
     return replace(one, token_ids=ids.astype("<i4").tobytes())
 
 
 def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: int = 0) -> Shard:
-    """The whole batch as one rank's shard."""
+    """Return the complete batch as one rank's shard."""
     return Shard(
         step=step,
         min_version=min_version,
@@ -144,7 +144,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
 
 
 def branched_shard(seed: int = 0) -> Shard:
-    """Step 3, two groups, samples of one to three branches; tokens of version 1 are masked, in some a whole branch."""
+    """Return step 3: two groups, samples of one to three branches. Version 1's tokens, or branches, are masked."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in (0, 1):
@@ -168,7 +168,7 @@ def branched_shard(seed: int = 0) -> Shard:
 
 
 def random_shard(seed: int = 0) -> Shard:
-    """Step 0, three ragged groups, one of a single member, lengths from 5 to 25."""
+    """Return step 0: three ragged groups, one of them with a single member, and lengths from 5 to 25."""
     rng = np.random.default_rng(seed)
     trajectories = [
         make_trajectory(group, member, [VersionRun(0, int(rng.integers(1, 20)))], rng, reward=float(rng.normal()))
@@ -179,9 +179,9 @@ def random_shard(seed: int = 0) -> Shard:
 
 
 def forked_shard(seed: int = 0) -> Shard:
-    """Step 0, three groups in any order, whose samples and branches part from one another at any token, actions too.
+    """Return step 0: three groups in any order, whose samples and branches diverge at any token, also at actions.
 
-    Some end where others go on, or are equal; what is an action in one may be prompt in the other.
+    Some sequences end where others continue, and some are equal. An action in one may be prompt in another.
     """
     rng = np.random.default_rng(seed)
     trajectories: list[Trajectory] = []
@@ -206,7 +206,7 @@ def forked_shard(seed: int = 0) -> Shard:
 
 
 def aged_shard(seed: int = 0, step: int = 3, prompt: int = 4) -> Shard:
-    """Tokens of ages 0 to 3, of which those of age 3 are masked; the groups of `random_shard`."""
+    """Return tokens of ages 0 to 3, of which those of age 3 are masked; the groups are `random_shard`'s."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group, size in enumerate((4, 3, 1, 5)):
@@ -224,26 +224,26 @@ def aged_shard(seed: int = 0, step: int = 3, prompt: int = 4) -> Shard:
 
 
 def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
-    """A fresh trainer that takes its weights for those of this version."""
+    """Return a new trainer whose weights count as this version."""
     trainer = Trainer(make_config(model, **tables))
     trainer.version = version
     return trainer
 
 
 def sampled_at(shard: Shard, *temperatures: float) -> Shard:
-    """The shard, its groups sampled at these temperatures in turn."""
+    """Return the shard with its groups sampled at these temperatures in turn."""
     places = [sample.trajectory.task.group_id % len(temperatures) for sample in shard.samples]
     heated = [at(temperatures[place], sample.trajectory) for place, sample in zip(places, shard.samples, strict=True)]
     return replace(shard, samples=[ShardSample(index, one) for index, one in enumerate(heated)])
 
 
 def at(temperature: float, one: Trajectory) -> Trajectory:
-    """The same, sampled at another temperature."""
+    """Return the trajectory, sampled at another temperature."""
     return replace(one, task=replace(one.task, sampling=Sampling(temperature)))
 
 
 def drawn_from_some(one: Trajectory, sampling: Sampling) -> Trajectory:
-    """The same, each token drawn from up to four."""
+    """Return the trajectory with each token drawn from up to four."""
     rng = np.random.default_rng(one.task.task_id)
     drawn = one.tokens()[one.action_mask()]
     others = [
@@ -254,19 +254,19 @@ def drawn_from_some(one: Trajectory, sampling: Sampling) -> Trajectory:
 
 
 def partly_kept(shard: Shard) -> Shard:
-    """The shard, two of three samples drawn from some tokens, whose logits were changed."""
+    """Return the shard with two of three samples drawn from a part of the vocabulary, whose logits were changed."""
     how = Sampling(0.8, top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
     drawn = [drawn_from_some(one.trajectory, how) if one.index % 3 else one.trajectory for one in shard.samples]
     return replace(shard, samples=[ShardSample(index, one) for index, one in enumerate(drawn)])
 
 
 def part_of(shard: Shard, indices: list[int]) -> Shard:
-    """The shard of a rank that was dealt these samples."""
+    """Return the shard of a rank that has these samples."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
 
 
 class Rank(ForkedProcess):
-    """One of several ranks, of a process that has imported what they are made of."""
+    """Process of one of several ranks, forked from a server that has imported the ranks' modules."""
 
     server = ForkServer(
         *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card"))
@@ -274,7 +274,7 @@ class Rank(ForkedProcess):
 
 
 def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:
-    """Run main(arguments…, rank, after…) for so many ranks; all end well, and in time."""
+    """Run main(arguments…, rank, after…) for `count` ranks. All must exit with 0 in time."""
     ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in range(count)]
     try:
         for rank in ranks:
@@ -288,7 +288,7 @@ def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: 
 
 
 def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The gradient of the only step taken so far: Adam's first moment is (1 − β1) times it."""
+    """Return the gradient of the only step so far: Adam's first moment is (1 − β1) times it."""
     share = 1 - trainer.optimizer.param_groups[0]["betas"][0]
     return {
         name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
@@ -297,7 +297,7 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Of AdamW, by their kinds and parameters."""
+    """Return the moments of AdamW, by their kinds and parameters."""
     return {
         f"{moment} of {name}": whole(trainer.optimizer.state[parameter][moment]).clone()
         for name, parameter in trained_parameters(trainer.model)
@@ -310,24 +310,24 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def whole(sharded: Any) -> torch.Tensor:
-    """All of a tensor that the ranks hold parts of."""
+    """Return the full tensor of which the ranks hold parts."""
     return sharded.detach().full_tensor()
 
 
 def local(sharded: Any) -> torch.Tensor:
-    """This rank's part of it."""
+    """Return this rank's part of a tensor."""
     return sharded.to_local()
 
 
 def relative_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Norm of the difference over norm of the expected, all parameters together."""
+    """Return the norm of the difference divided by the norm of the expected, over all parameters together."""
     assert found.keys() == expected.keys()
     difference = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
     return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
 
 
 def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
-    """Log-prob of each action token, as it was sampled, from a forward pass over this sequence alone."""
+    """Return the log-prob of each action token, as it was sampled, from a forward pass over this sequence alone."""
     how, tokens = trajectory.task.sampling, torch.tensor(trajectory.tokens().tolist())
     logits = model(input_ids=tokens[None]).logits[0]
     positions = np.flatnonzero(trajectory.action_mask())

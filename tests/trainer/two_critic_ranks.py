@@ -1,4 +1,4 @@
-"""One of two gloo ranks with a critic: updates, saves and restores as the tests ask. Each rank writes what it saw."""
+"""Gloo rank with a critic, for two ranks: updates, saves and restores. Each rank writes its results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SPLITS = {
     "uneven": [[[0], [1], [2, 3, 4]], [[5]]],
     "all on one": [[], [[0, 1, 2, 3, 4, 5]]],
 }
-"""Per rank, the sequences of its micro-batches."""
+"""For each rank, the sequences of its micro-batches."""
 DEALT = ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11])
-"""The samples of `random_shard` that each rank trains on before it saves."""
+"""Samples of `random_shard` that each rank trains on before it saves."""
 
 
 def parts_of(split: str, rank: int) -> list[list[int]]:
-    """This rank's micro-batches, made as many as on the other rank by empty ones."""
+    """Return this rank's micro-batches, with empty ones so that both ranks have the same number."""
     longest = max(len(parts) for parts in SPLITS[split])
     return SPLITS[split][rank] + [[]] * (longest - len(SPLITS[split][rank]))
 
@@ -43,7 +43,7 @@ def updated(model: Path, split: str, rank: int) -> dict[str, Any]:
     sequences = random_sequences()
     critic = make_critic(model)
     parts = [[sequences[index] for index in part] for part in parts_of(split, rank)]
-    # Dummies take part in the collectives; what they give is of no interest.
+    # Dummies take part in the collectives, and their values are ignored.
     values = [critic.values(micro_of(part or sequences)) for part in parts]
     update(critic, parts, trained(sequences))
     return {
@@ -55,9 +55,9 @@ def updated(model: Path, split: str, rank: int) -> dict[str, Any]:
 
 
 def doubled(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values before and after the weights of the head grow to twice themselves, without a backward pass between."""
+    """Return values before and after the head's weights are doubled, without a backward pass between them."""
     critic, micro = make_critic(model), micro_of(random_sequences())
-    # What an optimizer holds on to.
+    # Keep the parameters from before the first pass, as an optimizer does.
     parameters = list(critic.model.head.parameters())
     before = critic.values(micro)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One of two gloo ranks: the gradient of log-probs and entropies of its part of a batch. Rank 0 writes it."""
+"""Gloo rank, for two ranks: the gradient of log-probs and entropies of its part of a batch. Rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.trainer.packed_cases import gradient, sharded
 
 PARTS = ([0, 1, 4], [2, 3])
-"""The sequences of each rank."""
+"""Sequences of each rank."""
 
 
 def main(folder: Path, rank: int, *models: Path) -> None:
@@ -19,7 +19,7 @@ def main(folder: Path, rank: int, *models: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    # FSDP averages over ranks; the batch wants the sum.
+    # FSDP averages over ranks, but the gradient of the batch is the sum.
     results = {
         (str(model), dtype): gradient(sharded(model, dtype), PARTS[rank], scale=2.0)
         for model in models

@@ -1,4 +1,4 @@
-"""One of two gloo ranks: trains, saves and fails as the tests of test_ranks.py ask. Rank 0 writes what it saw."""
+"""Gloo rank of two: trains, saves and fails as the tests of test_ranks.py need. Each rank writes its results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.trainer.trainer_cases import (
 
 CANARY = [3, 1, 4, 1, 5]
 EXPERTS = "experts"
-"""Folder beside the model, of one with a single expert."""
+"""Name of the folder, beside the model's, of a model with a single expert."""
 SPLITS = {
     "even": ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]),
     "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12]),
@@ -126,7 +126,7 @@ def case_config(model: Path, case: dict[str, Any]) -> Any:
 
 
 def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
-    """The case's whole batch; the trainer takes its weights for those that the batch is for, and its critics differ."""
+    """Return the case's complete batch. Also sets the trainer's version to the batch's, and different critics."""
     for index, critic in enumerate(trainer.critics):
         set_head(critic, index)
     make = aged_shard if case.get("aged") else forked_shard if case.get("trees") else random_shard
@@ -148,12 +148,12 @@ def gradients(model: Path, names: Sequence[str], rank: int) -> dict[str, Any]:
             "critics": [critic_gradient(critic) for critic in trainer.critics],
             "seen": trainer.shown,
         }
-        results["canary"] = canary_logprobs(trainer.model, CANARY)  # of the last case
+        results["canary"] = canary_logprobs(trainer.model, CANARY)  # after the loop: of the last case
     return results
 
 
 def refused(trainer: Trainer, rank: int) -> str:
-    """Only rank 1's part is wrong."""
+    """Train with a part that is invalid only on rank 1. Returns the error."""
     shard = part_of(random_shard(), SPLITS["even"][rank])
     if rank == 1:
         spoilt = msgspec.structs.replace(shard.samples[0].trajectory, logprobs=b"")
@@ -168,14 +168,14 @@ def refused(trainer: Trainer, rank: int) -> str:
 
 
 class Spoilt(Critic):
-    """Its values are no numbers."""
+    """Critic whose values are NaN."""
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         return super().values(micro) * torch.nan
 
 
 def spoilt_values(model: Path, rank: int) -> str:
-    """Only what the critic says on rank 1 is wrong."""
+    """Train with critic values that are NaN only on rank 1. Returns the error."""
     case = CASES["critic"]
     trainer = Trainer(case_config(model, case))
     if rank == 1:
@@ -188,7 +188,7 @@ def spoilt_values(model: Path, rank: int) -> str:
 
 
 def failed_save(trainer: Trainer, run_dir: Path, rank: int) -> str:
-    """Only rank 1 cannot write."""
+    """Save a checkpoint that only rank 1 cannot write. Returns the error."""
     trainer.version += 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:

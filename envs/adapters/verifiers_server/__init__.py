@@ -1,1 +1,1 @@
-"""A program for another Python: see `__main__`."""
+"""Server program that runs in the Python environment of `verifiers`: see `__main__`."""

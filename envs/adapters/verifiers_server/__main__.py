@@ -1,10 +1,10 @@
-"""Serve a task set of `verifiers` (0.4) to `envs.adapters.verifiers`, in a Python where that package is installed:
+"""Serve a task set of `verifiers` (0.4) to `envs.adapters.verifiers`. Run it with the Python that has that package:
 
     python envs/adapters/verifiers_server NAME [--env '{"agent": …}'] [--port 8400] [--tasks 10000]
 
-Nothing of Flash is imported, and nothing that `verifiers` does not bring. An episode is run by `verifiers` itself; what
-its harness asks goes through a lane of this server to the endpoint of the episode, and nowhere else. Lanes are used
-again, because `verifiers` keeps a client for every address that it was ever given.
+The program imports only `verifiers` and its requirements, and nothing of Flash. `verifiers` itself runs each episode. A
+lane is a path of this server that passes the harness's requests on to the endpoint of one episode, and to no other
+address. Lanes are reused, because `verifiers` keeps a client for every address that it has used.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from aiohttp import ClientSession, ClientTimeout, web
 
 CHAT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-"""What `--env` is by default: a conversation, with the tools of the task set, in a process of this machine."""
+"""Default of `--env`: a conversation, with the tools of the task set, in a process on this machine."""
 
 OF_THE_HOP = frozenset({"authorization", "connection", "content-length", "host", "transfer-encoding"})
-"""Headers of a request that are not passed on."""
+"""Request headers that are not passed on."""
 
 LARGEST_REQUEST = 64 << 20
-"""Bytes."""
+"""Largest request, in bytes."""
 
 
 class Server:
-    """The task set and the episodes under way. `env` is a table `[env]` of `verifiers`."""
+    """The task set and the running episodes. `env` is a table `[env]` of `verifiers`; at most `most` tasks are read."""
 
     def __init__(self, name: str, env: dict[str, Any], most: int) -> None:
         self._verifiers: Any = importlib.import_module("verifiers.v1")
@@ -38,10 +38,10 @@ class Server:
         self._env = self._verifiers.load_environment(self._verifiers.resolve_env_config(table))
         self._tasks = list(islice(self._env.taskset, most))
         self._lanes: dict[str, tuple[str, str]] = {}
-        """The base URL and the key of the episode that has a lane."""
+        """Base URL and key of the episode that uses each lane."""
 
     def app(self) -> web.Application:
-        """All routes."""
+        """Return the web application with all routes."""
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.cleanup_ctx.append(self._serving)
         app.router.add_get("/tasks", self.tasks)
@@ -50,17 +50,17 @@ class Server:
         return app
 
     async def _serving(self, app: web.Application) -> AsyncIterator[None]:
-        # The endpoint answers when the policy has: the deadlines are those of the run, which ends what it waits for.
+        # The endpoint replies when the policy has answered, so only the run's own deadlines apply.
         async with self._env.serving(), ClientSession(timeout=ClientTimeout(total=None)) as self._session:
             yield
 
     async def tasks(self, request: web.Request) -> web.Response:
-        """What tells the tasks apart, in their order: equal for those with equal prompts."""
+        """Return a digest of each task's prompt, in the tasks' order. Tasks with equal prompts have equal digests."""
         shown = (repr((task.data.system_prompt, task.data.prompt or task.key)) for task in self._tasks)
         return web.json_response([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in shown])
 
     async def play(self, request: web.Request) -> web.Response:
-        """An episode of task `number`, whose policy answers at `base_url`; its reward and its metrics."""
+        """Run an episode of task `number` against the endpoint at `base_url`. Returns its reward and its metrics."""
         asked = await request.json()
         lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
         self._lanes[lane] = asked["base_url"], asked["api_key"]
@@ -82,7 +82,7 @@ class Server:
         return web.json_response({"reward": reward, "metrics": {**rewards, **metrics}})
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """A request of a harness, to the endpoint of its episode and back."""
+        """Pass a harness's request on to the endpoint of its episode, and stream the response back."""
         if request.match_info["lane"] not in self._lanes:
             return web.json_response({"error": {"message": "The episode is over."}}, status=401)
         base_url, key = self._lanes[request.match_info["lane"]]
@@ -98,7 +98,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve until it is ended; an episode that nobody waits for any more is ended at once."""
+    """Serve until the process is ended. An episode is cancelled as soon as its client disconnects."""
     parser = argparse.ArgumentParser(description="Serves a task set of verifiers to envs.adapters.verifiers.")
     parser.add_argument("name", help="the task set, as `verifiers` knows it")
     parser.add_argument("--env", type=json.loads, default=CHAT, help="a table [env] of verifiers, as JSON")

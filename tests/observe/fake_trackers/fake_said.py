@@ -1,4 +1,4 @@
-"""What the fakes have in common: each call is a line of the file FAKE_TRACKER_LOG, and FAKE_TRACKER says what fails."""
+"""Common part of the fakes: each call writes a line to the file FAKE_TRACKER_LOG; FAKE_TRACKER chooses a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def said(call: str, **what: Any) -> None:
-    """Remember a call, or do what a tracker does that is not well."""
+    """Record a call, or fail in the way that FAKE_TRACKER chooses."""
     ill = os.environ.get("FAKE_TRACKER", "")
     print("a tracker prints what it likes")  # noqa: T201 - as they do
     ill, _, once = ill.partition(" once ")

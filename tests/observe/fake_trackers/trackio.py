@@ -1,4 +1,4 @@
-"""As much of trackio as Flash calls, remembered."""
+"""Fake of the part of trackio that Flash uses; it records its calls."""
 
 from __future__ import annotations
 

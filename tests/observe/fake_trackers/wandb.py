@@ -1,4 +1,4 @@
-"""As much of Weights & Biases as Flash calls, remembered."""
+"""Fake of the part of Weights & Biases that Flash uses; it records its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of MLflow's client as Flash calls, remembered."""
+"""Fake of the part of MLflow's client that Flash uses; it records its calls."""
 
 from __future__ import annotations
 

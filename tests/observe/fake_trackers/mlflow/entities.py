@@ -1,4 +1,4 @@
-"""What MLflow's client is given."""
+"""Arguments of MLflow's client."""
 
 from __future__ import annotations
 

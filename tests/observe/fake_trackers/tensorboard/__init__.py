@@ -1,1 +1,1 @@
-"""A package, as the real one is."""
+"""Package of the fake writer, with the layout of the real one."""

@@ -1,4 +1,4 @@
-"""As much of TensorBoard's writer as Flash calls, remembered by steps."""
+"""Fake of the part of TensorBoard's writer that Flash uses; it records its calls by step."""
 
 from __future__ import annotations
 
