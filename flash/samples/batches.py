@@ -24,7 +24,7 @@ from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 SAMPLES_AT_ONCE = 512
 """Number of samples that are dealt or measured in one slice. Each sample takes up to ten microseconds."""
 HALVINGS_PER_SHARD = 4
-"""Number of halvings of a group per shard. `_balanced` makes at most this many for each shard."""
+"""Largest number of times that `_balanced` halves a group or a part of a group, per shard."""
 PART_BYTES = 1 << 26
 """Approximate bytes of samples in one part of a shard. This is far below the limit of a message. It also bounds the
 memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
