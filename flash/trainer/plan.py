@@ -81,7 +81,7 @@ def plan_step(
         method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
         mesh: the trainer ranks.
-        share_rows: True packs several sequences into one row of a micro-batch, False gives each a micro-batch.
+        share_rows: True packs several sequences into a micro-batch. False gives each sequence one of its own.
 
     Raises:
         ContractError: on every rank, if the shard of any rank has tokens that are too old, is damaged or lacks the

@@ -147,7 +147,7 @@ class Trainer:
         if config.rollout.routing_replay:
             replay_routing(self.model)
         self._share_rows = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
-        """True if one row of a micro-batch holds several sequences. All models are given the same micro-batches."""
+        """True if a micro-batch may hold several sequences. All models are given the same micro-batches."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
@@ -513,13 +513,13 @@ class Trainer:
 def _share_rows(
     mesh: TrainerMesh, policy: PreTrainedModel, critics: Sequence[Critic], *frozen: PreTrainedModel | None
 ) -> bool:
-    """Return True if all models can take several sequences in one row of a micro-batch.
+    """Return True if all models can take several sequences in one micro-batch.
 
     A critic can if the policy can and the critic's backbone is of the same model type. Any other critic is made to use
     its own attention from transformers, because no check has compared its results for packed and for single sequences.
 
     Raises:
-        ConfigError: a model cannot, and the rows are divided over several ranks (`parallel.context`).
+        ConfigError: a model cannot, and micro-batches are divided over several ranks (`parallel.context`).
     """
     backbones = [critic.model.backbone for critic in critics]
     for backbone in backbones:
