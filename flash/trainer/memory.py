@@ -122,8 +122,8 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
     ]
     copied = 0
     if mesh.offloads:
-        # Weights are copied from the host in float32 and then cast. If the run is in float32, all copies of a layer
-        # exist at once. Otherwise only one does, because each is cast before the next one is copied.
+        # Weights are copied from the host in their own dtype and then cast to the run's. If the run is in float32, all
+        # copies of a layer exist at once. Otherwise only one does, because each is cast before the next one is copied.
         copied_at_once = sum if config.model.dtype == "float32" else max
         copied = max((copied_at_once(sizes) for layer in layers if (sizes := _shard_sizes(layer))), default=0)
     unlike = len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
