@@ -223,5 +223,5 @@ class M2po(Objective, frozen=True):
 
 
 def is_outward(log_ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """Return bool [T]: the objective pushes the ratio of the token away from 1."""
+    """Return bool [T]: True if the objective pushes the ratio of the token further away from 1."""
     return log_ratio_T.sign() * advantage_T.sign() > 0

@@ -1,4 +1,4 @@
-"""Loading of a version inside vLLM's workers, and the methods by which the node loop checks a worker.
+"""Load a version inside vLLM's workers, and check the weights that a worker holds.
 
 The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
 first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
@@ -104,8 +104,10 @@ class WorkerExtension:
     """
 
     def flash_fingerprint(self, adapter: int) -> list[int]:
-        """Return the fingerprint of the weights that this worker holds, or of adapter number `adapter` if it is not
-        0."""
+        """Return the fingerprint of the weights that this worker holds.
+
+        If `adapter` is not 0, it is the fingerprint of the adapter with this number.
+        """
         worker: Any = self
         if not adapter:
             receiver = worker.weight_transfer_engine

@@ -67,7 +67,8 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
 
     With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs. A layer that
     chooses experts is never compiled as a whole: each token may go to other experts, and routing replay may choose them
-    (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; tests give another one.
+    (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; a check on a CPU can give
+    another one than torch.compile.
     """
     set_recompile_limit(KERNELS)
     choosing = {router.module for router in routers(model)}

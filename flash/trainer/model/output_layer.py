@@ -360,7 +360,6 @@ def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
 def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
     """Return [C, V]: logits / temperature, in float32 or wider. The memory of the logits is reused if it has this
     dtype."""
-    # Compiled code is fused into one pass, so that reusing the memory saves nothing.
     if torch.compiler.is_compiling():
         return logits_CV.to(_wide(logits_CV)) / temperature_C1
     return logits_CV.to(_wide(logits_CV)).div_(temperature_C1)
@@ -391,8 +390,8 @@ def _grad_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the logits in two tensors: [C, V] without the term 1[target], and [C, 1] with it.
 
-    The second tensor has the entry of the target. The caller writes it into the first one, so that this function needs
-    no write at single places, which could not be fused.
+    The second tensor has the entry of the target, which the caller writes into the first tensor, after the cast to
+    `dtype`.
 
     Args:
         logits_CV: the logits.

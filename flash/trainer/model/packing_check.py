@@ -54,8 +54,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference of log-probs, in nats, that counts as rounding, by the dtype of the forward pass. A leak between
 sequences makes a difference of 1 to 5."""
 LONGEST_TRAINED = 2_064
-"""Largest number of tokens of a sequence whose gradient is compared. A backward pass over a longer one takes long and
-needs much memory."""
+"""Largest number of tokens of a sequence whose gradient is compared."""
 GRADIENT_TOLERANCE = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
 """Largest difference of the gradients of one kind of parameters, relative to their norm, that counts as rounding, by
 the dtype of the forward pass. Rounding in bfloat16 has caused 0.07. A known fault, the use of one attention part's sum
