@@ -57,13 +57,16 @@ class Signals(NamedTuple):
 
 
 class Coupling(msgspec.Struct, frozen=True):
-    """A difference of means over all responses, compared with chance; NaN if there are no such tokens."""
+    """A difference of two means over the tokens of all responses, compared with chance.
+
+    A mean without any tokens is NaN, and so is everything that depends on it.
+    """
 
     name: str
     marked: float
     """Mean over the marked tokens."""
     others: float
-    """Mean over the tokens that the marked ones are compared with."""
+    """Mean over the tokens with which the marked tokens are compared."""
     tokens: int
     """Number of marked tokens."""
     null_mean: float

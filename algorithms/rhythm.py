@@ -62,9 +62,9 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heads: Literal["batch", "first"] = "batch"
     """Classify heads in each batch, or once in the first batch."""
     local_heads: Share = 0.3
-    """Share of heads that are local: those with the shortest span."""
+    """Share of heads that are local: the heads with the shortest span."""
     global_heads: Share = 0.3
-    """Share of heads that are global: those with the longest span."""
+    """Share of heads that are global: the heads with the longest span."""
     window: Count = 10
     """W: largest distance in WAAD, in tokens."""
     nearest: Count = 10

@@ -116,7 +116,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # and not between the budget and the distance that it would reach without a limit.
     #
     # The disagreement of engine and trainer at equal weights is subtracted, because no rate has made it. If it counted
-    # as distance, the rate would fall further the less distance the rate itself makes, and stay down for good.
+    # as distance, the rate would fall further the less distance the rate itself makes, and would never rise again.
     #
     # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate
     # over 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on

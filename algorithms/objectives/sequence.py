@@ -117,8 +117,8 @@ class Kimi15(Objective, frozen=True):
     tau: Annotated[float, Meta(gt=0)] = 0.1
     """τ."""
     penalty: Literal["sequence", "token"] = "sequence"
-    """Log-ratio that is squared: that of the response, as in the paper, or that of each token alone, which is weaker on
-    long responses."""
+    """Log-ratio that is squared. sequence: the log-ratio of the response, as in the paper. token: the log-ratio of each
+    token alone, which is weaker on long responses."""
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         """Return the loss per token. The square of a response is divided evenly over its tokens.

@@ -61,7 +61,7 @@ MOST_HOST = 255
 MOST_ENGINES = 1024
 """Largest number of engines of one node; far above what a machine holds."""
 MOST_STOCKS = 64
-"""Largest number of kinds of things, such as sandboxes, that the environments of one node borrow."""
+"""Largest number of shared resources, such as pools of sandboxes, that the environments of one node use."""
 ENGINE_FIGURES = {column.name for column in columns("engine")}
 """Names of the figures that an engine may report."""
 

@@ -132,7 +132,7 @@ class EndedLease(msgspec.Struct, frozen=True, gc=False):
 
 
 class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
-    """A node hands over the results of leases.
+    """A node delivers the results of leases.
 
     The hub answers once the results are counted and stored in the journal. After the reply the node forgets the
     results. If the hub is lost before the reply, the node delivers the results again to the next hub, as far as the
@@ -219,9 +219,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     version: int
     """Weight version that the engine has; -1 if it has none yet."""
     idle_s: float
-    """Seconds without a running request since its first version."""
+    """Seconds without a running request since the engine got its first version."""
     lifetime_s: float
-    """Seconds since its first version."""
+    """Seconds since the engine got its first version."""
     canary_error: float
     """Mean absolute difference of engine's and trainer's log-probs in the last canary, a fixed text, in nats."""
     drafted: int = 0

@@ -152,7 +152,7 @@ class Evaluations:
 
     @property
     def evaluates_untrained(self) -> bool:
-        """True while the untrained policy is evaluated; no training task goes out meanwhile."""
+        """True while the untrained policy is evaluated. No training task is leased meanwhile."""
         return self._round is not None and self._round.version == 0
 
     @property

@@ -238,7 +238,7 @@ def token_advantages(
         fault = str(error)
     penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
     if not (penalised or method.estimator in ("batch", "gae")):
-        # `assign_credit` has already checked these advantages, on every rank alike: there is no fault.
+        # There is no fault: `assign_credit` has checked these advantages, and it computes the same on every rank.
         return found
 
     row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)

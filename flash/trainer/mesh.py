@@ -200,6 +200,7 @@ def trainer_mesh(
         return made[0]
 
     def grid(inner: int, name: str) -> DeviceMesh:
+        # All ranks as a grid of `fsdp` by `name`, with `inner` neighbouring ranks in each row.
         ranks = torch.arange(world).view(-1, inner)
         groups = [group(ranks.T), group(ranks)]
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("fsdp", name))

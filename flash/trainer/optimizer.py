@@ -3,7 +3,7 @@
 `flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch. All
 ranks make the same calls with the same numbers: the gradient's norm and the lag are reduced over all ranks first.
 
-Shape legend: N = numbers of one parameter that are updated at a time, T = action tokens of a micro-batch.
+Shape legend: N = elements of a parameter that are updated at a time, T = action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LossScale:
 
     In float16, gradients below 6e-8 are 0 and gradients above 65,504 are infinite. If an update's gradient is not
     finite, the factor is halved and the update is left out. After `GROW_AFTER` finite updates in a row it is doubled.
-    All ranks change the factor alike, since all of them see the same gradient norm.
+    The factor is equal on all ranks, since all of them compute the same gradient norm.
     """
 
     def __init__(self, dtype: str) -> None:

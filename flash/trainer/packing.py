@@ -113,7 +113,7 @@ class MicroBatch:
     input_P: Int64Array
     """Token ids."""
     position_P: Int64Array
-    """Position of each token in its own sequence; restarts at 0."""
+    """Position of each token in its own sequence, from 0 at the start of each sequence."""
     offset_S: Int64Array
     """[S + 1] cumulative sequence lengths, from 0 to P."""
     keep_T: Int64Array
@@ -123,7 +123,7 @@ class MicroBatch:
     behaviour_T: Float32Array
     """Log-prob of each action token under the policy that sampled it; finite where `mask_T` is True."""
     teacher_T: Float32Array
-    """Log-prob of each action token under a teacher behind a server; NaN if the run has no such teacher."""
+    """Log-prob of each action token under a teacher that runs on a server; NaN if the run has no such teacher."""
     mask_T: BoolArray
     """True for action tokens that are trained; False for tokens that are too old."""
     version_T: Int64Array
@@ -193,7 +193,7 @@ the same collectives as the other ranks."""
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
     """Return this rank's samples of each minibatch.
 
-    All ranks assign groups to minibatches alike. All samples of a group are in one minibatch.
+    Every rank assigns a group to the same minibatch. All samples of a group are in one minibatch.
     """
     place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]

@@ -96,6 +96,7 @@ def forward_passes(
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 
     def logprobs(model: PreTrainedModel | None, *, routed: bool = True) -> list[Tensor | None]:
+        # The log-probs of all micro-batches under a model. With `routed` it uses the experts that engines chose.
         if model is None:
             return nothing
         found: list[Tensor | None] = [
@@ -217,13 +218,13 @@ def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy a model's parameters into `weights`, by name; both are sharded alike."""
+    """Copy a model's parameters into `weights`, by name. `weights` must be sharded like the model."""
     for name, parameter in model.named_parameters():
         _local(weights[name]).copy_(_local(parameter))
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return the average at version 0: a copy of the trained parameters by name, sharded alike."""
+    """Return the average at version 0: a copy of the trained parameters by name, sharded like the model."""
     return {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
 
 

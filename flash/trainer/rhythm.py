@@ -1,11 +1,11 @@
 """Observe the policy's attention at the start of a step, and multiply token advantages by it (`algorithms.rhythm`).
 
-`flash.trainer.step` runs a forward pass with a `RhythmWatch`. Whatever kernel computes the attention, each layer hands
-its queries and keys, as the model made them, to `packed_attention`, which calls the watch. The watch computes the
-attention weights of the chosen layers once more, only for the rows of action tokens and block by block. It keeps two
-numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention influence). Both are
-linear in the attention weights, so the mean over local or global heads can be taken after all ranks have reported the
-spans of their heads. The sequences of a micro-batch never influence one another.
+`flash.trainer.step` runs a forward pass with a `RhythmWatch`. In each layer `packed_attention` gives the watch the
+queries and keys as the model made them, whatever kernel computes the attention. The watch computes the attention
+weights of the chosen layers once more, only for action tokens (those that the policy sampled), one block of them at a
+time. It keeps two numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention
+influence). Both are linear in the attention weights, so the mean over local or global heads can be taken after all
+ranks have reported the spans of their heads. The sequences of a micro-batch never influence one another.
 
 `flash rhythm` uses `observe_responses` and `attention_maps` to show the same signals without training.
 

@@ -8,9 +8,9 @@
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
 
-Every rank is given its part of the same batch and makes the same collectives in the same order. A fault that one rank
-finds in its part is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
-gradient does not depend on how the batch was cut into ranks and micro-batches.
+Every rank gets its shard of the same batch and makes the same collectives in the same order. A fault that one rank
+finds in its shard is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
+gradient does not depend on how the batch was divided among ranks and micro-batches.
 
 Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, N = trained tokens
 of a minibatch.
@@ -151,7 +151,7 @@ class Trainer:
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
-        """Optimizer updates left out so far because their gradient was not finite."""
+        """Number of optimizer updates left out so far because their gradient was not finite."""
         self.flops = 0.0
         """Model FLOPs of the last step on the samples of this rank, as `ModelArithmetic` counts them."""
         self.shown: list[TrainedSample] = []

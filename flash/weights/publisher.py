@@ -119,7 +119,7 @@ class HostPublisher:
         return self._server.newest_bytes
 
     def close(self) -> None:
-        """Stop serving new workers. Pulls in progress go on while this process lives."""
+        """Stop serving new workers. Pulls that have begun continue as long as this process lives."""
         if self._server is not None:
             self._server.close()
 

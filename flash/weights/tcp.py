@@ -173,7 +173,7 @@ class WeightServer:
         )
 
     def close(self) -> None:
-        """Accept no connection any more. Pulls in progress go on while this process lives."""
+        """Accept no connection any more. Pulls that have begun continue as long as this process lives."""
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:

@@ -42,7 +42,7 @@ LayerSums = WeakKeyDictionary[nn.Module, list[int]]
 
 @dataclass
 class ReceiverInitInfo(WeightTransferInitInfo):
-    """Empty init info, which vLLM's interface requires. Every pull opens a connection of its own."""
+    """Empty arguments of `init_transfer_engine`, which vLLM's interface requires."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         begin_reload(self.model, self.device, partial(keep_sums, self.layer_sums))
 
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
-        """Load each tensor as it arrives. A failed pull is left in `failure`."""
+        """Load each tensor as it arrives. If the pull fails, the reason is stored in `failure` and not raised."""
         receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
         try:
             self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]

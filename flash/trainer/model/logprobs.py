@@ -116,7 +116,11 @@ def policy_logprobs(
 ) -> TokenLogprobs:
     """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
 
-    A collective. `watch` is called with the attention of every layer. See `token_logprobs`.
+    A collective. `entropy_gradient` is True if the entropy needs a gradient. `watch` is called with the attention of
+    every layer.
+
+    Raises:
+        ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
     """
     return token_logprobs(
         model,

@@ -235,7 +235,7 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
     """Return sequences of random tokens, the same on every rank.
 
     The first are those of `LENGTHS`, cut if they do not fit into a row. If an attention window and `BEYOND` more tokens
-    fit into a row, one more sequence follows, which has that length for the longest such window.
+    fit into a row, one more sequence follows. It is `BEYOND` tokens longer than the longest such window.
     """
     limit = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
     lengths = [min(length, limit) for length in LENGTHS]
