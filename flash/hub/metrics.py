@@ -39,7 +39,7 @@ class BranchCounts:
         """Sampled tokens of all branches but the first of each episode."""
 
     def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """Yield the trajectories, and count each of them. So the caller needs no second loop over a large batch."""
+        """Count trajectories, and yield each of them, so that the caller needs no second loop over a large batch."""
         for trajectory in trajectories:
             self._episodes += 1
             self._branches += len(trajectory.branches)

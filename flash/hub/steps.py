@@ -321,6 +321,8 @@ class TrainingSteps:
             ContractError: the run is not between two steps.
         """
         await self._work.tidy()
+        # Most groups are copied ahead, in slices. Below, the state of one moment is taken without any await in between,
+        # so only groups that have changed meanwhile are copied then.
         await run_in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
         if self._progress.batch != "none" or self._progress.trainers_behind:

@@ -263,8 +263,8 @@ class Router:
         """
 
         def may_move(record: RequestRecord) -> bool:
-            # With a seed, another engine would draw the rest of the response differently, and no other run would repeat
-            # that.
+            # A request with a seed must get the same response in every run. Another engine would draw the rest of the
+            # response differently, so such a request moves only before its first token.
             repeatable = record.request.seed is None or not record.proven
             return repeatable and not record.suspected and engine not in record.barred
 

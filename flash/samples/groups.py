@@ -224,7 +224,7 @@ class GroupPool:
             self._in_parts.add(group_id)
 
     def put_waiting(self, group: Group, *, expiring: bool = False) -> None:
-        """Put a group into the pool that is new or waits for members. It is no longer ready.
+        """Put a group into the pool that is new or waits for members. If it was ready, it no longer is.
 
         With `expiring`, a step may take its finished members without waiting for the others.
         """
@@ -398,7 +398,9 @@ class EligibleGroups:
     def first(
         self, size: int, before: int | None, limits: Mapping[str, int] | None = None
     ) -> dict[int, Sequence[int]] | None:
-        """Return the numbers of the first `size` groups, by oldest version; None if there are fewer such groups.
+        """Return the numbers of the first `size` groups, by the oldest version of their tokens.
+
+        Groups with older tokens are first; among these, groups with lower numbers. None if there are fewer than `size`.
 
         Args:
             size: number of groups to return.

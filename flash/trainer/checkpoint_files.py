@@ -130,7 +130,8 @@ def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
 def _set_aside(folder: Path, fault: str, instead: Path) -> str:
     """Rename a damaged checkpoint, and return a sentence for the log.
 
-    Otherwise a step that is trained again would replace it by a checkpoint of the same name.
+    Without the renaming, a step that is trained again would write its checkpoint under the same name, and so delete the
+    damaged one.
 
     Args:
         folder: the damaged checkpoint.

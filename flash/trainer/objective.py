@@ -188,7 +188,14 @@ def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: 
 def token_loss(
     objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs, entropy_T: Tensor
 ) -> TokenLoss:
-    """Return the loss of each token before aggregation.
+    """Return the loss of each token before aggregation, by the formula in the module's docstring.
+
+    Args:
+        objective: the configured objective.
+        algorithm: the configuration of the method.
+        tokens: result of `pack_tokens`; tokens that a correction rejects are masked here.
+        inputs: inputs of the loss that were computed before the policy changed.
+        entropy_T: entropies of the policy.
 
     Raises:
         ConfigError: the objective raised, or returned a wrong shape.

@@ -214,7 +214,11 @@ class StepProfiler:
         self._bar: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Start recording if `step` is the first one to record; stop and write the trace if it is beyond the last."""
+        """Record the step if it is one of the steps to record, from its request for a batch to the next one.
+
+        Recording starts with the first such step of this process. At the first step after the last such step, it stops
+        and the trace is written.
+        """
         self._end_bar()
         if step not in self._steps:
             self.close()
