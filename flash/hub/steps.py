@@ -160,6 +160,8 @@ class TrainingSteps:
                 groups = self._buffer.next_batch(self._progress.version)
             if groups is None:
                 return
+            # The batch has left the buffer. This may withdraw leases that have become useless, and makes room for new
+            # leases.
             self._work.pass_on_withdrawals()
             self._work.deal()
             min_version = self._contract.min_token_version(self._progress.version)

@@ -51,6 +51,12 @@ def deal(
 
     Several samples of a shard may begin with the same tokens. A trainer rank computes these once, so they count once.
     Each minibatch is balanced on its own, because the ranks wait for each other at its end.
+
+    Args:
+        batch: the batch.
+        shards: number of data shards.
+        minibatches: number of minibatches of the step.
+        slice_size: number of samples after which this generator yields.
     """
     entries: list[BatchSample] = []
     tokens = sequences = 0

@@ -120,7 +120,7 @@ class ModelArithmetic:
         )
 
     def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
-        """Return the FLOPs of one forward pass over micro-batches, and of its backward pass if `backward`."""
+        """Return the FLOPs of a forward pass over some micro-batches, with `backward` including the backward pass."""
         total = 0.0
         for micro in micro_batches:
             if micro is DUMMY:

@@ -352,7 +352,8 @@ class RhythmPass:
     def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
         """Return the advantages multiplied by γ (`algorithms.rhythm`), float64 [T].
 
-        Unchanged are advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train.
+        Unchanged are advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train. The
+        multiplied tokens are counted for `report`.
         """
         waad_T, influence_T = self.head_means(signals)
         gamma_T = np.ones(len(micro.target_T))
