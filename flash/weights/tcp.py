@@ -1,7 +1,7 @@
 """Backend tcp: the trainer's rank 0 serves host copies of a version (`WeightServer`), and workers `pull` them.
 
-Messages; integers are big-endian. First both sides prove that they know the run's token (`flash.transport.auth`, with
-the trainer as the server); from then on the connection is *proven*.
+All integers are big-endian. First both sides prove that they know the run's token (`flash.transport.auth`, with
+the trainer as the server). From then on the connection is *proven*, and carries these messages:
 
     worker → trainer   version, and the digest of the version that the worker holds, 0 for none
     trainer → worker   PullReply: an error, or the manifest, and whether changes of the held version follow
