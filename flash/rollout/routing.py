@@ -53,7 +53,7 @@ class RequestRecord:
         """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Engines that have failed the request, and therefore may not get it again."""
+        """Engines that have failed the request. They do not get it again before all living engines have failed it."""
         self.arrival: int | None = None
         """Number in the order of arrival in the queue; None unless the request waits."""
         self.need: Need | None = None

@@ -37,8 +37,8 @@ from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.optimizer import make_optimizer
 
 FEW = 3
-"""Number of decoder layers that are run. One is too few: the input of the first layer needs no gradient, so it needs
-less memory than the others."""
+"""Number of decoder layers that are run. One is too few, because the first layer differs from the others: its input
+needs no gradient."""
 ABSENT = "meta"
 """Device that stands for the host's memory. Tensors on it are not counted as the rank's device memory."""
 
